@@ -1,0 +1,71 @@
+"""jaxserve: an LLM inference engine in JAX.
+
+The names below are resolved on first use, so that importing the package, or its host half,
+imports neither JAX nor a tokenizer library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.async_llm import AsyncLLM
+    from jaxserve.engine.llm import LLM
+    from jaxserve.errors import (
+        CheckpointError,
+        EngineClosed,
+        EngineDead,
+        InvalidRequest,
+        JaxserveError,
+        Overloaded,
+        UnsupportedModel,
+    )
+    from jaxserve.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "jaxserve.engine.llm",
+    "AsyncLLM": "jaxserve.engine.async_llm",
+    "EngineConfig": "jaxserve.config",
+    "SamplingParams": "jaxserve.request",
+    "RequestOutput": "jaxserve.request",
+    "CompletionOutput": "jaxserve.request",
+    "FinishReason": "jaxserve.request",
+    "JaxserveError": "jaxserve.errors",
+    "InvalidRequest": "jaxserve.errors",
+    "UnsupportedModel": "jaxserve.errors",
+    "CheckpointError": "jaxserve.errors",
+    "Overloaded": "jaxserve.errors",
+    "EngineClosed": "jaxserve.errors",
+    "EngineDead": "jaxserve.errors",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "FinishReason",
+    "InvalidRequest",
+    "JaxserveError",
+    "Overloaded",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModel",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,193 @@
+"""EngineConfig: what an engine may be told, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxserve.request import exact_int, finite_float
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
+
+# Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
+_DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
+_CPU_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """An engine's settings; names and defaults follow vLLM's `EngineArgs`.
+
+    None means "chosen for the device and the model found"; `resolve` fills it in.
+
+    Args:
+        model: folder of a Hugging Face checkpoint; None for the bundled demo model.
+        tokenizer: folder of the tokenizer, the model's own by default.
+        skip_tokenizer_init: serve token ids only.
+        load_format: "auto" reads safetensors; "dummy" makes random weights from `seed`.
+        dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
+            on CPU (faster there than 16-bit for small batches).
+        max_model_len: most tokens of one sequence, prompt and output together.
+        max_num_seqs: most sequences running at once (slots).
+        max_num_batched_tokens: most tokens computed in one step.
+        long_prefill_token_threshold: most tokens one sequence takes of a step; 0 for no bound.
+        block_size: tokens in a page of KV cache.
+        gpu_memory_utilization: share of GPU memory for weights, KV cache and temporaries.
+        kv_cache_memory_bytes: bytes of KV cache; on CPU 1 GiB by default, or less where
+            fewer pages could ever be used.
+        num_gpu_blocks_override: number of pages, instead of either of the above.
+        enable_prefix_caching: reuse the pages of equal prefixes.
+        scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
+        async_scheduling: submit step n+1 before step n is read.
+        seed: of requests that bring none, and of dummy weights.
+        attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
+        decode_sizes: padded row counts compiled for steps of one token a row.
+        token_sizes: padded token counts compiled for all other steps.
+        check_invariants: verify every page, slot and counter after each step (slow).
+
+    Raises:
+        InvalidRequest: (a ValueError) on construction, naming the field.
+    """
+
+    model: str | Path | None = None
+    tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True
+    seed: int = 0
+    attention_backend: str = "auto"
+    decode_sizes: tuple[int, ...] | None = None
+    token_sizes: tuple[int, ...] | None = None
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, 2**27),
+            ("max_num_seqs", 1, 2**16),
+            ("max_num_batched_tokens", 1, 2**22),
+            ("kv_cache_memory_bytes", 1, 2**50),
+            ("num_gpu_blocks_override", 2, 2**31 - 1),
+        ):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, exact_int(getattr(self, name), name, low, high))
+        exact_int(self.long_prefill_token_threshold, "long_prefill_token_threshold", 0, 2**22)
+        exact_int(self.block_size, "block_size", 1, 1024)
+        exact_int(self.seed, "seed", 0, 2**64 - 1)
+        share = finite_float(self.gpu_memory_utilization, "gpu_memory_utilization")
+        if not 0.05 <= share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("scheduling_policy", POLICIES),
+            ("load_format", LOAD_FORMATS),
+            ("attention_backend", IMPLEMENTATIONS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}"
+                )
+        if self.max_num_seqs and self.max_num_batched_tokens:
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence gets a token a step"
+            )
+
+    def resolve(self, platform: str, model_max_len: int) -> EngineConfig:
+        """The same settings with every None that concerns sizes filled in.
+
+        Args:
+            platform: "cpu" or "gpu".
+            model_max_len: positions that the model was made for.
+
+        Raises:
+            ValueError: max_model_len beyond the model's, or sizes that contradict each other.
+        """
+        seqs, tokens = _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
+        max_len = self.max_model_len or model_max_len
+        if max_len > model_max_len:
+            raise ValueError(
+                f"max_model_len ({max_len}) is beyond the {model_max_len} positions that the "
+                "model's config.json declares"
+            )
+        max_seqs = self.max_num_seqs or min(seqs, self.max_num_batched_tokens or seqs)
+        resolved = replace(
+            self,
+            max_model_len=max_len,
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(tokens, max_seqs),
+        )
+        resolved._check_budget()
+        return resolved
+
+    def cpu_page_budget(self, page_bytes: int) -> int:
+        """Pages of KV cache on CPU, the null page included.
+
+        The default stops at twice what all slots can hold at once: more would only be a
+        larger prefix cache.
+        """
+        assert self.max_num_seqs and self.max_model_len
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes // page_bytes
+        pages_a_sequence = -(-self.max_model_len // self.block_size)
+        useful = 2 * self.max_num_seqs * pages_a_sequence + 1
+        return max(min(_CPU_KV_BYTES // page_bytes, useful), pages_a_sequence + 1)
+
+
+def bundled_model() -> Path:
+    """Folder of the checkpoint that comes with the package."""
+    return Path(__file__).parent / "demo_model"
+
+
+def _allocate_from_heap() -> None:
+    """Keep glibc from returning large buffers to the system after every step.
+
+    By default each temporary over 32 MB is mapped and unmapped anew, and its page faults
+    cost more than the work (measured: attention over gathered pages 100 ms, then 31 ms).
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
+    mallopt(arena_max, 1)
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 64 << 20)
+
+
+def prepare_process(**environment: Any) -> None:
+    """Settle what must be settled before JAX is imported; later calls change nothing.
+
+    Variables that the user has set win over ours.
+    """
+    if "jax" in sys.modules:
+        return
+    if os.environ.get("JAX_PLATFORMS", "").lower() in ("", "cpu") and sys.platform == "linux":
+        _allocate_from_heap()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in environment.items():
+        os.environ.setdefault(name, str(value))

@@ -1,0 +1,124 @@
+"""AsyncLLM: streams of outputs for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Delta
+from jaxserve.engine.llm import Prompt, prompt_parts
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.thread import EngineThread
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+
+
+class AsyncLLM:
+    """An engine whose outputs stream.
+
+    Args:
+        config: what to serve.
+    """
+
+    def __init__(self, config: EngineConfig | Loaded) -> None:
+        self._thread = EngineThread(config)
+        # The caller's request ids, and the engine's for the same requests.
+        self._internal: dict[str, str] = {}
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream what is new about a request's completions until all have ended.
+
+        Each output holds the text and tokens since the one before; a consumer that falls behind
+        finds several steps' worth in one. Leaving the iteration early aborts the request.
+
+        Raises:
+            InvalidRequest: it cannot be served; nothing has been started.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        text, body = prompt_parts(prompt)
+        request = self._thread.request(
+            body, sampling_params, priority=priority, cache_salt=cache_salt
+        )
+        name = request.request_id if request_id is None else request_id
+        if name in self._internal:
+            raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Delta] = asyncio.Queue()
+
+        def hand_over(delta: Delta) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, delta)
+
+        unfinished = request.sampling.n
+        prompt_token_ids = request.prompt_token_ids.tolist()
+        self._thread.add(request, hand_over)
+        self._internal[name] = request.request_id
+        try:
+            while unfinished:
+                deltas = [await inbox.get()]
+                while not inbox.empty():
+                    deltas.append(inbox.get_nowait())
+                unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+                output = RequestOutput(name, text, prompt_token_ids)
+                yield _merged(output, deltas, not unfinished)
+        finally:
+            del self._internal[name]
+            if unfinished:
+                self._thread.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its stream ends with finish_reason "abort". Unknown ids: nothing."""
+        internal = self._internal.get(request_id)
+        if internal is not None:
+            self._thread.abort(internal)
+
+    async def stats(self) -> EngineStats:
+        """Counts of the engine as of now."""
+        return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None with skip_tokenizer_init."""
+        return self._thread.engine.tokenizer
+
+    def close(self) -> None:
+        """Abort what is being served and free the device. Idempotent."""
+        self._thread.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def _merged(output: RequestOutput, deltas: list[Delta], finished: bool) -> RequestOutput:
+    """Deltas of one request as one output with an entry for each completion they touch."""
+    completions: dict[int, CompletionOutput] = {}
+    for delta in deltas:
+        one = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
+        one.text += delta.text
+        one.token_ids += delta.token_ids
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            one.finish_reason = str(delta.finish_reason)
+            one.stop_reason = delta.stop_reason
+            output.error = delta.error or output.error
+    output.outputs = list(completions.values())
+    output.finished = finished
+    return output

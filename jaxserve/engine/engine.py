@@ -1,0 +1,369 @@
+"""Engine: the loop's body. One thread owns it; nothing here waits for a caller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.text import Detokenizer
+from jaxserve.engine.validation import make_request
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.runner import InFlight, OnProgress
+from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler, StepResult
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+
+_log = logging.getLogger(__name__)
+MAX_STEP_FAILURES = 2
+
+MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
+
+
+@dataclass
+class Delta:
+    """What is new about one completion of a request."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+Sink = Callable[[Delta], None]
+
+
+@dataclass(eq=False)
+class _Live:
+    """A sequence being served and where its output goes."""
+
+    sequence: Sequence
+    sink: Sink
+    detokenizer: Detokenizer | None
+
+
+def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
+    """The scheduler that the configuration asks for."""
+    assert config.max_num_batched_tokens is not None
+    return Scheduler(
+        pool,
+        slots,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        policy=config.scheduling_policy,
+    )
+
+
+class Engine:
+    """Serves requests step by step: schedule, submit, and commit the step before.
+
+    Not thread-safe; `EngineThread` runs it on a thread of its own.
+
+    Args:
+        config: what to serve, or parts loaded before (a Runner may outlive an engine).
+        on_progress: told about the start.
+        scheduler: makes another scheduler of the same interface, for baselines.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | Loaded,
+        on_progress: OnProgress | None = None,
+        scheduler: MakeScheduler = make_scheduler,
+    ) -> None:
+        loaded = config if isinstance(config, Loaded) else load(config, on_progress)
+        self.loaded = loaded
+        self.config = loaded.config
+        self.limits = loaded.limits
+        self.tokenizer = loaded.tokenizer
+        self.runner = loaded.runner
+        assert self.config.max_num_seqs and self.config.max_model_len
+        self.pool = PagePool(self.runner.num_pages, self.config.block_size)
+        self.slots = SlotTable(
+            self.config.max_num_seqs, self.config.max_model_len, self.config.block_size
+        )
+        self.scheduler = scheduler(self.config, self.pool, self.slots)
+        self._live: dict[Sequence, _Live] = {}
+        self._by_request: dict[str, list[_Live]] = {}
+        self._in_flight: InFlight | None = None
+        self._suspects: set[Sequence] = set()
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_failed_steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._compiles_at_start = self.runner.num_compiles
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        number: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Check a prompt (text or token ids) and its settings; changes nothing.
+
+        Safe from any thread.
+
+        Raises:
+            InvalidRequest: see `make_request`.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("this engine has no tokenizer; pass token ids", "prompt")
+            prompt = self.tokenizer.encode(prompt)
+        sampling = self.loaded.default_sampling if sampling is None else sampling
+        return make_request(
+            request_id,
+            prompt,
+            sampling,
+            self.limits,
+            number=number,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` is called with every Delta of each of its completions.
+
+        Raises:
+            InvalidRequest: its id is being served, or it can never run.
+        """
+        if request.request_id in self._by_request:
+            raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
+        lives = []
+        for index in range(request.sampling.n):
+            sequence = Sequence(
+                request=request,
+                arrival=self._num_arrivals + index,
+                token_ids=request.prompt_token_ids,
+                index=index,
+                seed=(request.seed + index) % 2**64,
+            )
+            lives.append(_Live(sequence, sink, self._detokenizer(request)))
+        for live in lives:
+            self.scheduler.add(live.sequence)
+            self._live[live.sequence] = live
+        self._num_arrivals += len(lives)
+        self._by_request[request.request_id] = lives
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.tokenizer is None or not request.sampling.detokenize:
+            return None
+        tail = request.prompt_token_ids[-16:].tolist()
+        return Detokenizer(self.tokenizer, tail, request.sampling)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its sink is told. False if there is no such request."""
+        lives = self._by_request.get(request_id)
+        if lives is None:
+            return False
+        for live in list(lives):
+            self._end(live, FinishReason.ABORT)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def step(self) -> None:
+        """Schedule and submit a step, and commit the one submitted before it.
+
+        No error of a step leaves this method: a step that fails is computed again, and a
+        sequence that keeps failing ends with finish_reason "error".
+        """
+        if self._suspects:
+            proven = len(self.scheduler.running_sequences()) - self._num_running_suspects()
+            self.scheduler.max_running = proven + 1
+        try:
+            plan = self.scheduler.schedule()
+            submitted = None if plan is None else self.runner.submit(plan, self.slots)
+        except Exception as error:
+            self._recover(error)
+            return
+        before, self._in_flight = self._in_flight, submitted
+        if before is not None:
+            self._commit(before)
+        if not self.config.async_scheduling and self._in_flight is not None:
+            self._drain()
+        if self.config.check_invariants:
+            self.scheduler.check()
+
+    def _drain(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._commit(step)
+
+    def _num_running_suspects(self) -> int:
+        return sum(sequence.slot >= 0 for sequence in self._suspects)
+
+    def _commit(self, step: InFlight) -> None:
+        try:
+            token_ids, ok = self.runner.read(step)
+            self._check_outputs(step.plan, token_ids, ok)
+        except Exception as error:
+            self._recover(error)
+            return
+        if self._suspects:
+            self._clear_suspects(step.plan)
+        result = self.scheduler.commit(step.plan, token_ids, ok)
+        self._num_steps += 1
+        self._deliver(result)
+
+    def _check_outputs(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> None:
+        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self.limits.vocab_size:
+            raise RuntimeError("a step drew a token outside the vocabulary")
+
+    def _deliver(self, result: StepResult) -> None:
+        self._generation_tokens += len(result.token_ids)
+        ended = set(result.finished)
+        for sequence, token in zip(result.sequences, result.token_ids, strict=True):
+            live = self._live.get(sequence)
+            if live is None:
+                continue
+            try:
+                self._deliver_token(live, token, sequence in ended)
+            except Exception as error:  # of the text library: this request's loss alone
+                _log.exception("detokenization failed")
+                self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+        for sequence in result.finished:
+            live = self._live.get(sequence)
+            if live is not None:  # it ended without a token: its logits were not finite
+                self._end(live, FinishReason.ERROR, error="the model's logits were not finite")
+
+    def _deliver_token(self, live: _Live, token: int, ended: bool) -> None:
+        sequence, text = live.sequence, live.detokenizer
+        stopped = False
+        # The token of a stop id ends the text before itself, unless that text is asked for.
+        hidden = (
+            sequence.stop_token is not None
+            and not sequence.request.sampling.include_stop_str_in_output
+        )
+        if text is not None and not hidden:
+            stopped = text.add(token)
+        if stopped and not ended:
+            self.scheduler.finish(sequence, FinishReason.STOP)
+        if not (stopped or ended):
+            self._send(live, self._delta(live, [token]))
+            return
+        if text is not None:
+            text.finish()
+        delta = self._delta(live, [token])
+        delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
+        if stopped and text is not None:
+            delta.stop_reason = text.stop
+        elif sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
+            delta.stop_reason = sequence.stop_token
+        self._forget(live)
+        self._send(live, delta)
+
+    def _delta(self, live: _Live, token_ids: list[int]) -> Delta:
+        sequence, text = live.sequence, live.detokenizer
+        piece = "" if text is None else text.take()
+        cached = max(sequence.num_cached, 0)
+        return Delta(sequence.request.request_id, sequence.index, piece, token_ids, cached)
+
+    def _send(self, live: _Live, delta: Delta) -> None:
+        try:
+            live.sink(delta)
+        except Exception:
+            _log.exception("the receiver of request %s failed; aborting it", delta.request_id)
+            live.sink = _nowhere
+            if delta.finish_reason is None:
+                self._end(live, FinishReason.ABORT)
+
+    def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence for a reason that no token brought."""
+        self.scheduler.finish(live.sequence, reason)
+        delta = self._delta(live, [])
+        delta.finish_reason, delta.error = reason, error
+        self._forget(live)
+        self._send(live, delta)
+
+    def _forget(self, live: _Live) -> None:
+        del self._live[live.sequence]
+        self._suspects.discard(live.sequence)
+        if not self._suspects:
+            self.scheduler.max_running = self.slots.num_slots
+        request_id = live.sequence.request.request_id
+        lives = self._by_request[request_id]
+        lives.remove(live)
+        if not lives:
+            del self._by_request[request_id]
+
+    def _recover(self, error: Exception) -> None:
+        """A step was lost, and the cache with it: rebuild, and compute every sequence again.
+
+        Those that took part are suspects from then on: at most one of them runs at a time, and
+        one that fails again alone ends with an error. The others lose nothing but time.
+        """
+        _log.error("a step failed and is computed again: %s", error, exc_info=error)
+        self._num_failed_steps += 1
+        self._in_flight = None
+        self.runner.reset()
+        running = self.scheduler.preempt_all()
+        self.pool.clear_cache()
+        for sequence in running:
+            sequence.num_failures += 1
+            if sequence.num_failures > MAX_STEP_FAILURES:
+                self._end(self._live[sequence], FinishReason.ERROR, error=f"the step failed: {error}")
+            else:
+                self._suspects.add(sequence)
+
+    def _clear_suspects(self, plan: StepPlan) -> None:
+        for slot in plan.slots.tolist():
+            sequence = self.slots.sequences[slot]
+            if sequence in self._suspects:
+                self._suspects.discard(sequence)
+                sequence.num_failures = 0
+        if not self._suspects:
+            self.scheduler.max_running = self.slots.num_slots
+
+    def stats(self) -> EngineStats:
+        """Counts as of now."""
+        scheduler, pool = self.scheduler, self.pool
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_slots=self.slots.num_slots,
+            num_pages=pool.num_usable,
+            pages_in_use=pool.num_usable - pool.num_free,
+            num_steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.num_prefix_queries,
+            prefix_hits=scheduler.num_prefix_hits,
+            num_compiles=self.runner.num_compiles - self._compiles_at_start,
+            num_failed_steps=self._num_failed_steps,
+        )
+
+    def close(self, error: str | None = None) -> None:
+        """End what is being served, aborted or with an error, and free the device. Idempotent."""
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        for live in list(self._live.values()):
+            self._end(live, reason, error)
+        self._in_flight = None
+        self.runner.close()
+
+
+def _nowhere(delta: Delta) -> None:
+    """Where the outputs of a failed receiver go."""

@@ -1,0 +1,123 @@
+"""From an EngineConfig to a model on its device, a runner and a tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
+from jaxserve.engine.validation import Limits
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.runner import OnProgress, Runner
+from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.request import SamplingParams
+from jaxserve.weights import load_weights, random_weights
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that an engine is made of, before it has served anything."""
+
+    config: EngineConfig
+    runner: Runner
+    tokenizer: Tokenizer | None
+    limits: Limits
+    default_sampling: SamplingParams
+
+
+def choose_dtype(asked: str, declared: str, platform: str) -> Any:
+    """The dtype of weights and activations.
+
+    "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
+    where 16-bit products of a few rows are slower.
+
+    Raises:
+        UnsupportedModel: float64 without JAX's x64 mode.
+    """
+    if asked == "auto":
+        if platform == "cpu":
+            return jnp.dtype(jnp.float32)
+        return jnp.dtype("bfloat16" if declared in ("float32", "float64") else declared)
+    if asked == "float64" and not jax.config.jax_enable_x64:
+        raise UnsupportedModel("dtype float64 needs jax_enable_x64")
+    return jnp.dtype(asked)
+
+
+def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
+    """Read the checkpoint, place the weights, compile every bucket.
+
+    Raises:
+        CheckpointError, UnsupportedModel: what the folder holds cannot be served.
+        ValueError: settings that contradict the model or each other.
+    """
+    directory = Path(config.model) if config.model is not None else bundled_model()
+    if not directory.is_dir():
+        raise CheckpointError(f"model: {str(directory)!r} is not a folder with a checkpoint")
+    model_config = read_model_config(directory)
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    config = replace(config.resolve(platform, model_config.max_position_embeddings), model=directory)
+    dtype = choose_dtype(config.dtype, model_config.dtype, platform)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = Tokenizer(config.tokenizer or directory, model_config.vocab_size)
+    generation_config = read_generation_config(directory)
+    sampling = default_sampling(generation_config, str(directory))
+    ends = _eos_token_ids(model_config, generation_config, tokenizer)
+
+    started = time.perf_counter()
+    if config.load_format == "dummy":
+        model = random_weights(model_config, dtype, config.seed)
+    else:
+        report = None if on_progress is None else _stage("weights", on_progress)
+        model = load_weights(directory, model_config, dtype, on_progress=report)
+    weights_seconds = time.perf_counter() - started
+    runner = Runner(config, model_config, model)
+    runner.stages["weights"] = weights_seconds
+    capacity = (runner.num_pages - 1) * config.block_size
+    assert config.max_model_len is not None
+    if capacity < config.max_model_len:
+        _log.warning(
+            "the KV cache holds %d tokens, fewer than max_model_len (%d): longer requests are "
+            "refused; raise kv_cache_memory_bytes or lower max_model_len",
+            capacity,
+            config.max_model_len,
+        )
+    runner.warm_up(on_progress)
+    limits = Limits(
+        vocab_size=model_config.vocab_size,
+        max_model_len=min(config.max_model_len, capacity),
+        eos_token_ids=ends,
+        seed=config.seed,
+    )
+    return Loaded(config, runner, tokenizer, limits, sampling)
+
+
+def _stage(name: str, on_progress: OnProgress):
+    return lambda done, total: on_progress(name, done, total)
+
+
+def _eos_token_ids(
+    model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Every id that the checkpoint calls an end: the union, as Transformers' files disagree."""
+    named = generation_config.get("eos_token_id")
+    from_generation = named if isinstance(named, list) else [] if named is None else [named]
+    from_tokenizer = [] if tokenizer is None else [tokenizer.eos_token_id]
+    ids = [*from_generation, *model_config.eos_token_ids, *from_tokenizer]
+    for token in ids:
+        if token is None:
+            continue
+        if type(token) is not int or not 0 <= token < model_config.vocab_size:
+            raise CheckpointError(
+                f"eos_token_id {token!r} is not a token id from 0 to {model_config.vocab_size - 1}"
+            )
+    return tuple(dict.fromkeys(token for token in ids if token is not None))

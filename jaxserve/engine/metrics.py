@@ -1,0 +1,37 @@
+"""What an engine counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineStats:
+    """A snapshot of one engine; counters run from its start.
+
+    Attributes:
+        num_running, num_waiting: sequences now.
+        num_slots, num_pages: what there is (the null page not counted).
+        pages_in_use: pages that sequences hold now.
+        num_steps: steps committed.
+        prompt_tokens: prompt tokens of the requests taken in.
+        generation_tokens: tokens drawn.
+        num_preemptions: sequences sent back to wait for lack of pages.
+        prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
+        num_compiles: programs compiled since the engine said it was ready.
+        num_failed_steps: steps that were lost and computed again.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    num_pages: int
+    pages_in_use: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    num_compiles: int
+    num_failed_steps: int

@@ -1,0 +1,176 @@
+"""EngineThread: runs an Engine on a thread of its own, and passes messages to and fro."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Delta, Engine, Sink
+from jaxserve.engine.loading import Loaded
+from jaxserve.errors import EngineClosed, EngineDead
+from jaxserve.execution.runner import OnProgress
+from jaxserve.request import FinishReason, Request, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """The one owner of an Engine. Its methods may be called from any thread.
+
+    Args:
+        config: what to serve, or what `load` returned.
+        on_progress: told about the start.
+    """
+
+    def __init__(
+        self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
+    ) -> None:
+        self.engine = Engine(config, on_progress)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._dead: BaseException | None = None
+        self._numbers = itertools.count()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    def request(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Check a request on the caller's thread (see `Engine.request`); gives it a unique id."""
+        self._check_open()
+        number = next(self._numbers)
+        return self.engine.request(
+            f"request-{number}",
+            prompt,
+            sampling,
+            number=number,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Serve a request. `sink` runs on the engine's thread: it must only hand over.
+
+        Exactly one Delta with a finish_reason arrives for each completion, whatever happens.
+        """
+
+        def deliver() -> None:
+            try:
+                self.engine.add(request, sink)
+            except Exception as error:
+                for index in range(request.sampling.n):
+                    sink(_failed(request, index, str(error)))
+
+        self._post(deliver)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored, and so is a closed engine: all have ended."""
+
+        def abort() -> None:
+            self.engine.abort(request_id)
+
+        if self.is_alive():
+            self._post(abort)
+
+    def is_alive(self) -> bool:
+        """Whether requests in progress still advance."""
+        return self._thread.is_alive() and os.getpid() == self._process and not self._closing
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the engine's thread, between steps, and return its result."""
+        done = threading.Event()
+        box: list[Any] = []
+
+        def run() -> None:
+            try:
+                box.append((function(), None))
+            except Exception as error:
+                box.append((None, error))
+            done.set()
+
+        self._post(run)
+        while not done.wait(1.0):
+            if not self._thread.is_alive() and not done.is_set():
+                raise EngineDead("the engine ended before it answered")
+        result, error = box[0]
+        if error is not None:
+            raise error
+        return result
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineClosed(
+                "this engine belongs to the process that made it; make a new one after a fork"
+            )
+        if self._dead is not None:
+            raise EngineDead(f"the engine ended on an error: {self._dead}") from self._dead
+        if self._closing:
+            raise EngineClosed("the engine is closed")
+
+    def _post(self, message: Callable[[], None]) -> None:
+        with self._wake:
+            self._check_open()
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                if self.engine.has_work:
+                    self.engine.step()
+        except BaseException as error:
+            _log.critical("the engine ended on an error", exc_info=error)
+            self._dead = error
+        finally:
+            with self._wake:
+                self._closing = True
+            # Messages that came too late still get their answers: their requests end here too.
+            self._handle(self._inbox)
+            self.engine.close(None if self._dead is None else f"the engine ended: {self._dead}")
+
+    def _take_messages(self) -> bool:
+        """Handle what has come in; waits while there is nothing to do. False once closing."""
+        with self._wake:
+            while not (self._inbox or self._closing or self.engine.has_work):
+                self._wake.wait()
+            if self._closing:
+                return False
+            messages = list(self._inbox)
+            self._inbox.clear()
+        self._handle(messages)
+        return True
+
+    @staticmethod
+    def _handle(messages: Iterable[Callable[[], None]]) -> None:
+        for message in messages:
+            try:
+                message()
+            except Exception:
+                _log.exception("a message to the engine failed")
+
+    def close(self) -> None:
+        """Abort what is being served, stop the thread, free the device. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _failed(request: Request, index: int, error: str) -> Delta:
+    return Delta(request.request_id, index, "", [], 0, FinishReason.ERROR, error=error)

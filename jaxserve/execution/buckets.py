@@ -1,0 +1,94 @@
+"""Buckets: the padded shapes of a step, and with them the complete list of compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One compiled variant of `model_step`.
+
+    Attributes:
+        num_tokens: T, tokens after padding.
+        num_rows: R, rows after padding.
+        decode_only: every row has one token, so T == R.
+    """
+
+    num_tokens: int
+    num_rows: int
+    decode_only: bool
+
+    def __str__(self) -> str:
+        if self.decode_only:
+            return f"decode {self.num_rows}"
+        return f"{self.num_tokens} tokens, {self.num_rows} rows"
+
+
+def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, then steps of at most a half, up to `max_num_seqs`."""
+    return _ladder(max_num_seqs, (1, 2, 4, 8, 16), halves_from=16)
+
+
+def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """16, 32, 48, 64, 96, 128, ... up to the budget: at most a third of a step is padding."""
+    return _ladder(max_num_batched_tokens, (16, 32), halves_from=32)
+
+
+def _ladder(largest: int, small: tuple[int, ...], halves_from: int) -> tuple[int, ...]:
+    sizes = {size for size in small if size < largest} | {largest}
+    size = halves_from
+    while size < largest:
+        sizes |= {s for s in (size, size * 3 // 2) if s < largest}
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+class BucketSet:
+    """Every bucket of an engine, fixed at start-up.
+
+    Args:
+        max_num_seqs: most rows of a step.
+        max_num_batched_tokens: most tokens of a step.
+        decode_sizes, token_sizes: padded sizes; None for the defaults. The largest of each
+            must reach the limit.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_sizes: Listing[int] | None = None,
+        token_sizes: Listing[int] | None = None,
+    ) -> None:
+        decode = sorted(set(decode_sizes or default_decode_sizes(max_num_seqs)))
+        tokens = sorted(set(token_sizes or default_token_sizes(max_num_batched_tokens)))
+        for name, sizes, limit in (
+            ("decode_sizes", decode, max_num_seqs),
+            ("token_sizes", tokens, max_num_batched_tokens),
+        ):
+            if sizes[0] < 1 or sizes[-1] < limit:
+                raise ValueError(f"{name} must be positive and reach {limit}; got {sizes}")
+        self._decode_sizes = np.array(decode)
+        self._token_sizes = np.array(tokens)
+        self._decode = [Bucket(size, size, True) for size in decode]
+        self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
+
+    def __iter__(self):
+        yield from self._decode
+        yield from self._mixed
+
+    def __len__(self) -> int:
+        return len(self._decode) + len(self._mixed)
+
+    def pick(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket that holds the plan."""
+        rows, tokens = len(plan), plan.total_tokens
+        if tokens == rows:
+            return self._decode[int(self._decode_sizes.searchsorted(rows))]
+        return self._mixed[int(self._token_sizes.searchsorted(tokens))]

@@ -1,0 +1,196 @@
+"""Runner: owns weights, device state and compiled steps; takes plans, returns tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
+from jaxserve.execution.step import model_step
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import SlotTable
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILE_THREADS = 4
+
+# Called with (stage, done, total) while the engine starts.
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A submitted step whose results have not been read."""
+
+    plan: StepPlan
+    output: StepOutput
+    bucket: Bucket
+
+
+class Runner:
+    """Runs steps on the device, in the order of their submission.
+
+    Args:
+        config: resolved (see `EngineConfig.resolve`).
+        model_config: of the model.
+        model: with its weights placed.
+
+    Attributes:
+        num_pages: pages of KV cache, the null page included.
+        num_compiles: programs that JAX compiled in this process since this runner was made.
+        stages: seconds that each stage of the start took.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: Decoder) -> None:
+        assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+        self.config = config
+        self.model_config = model_config
+        self.vocab_size = model_config.vocab_size
+        self.buckets = BucketSet(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.decode_sizes,
+            config.token_sizes,
+        )
+        self.num_compiles = 0
+        self.stages: dict[str, float] = {}
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._graphdef, state = nnx.split(model)
+        self._leaves, self._treedef = jax.tree.flatten(state)
+        self.dtype = self._leaves[0].dtype
+        self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
+        self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
+        self._steps: dict[Bucket, Any] = {}
+        self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.num_pages = self._size_cache()
+        self._state: DeviceState | None = None
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            self.num_compiles += 1
+
+    def _size_cache(self) -> int:
+        """Pages that the configured memory holds."""
+        config = self.config
+        assert config.max_model_len
+        device = jax.devices()[0]
+        if config.num_gpu_blocks_override is not None:
+            pages = config.num_gpu_blocks_override
+        elif device.platform == "cpu" or config.kv_cache_memory_bytes is not None:
+            pages = config.cpu_page_budget(self.page_bytes)
+        else:
+            # Weights are placed; what the largest step needs beside them is read off its program.
+            stats = device.memory_stats()
+            largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
+            temporary = self._compile(largest, num_pages=64).memory_analysis().temp_size_in_bytes
+            share = config.gpu_memory_utilization * stats["bytes_limit"]
+            pages = int(share - stats["bytes_in_use"] - temporary) // self.page_bytes
+        needed = -(-config.max_model_len // config.block_size) + 1
+        if pages < 2:
+            raise InvalidRequest(
+                f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
+                "raise gpu_memory_utilization or kv_cache_memory_bytes",
+                "kv_cache_memory_bytes",
+            )
+        return min(pages, 2**31 // config.block_size - 1) if pages >= needed else pages
+
+    def _shapes(self, num_pages: int) -> DeviceState:
+        config = self.config
+        return jax.eval_shape(
+            partial(
+                make_state,
+                self.model_config,
+                num_pages,
+                config.block_size,
+                config.max_num_seqs or 1,
+                self.dtype,
+            )
+        )
+
+    def _compile(self, bucket: Bucket, num_pages: int) -> Any:
+        step = partial(
+            model_step,
+            self._graphdef,
+            self._treedef,
+            decode_only=bucket.decode_only,
+            implementation=self.config.attention_backend,
+        )
+        jitted = jax.jit(step, donate_argnums=1)
+        return jitted.lower(self._leaves, self._shapes(num_pages), self._null_batch(bucket)).compile()
+
+    def _null_batch(self, bucket: Bucket) -> StepBatch:
+        """A batch of padding only: it writes to no page and to no slot but the null one."""
+        none = np.zeros(0, np.int32)
+        plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
+        return pack(plan, self._null_slots, bucket)
+
+    def warm_up(self, on_progress: OnProgress | None = None) -> None:
+        """Compile every bucket, make the cache, and run each program once on padding."""
+        started = time.perf_counter()
+        buckets = sorted(self.buckets, reverse=True)
+        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+            compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
+            for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
+                self._steps[bucket] = step
+                if on_progress is not None:
+                    on_progress("compile", done, len(buckets))
+        self.stages["compile"] = time.perf_counter() - started
+        started = time.perf_counter()
+        self.reset()
+        for bucket in buckets:
+            batch = self._null_batch(bucket)
+            self._state, output = self._steps[bucket](self._leaves, self._state, batch)
+            np.asarray(output.token_ids)
+        self.stages["warm_up"] = time.perf_counter() - started
+
+    def reset(self) -> None:
+        """A new, empty cache: at the start, and after a failed step took the old one with it."""
+        self._state = None
+        config = self.config
+        self._state = make_state(
+            self.model_config,
+            self.num_pages,
+            config.block_size,
+            config.max_num_seqs or 1,
+            self.dtype,
+        )
+
+    def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
+        """Start a step. Returns before the device has run it."""
+        bucket = self.buckets.pick(plan)
+        batch = pack(plan, slots, bucket)
+        state, self._state = self._state, None
+        self._state, output = self._steps[bucket](self._leaves, state, batch)
+        output.token_ids.copy_to_host_async()
+        output.ok.copy_to_host_async()
+        return InFlight(plan, output, bucket)
+
+    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows.
+
+        Raises whatever the device reported; the state is lost then (see `reset`).
+        """
+        num_rows = len(step.plan)
+        token_ids = np.asarray(step.output.token_ids)[:num_rows]
+        ok = np.asarray(step.output.ok)[:num_rows]
+        return token_ids, ok
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        if self._leaves:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._state = None
+        self._leaves = []
+        self._steps = {}

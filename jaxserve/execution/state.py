@@ -1,0 +1,60 @@
+"""DeviceState: what stays on the device from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models import ModelConfig
+from jaxserve.models.paged import KVPages
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """Donated to every step and replaced by its result; there is never a second copy.
+
+    The pages start as zeros, so that no cell ever holds a NaN which no request put there.
+    """
+
+    kv: list[KVPages]  # one (k_pages, v_pages) a layer, each [P, K, S, H]
+    last_token: Array  # i32[slots + 1], the newest token drawn for each slot
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What the host reads of a step, one step later."""
+
+    token_ids: Array  # i32[R]
+    ok: Array  # bool[R], False where the row's logits were not all finite
+
+
+for _type in (DeviceState, StepOutput):
+    jax.tree_util.register_dataclass(
+        _type, data_fields=[f.name for f in fields(_type)], meta_fields=[]
+    )
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
+    """Bytes of one page of KV cache over all layers."""
+    cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return 2 * config.num_hidden_layers * page_size * cell
+
+
+def make_state(
+    config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: Any
+) -> DeviceState:
+    """A cache of zeros for every layer."""
+    shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
+    return DeviceState(
+        kv=[
+            (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            for _ in range(config.num_hidden_layers)
+        ],
+        last_token=jnp.zeros(num_slots + 1, np.int32),
+    )

@@ -1,0 +1,69 @@
+"""model_step: the one program, compiled once for each bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.sampling import sample
+from jaxserve.execution.state import DeviceState, StepOutput
+from jaxserve.models.paged import PagedStep
+
+Array = Any
+
+
+def slot_mapping(batch: StepBatch, page_size: int) -> Array:
+    """i32[T]: the cell of the cache that takes each token's K and V; -1 for padding."""
+    column = batch.positions // page_size
+    page = batch.page_table.at[batch.row_of_token, column].get(mode="clip")
+    cell = page * page_size + batch.positions % page_size
+    real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
+    return jnp.where(real, cell, -1)
+
+
+def model_step(
+    graphdef: Any,
+    treedef: Any,
+    leaves: list[Array],
+    state: DeviceState,
+    batch: StepBatch,
+    *,
+    decode_only: bool,
+    implementation: str,
+) -> tuple[DeviceState, StepOutput]:
+    """Compute a step's tokens, write their K and V, and draw the next token of each row.
+
+    Prefill, chunked prefill and decode are the same call with rows of different length.
+
+    Args:
+        graphdef, treedef: the model without its arrays, as `nnx.split` and `tree.flatten` left it.
+        leaves: its arrays. Flat, because flattening a module costs milliseconds a call.
+        state: donated.
+        batch: see StepBatch.
+        decode_only: static; every row has one token.
+        implementation: static; which attention runs.
+    """
+    model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
+    drawn = state.last_token.at[owner].get(mode="clip")
+    tokens = jnp.where(batch.tokens >= 0, batch.tokens, drawn)
+    step = PagedStep(
+        positions=batch.positions,
+        slot_mapping=slot_mapping(batch, state.kv[0][0].shape[2]),
+        page_table=batch.page_table,
+        query_start=batch.query_start,
+        kv_len=batch.kv_len,
+        decode_only=decode_only,
+        implementation=implementation,
+    )
+    hidden, kv = model(tokens, step, state.kv)
+    last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
+    logits = model.logits(last)
+    with jax.named_scope("sample"):
+        token_ids, ok = sample(logits, batch)
+    last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
+    return DeviceState(kv=kv, last_token=last_token), StepOutput(token_ids=token_ids, ok=ok)

@@ -1,0 +1,20 @@
+"""Model families as pure Flax modules over ragged tokens and a paged cache."""
+
+from jaxserve.models.config import Llama3Scaling, ModelConfig, Rope, read_model_config
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.paged import KVPages, PagedStep, logical_axes
+from jaxserve.models.registry import abstract_model, build_model, checkpoint_weights
+
+__all__ = [
+    "Decoder",
+    "KVPages",
+    "Llama3Scaling",
+    "ModelConfig",
+    "PagedStep",
+    "Rope",
+    "abstract_model",
+    "build_model",
+    "checkpoint_weights",
+    "logical_axes",
+    "read_model_config",
+]

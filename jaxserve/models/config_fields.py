@@ -1,0 +1,106 @@
+"""Read fields out of a mapping strictly, and report everything wrong with it at once."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+_ABSENT: Final = object()
+
+
+class Fields:
+    """The fields of one JSON object, each taken at most once.
+
+    A method that finds a bad value notes it in `problems` and returns a harmless one, so that the
+    reader can go on and find the rest. None of its methods raises.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
+        self.problems = problems
+        self._raw = raw
+        self._prefix = prefix
+        self._left = set(raw)
+
+    def refuse(self, key: str, allowed: str) -> None:
+        """Note that the value of `key` is not allowed, and what is."""
+        value = self._raw.get(key, _ABSENT)
+        got = "missing" if value is _ABSENT else f"is {shown(value)}"
+        self.problems.append(f"{self._prefix}{key} {got}; allowed: {allowed}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value other than null."""
+        return self._raw.get(key) is not None
+
+    def take(self, key: str) -> Any:
+        """The value as it is, None if absent; for the caller to check."""
+        self._left.discard(key)
+        return self._raw.get(key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An exact integer in [low, high]; `default`, if given, stands for absent or null."""
+        value = self.take(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            self.refuse(key, f"an integer from {low} to {high}")
+            return low
+        return value
+
+    def number(self, key: str, above: float, upto: float, default: float | None = None) -> float:
+        """A finite number in (above, upto]; `default`, if given, stands for absent or null."""
+        value = self.take(key)
+        if value is None and default is not None:
+            return default
+        # The range is tested before the conversion, which a huge integer would overflow.
+        if isinstance(value, int | float) and type(value) is not bool and above < value <= upto:
+            return float(value)
+        self.refuse(key, f"a number above {above:g} and at most {upto:g}")
+        return upto
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false, exactly."""
+        value = self.take(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(key, "true or false")
+            return default
+        return value
+
+    def choice(self, key: str, allowed: Iterable[str], default: str | None = None) -> str:
+        """One of a few strings; `default`, if given, stands for absent or null."""
+        options = tuple(allowed)
+        value = self.take(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or value not in options:
+            self.refuse(key, " or ".join(map(repr, options)))
+            return options[0]
+        return value
+
+    def neutral(self, rules: Mapping[str, Any]) -> None:
+        """Accept each key of `rules` if absent, or with the given value of the same type."""
+        for key, allowed in rules.items():
+            value = self._raw.get(key, _ABSENT)
+            self._left.discard(key)
+            if value is not _ABSENT and (type(value) is not type(allowed) or value != allowed):
+                self.refuse(key, f"{shown(allowed)} (anything else is not supported)")
+
+    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Refuse every key not taken so far and not known to be harmless."""
+        for key in sorted(self._left - ignored, key=str):
+            self.refuse(key, "nothing; jaxserve does not know this field")
+
+
+def shown(value: Any) -> str:
+    """A value in at most about 80 characters, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a finite number"
+    if isinstance(value, dict | list) and len(value) > 20:
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)} items"
+    try:
+        text = "null" if value is None else repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits; deep nesting
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."

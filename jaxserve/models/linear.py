@@ -1,0 +1,92 @@
+"""Parameters and the one matrix product that every layer uses.
+
+Weights are stored input-major, `[in..., out...]`: on CPU this is 1.3 to 2.7 times faster than
+output-major for two rows or more, and equal for one.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxserve.models.paged import LogicalAxes
+
+
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype to accumulate in: at least float32, and float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values of a weight: normal with this standard deviation."""
+
+    scale: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Initial values of a norm's scale (1) or a bias (0)."""
+
+    value: float
+
+
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike, contract: int = 1
+) -> nnx.Param[Array]:
+    """A parameter with normal values of variance 1 / (product of its first `contract` sizes)."""
+    initial = Normal(prod(shape[:contract]) ** -0.5)
+    values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
+    return nnx.Param(values.astype(dtype), axes=axes, initial=initial)
+
+
+def constant(
+    value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
+) -> nnx.Param[Array]:
+    """A parameter filled with one value: a norm's scale or a bias."""
+    return nnx.Param(jnp.full(shape, value, dtype), axes=axes, initial=Constant(value))
+
+
+def value_of(parameter: nnx.Param[Array] | None) -> Array | None:
+    """The array of a parameter that a model may lack."""
+    return None if parameter is None else parameter[...]
+
+
+def matmul(
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    contract: int = 1,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """Contract the last `contract` dimensions of `x` with the first ones of `w`.
+
+    `x` is `[T, in...]`, `w` is `[in..., out...]`, `bias` is `[out...]`; the result is `[T, out...]`
+    in `out_dtype` (by default that of `x`). Products accumulate, and the bias is added, in at least
+    float32. Dimensions stay apart up to the compiler, so that sharding one of them (the kv heads of
+    a fused projection, say) needs no reshape of a sharded array.
+    """
+    if x.shape[0] == 1 and x.dtype.itemsize == 2:
+        # XLA on CPU turns a one-row 16-bit product into a float32 one and so converts the whole
+        # weight every step: 13 to 20 times slower than the same product of two rows.
+        y = lax.platform_dependent(
+            x, w, cpu=lambda x, w: _dot(jnp.repeat(x, 2, axis=0), w, contract)[:1],
+            default=lambda x, w: _dot(x, w, contract),
+        )  # fmt: skip
+    else:
+        y = _dot(x, w, contract)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _dot(x: Array, w: Array, contract: int) -> Array:
+    dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
+    # Without this type a bf16 product on CPU converts the whole weight to float32 first.
+    return lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=accumulator(x.dtype))

@@ -1,0 +1,52 @@
+"""What a layer may know of a step: where its tokens are, and which cache cells are theirs.
+
+Also the logical axes that name the dimensions of parameters; `jaxserve.execution` maps them to mesh
+axes. A parameter carries its axes as metadata, set where it is created (`linear.weight`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+# One layer's k_pages and v_pages, each [P, K, S, H].
+KVPages = tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]
+
+# "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
+LogicalAxis = Literal["vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp"]
+LogicalAxes = tuple[LogicalAxis, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedStep:
+    """One step's ragged batch as attention sees it: T tokens in R rows.
+
+    Rows own consecutive tokens, in row order; padding follows the real tokens and the real rows.
+    """
+
+    positions: Int32[Array, " T"]  # absolute position of each token in its sequence
+    # page * S + offset of the cell that takes each token's K and V; -1 writes nothing (padding).
+    slot_mapping: Int32[Array, " T"]
+    page_table: Int32[Array, "R M"]
+    # Row r owns tokens query_start[r]:query_start[r + 1].
+    query_start: Int32[Array, " R_plus_1"]
+    # Tokens of each row in the cache after this step's write; 0 for a padded row.
+    kv_len: Int32[Array, " R"]
+    # Promises T == R and that row r owns token r or is padding, so the decode kernel applies.
+    decode_only: bool = field(metadata={"static": True})
+    # Which attention implementation runs: "auto" | "xla" | "triton" | "mosaic_gpu".
+    implementation: str = field(metadata={"static": True})
+
+
+def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:
+    """Logical axes of every parameter by its path, such as "layers.0.attention.qkv".
+
+    The order is that of the leaves of `nnx.split(module)[1]`. Works on abstract modules.
+    """
+    parameters = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {
+        ".".join(map(str, path)): parameter.get_metadata()["axes"] for path, parameter in parameters
+    }

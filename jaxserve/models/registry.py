@@ -1,0 +1,52 @@
+"""Which code computes which architecture."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.llama import build_llama, llama_weights
+from jaxserve.models.qwen import build_qwen3, qwen3_weights
+from jaxserve.models.weight_table import WeightName
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build a model of one architecture, and how its checkpoints are laid out."""
+
+    build: Callable[[ModelConfig, DTypeLike, nnx.Rngs], Decoder]
+    weights: Callable[[ModelConfig], list[WeightName]]
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Family(build_llama, llama_weights),
+        "Qwen3ForCausalLM": Family(build_qwen3, qwen3_weights),
+    }
+)
+
+
+def build_model(
+    config: ModelConfig, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None = None
+) -> Decoder:
+    """A model with random weights.
+
+    Under `nnx.eval_shape` nothing is allocated; `abstract_model` does that.
+    """
+    rngs = nnx.Rngs(0) if rngs is None else rngs
+    return FAMILIES[config.architecture].build(config, dtype, rngs)
+
+
+def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
+    """The model's structure, with shapes and dtypes in place of arrays."""
+    return nnx.eval_shape(lambda: build_model(config, dtype))
+
+
+def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
+    """Every tensor that a checkpoint of this model holds."""
+    return FAMILIES[config.architecture].weights(config)

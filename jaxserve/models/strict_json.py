@@ -1,0 +1,78 @@
+"""JSON objects from files that nobody vouches for.
+
+The standard parser accepts three things that a checkpoint must not hold: a key written twice (the
+last one silently wins), NaN and Infinity, and files of any size or depth.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxserve.errors import CheckpointError
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        CheckpointError: the file is absent, unreadable, or a directory, pipe, socket or device
+            (which could block or never end).
+    """
+    try:
+        # Non-blocking, because opening a pipe would otherwise wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: not a regular file")
+    return descriptor
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file of at most `max_bytes` bytes.
+
+    Raises:
+        CheckpointError: unreadable, too large, or not a strict JSON object.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise CheckpointError(f"{path}: larger than the {max_bytes} bytes allowed for this file")
+    return parse_object(text, str(path))
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object in UTF-8, refusing duplicate keys, NaN and Infinity.
+
+    Args:
+        text: the bytes of the object.
+        where: names the source in errors.
+
+    Raises:
+        CheckpointError: `text` is anything else.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise CheckpointError(f"{where}: the key {twice[:200]!r} appears twice")
+        return result
+
+    def refuse(constant: str) -> NoReturn:
+        raise CheckpointError(f"{where}: {constant} is not a JSON number")
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except CheckpointError:
+        raise
+    # Deep nesting: RecursionError. Bad UTF-8, bad JSON, 5000-digit integers: ValueError.
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{where}: not valid JSON ({str(error)[:200]})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: holds {type(value).__name__}, not a JSON object")
+    return value

@@ -1,0 +1,236 @@
+"""What is asked and what is answered: the types that callers hold.
+
+Field names and defaults are those of vLLM's `SamplingParams`, `RequestOutput` and
+`CompletionOutput`, so that code written for it reads the same here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.errors import InvalidRequest
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 32
+MIN_TEMPERATURE = 1e-4
+MAX_TEMPERATURE = 100.0
+MAX_CACHE_SALT_CHARS = 128
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def exact_int(value: Any, name: str, low: int, high: int) -> int:
+    """`value` as an int if it is one exactly (numpy's too, bool never) and within [low, high].
+
+    Raises:
+        InvalidRequest: naming `name` and the range.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise InvalidRequest(f"{name} must be an integer, got {kind}", name) from None
+    if not low <= number <= high:
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {number}", name)
+    return number
+
+
+def finite_float(value: Any, name: str) -> float:
+    """`value` as a finite float; raises InvalidRequest naming `name`."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(f"{name} must be one finite number", name) from None
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} must be finite, got {number}", name)
+    return number
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be True or False, got {type(value).__name__}", name)
+    return value
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Args:
+        n: independent completions of the prompt, 1 to 16; choice i uses `seed + i`.
+        temperature: 0 for greedy decoding, else 0.0001 to 100.
+        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: number of most likely tokens kept; 0 or -1 keeps all.
+        min_p: least probability kept, relative to the most likely token's, in [0, 1].
+        seed: 0 to 2**64 - 1; None draws one from the engine's seed.
+        stop: string or strings that end the text (not part of it unless
+            `include_stop_str_in_output`).
+        stop_token_ids: token ids that end the sequence, besides the model's own.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        max_tokens: most tokens generated; None for as many as the model's context holds.
+        min_tokens: tokens generated before any end is allowed.
+        detokenize: whether outputs carry text.
+        skip_special_tokens: whether special tokens are left out of the text.
+        include_stop_str_in_output: whether a matched stop string stays in the text.
+
+    Raises:
+        InvalidRequest: on construction, naming the first bad field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Listing[str] | None = None
+    stop_token_ids: Listing[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
+        put("temperature", _temperature(self.temperature))
+        for name in ("top_p", "min_p"):
+            value = finite_float(getattr(self, name), name)
+            if not 0.0 <= value <= 1.0 or (name == "top_p" and value == 0.0):
+                allowed = "in (0, 1]" if name == "top_p" else "in [0, 1]"
+                raise InvalidRequest(f"{name} must be {allowed}, got {value}", name)
+            put(name, value)
+        put("top_k", max(0, exact_int(self.top_k, "top_k", -1, 2**31 - 1)))
+        if self.seed is not None:
+            put("seed", exact_int(self.seed, "seed", 0, 2**64 - 1))
+        put("stop", _stop_strings(self.stop))
+        put("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if self.max_tokens is not None:
+            put("max_tokens", exact_int(self.max_tokens, "max_tokens", 1, 2**31 - 1))
+        put("min_tokens", exact_int(self.min_tokens, "min_tokens", 0, 2**31 - 1))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
+                "min_tokens",
+            )
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+            _flag(getattr(self, name), name)
+        _flag(self.include_stop_str_in_output, "include_stop_str_in_output")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings need detokenize=True", "stop")
+
+
+def _temperature(value: Any) -> float:
+    number = finite_float(value, "temperature")
+    if number != 0.0 and not MIN_TEMPERATURE <= number <= MAX_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature must be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}, "
+            f"got {number}",
+            "temperature",
+        )
+    return number
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
+        raise InvalidRequest("stop must be a string or a list of strings", "stop")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
+    if not all(1 <= len(s) <= MAX_STOP_STRING_CHARS for s in strings):
+        raise InvalidRequest(
+            f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters", "stop"
+        )
+    return tuple(strings)
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids")
+    return tuple(exact_int(token, "stop_token_ids", 0, 2**31 - 1) for token in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue, already checked against the engine's limits.
+
+    Args:
+        request_id: the caller's name for it.
+        prompt_token_ids: int32[prompt length], never written to.
+        sampling: shared between requests freely, being frozen.
+        seed: resolved; two requests with one seed draw the same numbers.
+        stop_token_ids: every id that ends it, the model's own included (empty: none).
+        max_length: prompt and output tokens together, at most.
+        priority: lower is served earlier under the priority policy.
+        arrival_time: seconds, `time.monotonic`.
+        cache_salt: requests share cached pages only with those of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: Any
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    max_length: int
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
+
+    `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
+    `error` is set when a completion ended with finish_reason "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    error: str | None = None

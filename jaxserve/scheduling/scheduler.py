@@ -1,0 +1,373 @@
+"""Scheduler: which tokens of which sequences each step computes.
+
+There are no phases. Every running sequence has `num_computed` trying to catch up with its
+length, and each step hands out tokens from one budget: a prompt's chunk is a row of many
+tokens, a decode a row of one. (The idea is vLLM V1's; iteration-level scheduling is Orca's,
+OSDI 2022; paging is PagedAttention's, SOSP 2023.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import FinishReason
+from jaxserve.scheduling.page_pool import PagePool, page_key, root_key
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.waiting import WaitingQueue
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one committed step changed: the tokens that were drawn, and the sequences that ended.
+
+    `sequences[i]` got `token_ids[i]`; those in `finished` carry a finish_reason, and are out
+    of the scheduler.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    finished: list[Sequence]
+
+
+class Scheduling(Protocol):
+    """What the engine asks of a scheduler; the static baseline offers the same."""
+
+    def add(self, sequence: Sequence) -> None: ...
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool: ...
+    def schedule(self) -> StepPlan | None: ...
+    def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult: ...
+
+
+class Scheduler:
+    """Admission, chunking, page growth and preemption over one pool and one slot table.
+
+    Args:
+        pool: the pages.
+        slots: the slot table.
+        max_num_batched_tokens: token budget of a step; at least the number of slots, so
+            that every running sequence advances in every step.
+        long_prefill_token_threshold: most tokens of one row; 0 for no bound.
+        enable_prefix_caching: match and publish full pages.
+        policy: order of the waiting sequences.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        slots: SlotTable,
+        *,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int = 0,
+        enable_prefix_caching: bool = True,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+    ) -> None:
+        if max_num_batched_tokens < slots.num_slots:
+            raise ValueError("max_num_batched_tokens must be at least the number of slots")
+        self.pool = pool
+        self.slots = slots
+        self.waiting = WaitingQueue(policy)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
+        self.enable_prefix_caching = enable_prefix_caching
+        self.max_running = slots.num_slots
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        # Slots in rank order, best first: the head is never preempted, the last is first.
+        self._running = np.zeros(0, np.int32)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_running > 0 or self.num_waiting > 0
+
+    def running_sequences(self) -> list[Sequence]:
+        """The running sequences, best rank first."""
+        sequences = (self.slots.sequences[slot] for slot in self._running.tolist())
+        return [s for s in sequences if s is not None]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            InvalidRequest: it could never run, even alone: nothing was changed.
+        """
+        length = sequence.request.max_length
+        needed = -(-length // self.pool.page_size)
+        if needed > self.pool.num_usable or length > self.slots.max_model_len:
+            raise InvalidRequest(
+                f"the prompt and max_tokens together need {needed} pages of KV cache "
+                f"({length} tokens), and there are {self.pool.num_usable} "
+                f"(max_model_len is {self.slots.max_model_len}); ask for less, or raise "
+                "kv_cache_memory_bytes",
+                "max_tokens",
+            )
+        self.waiting.push(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """End a sequence now, wherever it is; False if it had ended already.
+
+        A step in flight may still write to its pages. That is harmless: steps run in order,
+        and whoever gets a page next writes each of its cells before reading it.
+        """
+        if sequence.finish_reason is not None:
+            return False
+        sequence.finish_reason = reason
+        if sequence.slot == NO_SLOT:
+            self.waiting.discard(sequence)
+        else:
+            self._vacate([sequence.slot])
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """The next step's rows, or None where there is nothing to compute now."""
+        take, preempted = self._grow_running()
+        budget = self.max_num_batched_tokens - int(take.sum())
+        if not preempted:
+            take = self._admit(take, budget)
+        rows = take > 0
+        slots, take = self._running[rows], take[rows]
+        if not len(slots):
+            return None
+        table = self.slots
+        starts = table.num_computed[slots]
+        ends = starts + take
+        samples = ends == table.num_known[slots] + table.num_pending[slots]
+        table.num_computed[slots] = ends
+        table.num_pending[slots] += samples
+        return StepPlan(slots, starts, take, samples, table.generation[slots])
+
+    def _grow_running(self) -> tuple[np.ndarray, bool]:
+        """Tokens for each running row, int32, with the pages they need; preempts if it must."""
+        preempted = False
+        while True:
+            take = self._share_budget()
+            running, table = self._running, self.slots
+            ends = table.num_computed[running] + take
+            short = -(-ends // self.pool.page_size) - table.num_pages[running]
+            np.maximum(short, 0, out=short)
+            total = int(short.sum())
+            if total <= self.pool.num_free:
+                break
+            self._preempt(int(running[-1]))
+            preempted = True
+        if total:
+            growing = np.flatnonzero(short)
+            slots, counts = running[growing], short[growing]
+            owner = np.repeat(slots, counts)
+            nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            table.page_table[owner, table.num_pages[owner] + nth] = self.pool.allocate(total)
+            table.num_pages[slots] += counts
+        return take, preempted
+
+    def _share_budget(self) -> np.ndarray:
+        """Tokens for each running row: one for each that lacks any, the rest best rank first."""
+        running, table = self._running, self.slots
+        length = table.num_known[running] + table.num_pending[running]
+        need = np.minimum(length - table.num_computed[running], self.max_row_tokens)
+        # A last token still in flight ends its sequence when read; nothing follows it.
+        need[length >= table.stop_length[running]] = 0
+        extra = np.maximum(need - 1, 0)
+        before = np.cumsum(extra) - extra
+        spare = self.max_num_batched_tokens - int(np.count_nonzero(need))
+        return need - extra + np.clip(spare - before, 0, extra)
+
+    def _preempt(self, slot: int) -> None:
+        """Send a running sequence back to wait; it will recompute, or hit its own pages."""
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None
+        self._vacate([slot])
+        self.waiting.push(sequence)
+        self.num_preemptions += 1
+
+    def preempt_all(self) -> list[Sequence]:
+        """Send every running sequence back to wait, for a cache that was lost."""
+        sequences = self.running_sequences()
+        for slot in self._running[::-1].tolist():
+            self._preempt(slot)
+        return sequences
+
+    def _admit(self, take: np.ndarray, budget: int) -> np.ndarray:
+        """Admit waiting sequences while slots, pages and budget last; returns `take` for all."""
+        slots: list[int] = []
+        counts: list[int] = []
+        while budget > 0 and self.slots.num_free:
+            num_running = self.num_running + len(slots)
+            sequence = self.waiting.peek()
+            if sequence is None or num_running >= self.max_running:
+                break
+            if sequence.blocked_at == self.pool.num_releases and num_running:
+                break
+            hits = self._cached_pages(sequence)
+            known = len(sequence.token_ids)
+            if not self._fits(known, hits, num_running):
+                sequence.blocked_at = self.pool.num_releases
+                break
+            self.waiting.pop()
+            cached = len(hits) * self.pool.page_size
+            count = min(known - cached, budget, self.max_row_tokens)
+            slots.append(self._place(sequence, hits, cached, cached + count))
+            counts.append(count)
+            budget -= count
+        if not slots:
+            return take
+        self._running = np.concatenate([self._running, np.array(slots, np.int32)])
+        take = np.concatenate([take, np.array(counts, np.int32)])
+        if self.waiting.by_priority:
+            ranks = [self._rank_of(slot) for slot in self._running.tolist()]
+            order = sorted(range(len(ranks)), key=ranks.__getitem__)
+            self._running, take = self._running[order], take[order]
+        return take
+
+    def _fits(self, known: int, hits: list[int], num_running: int) -> bool:
+        """Whether all known tokens have pages now, with one page more for each that runs.
+
+        Without that reserve a sequence would be admitted only to be preempted a few steps
+        later. With nothing running every page is free, and `add` made sure that it fits.
+        """
+        needed = -(-known // self.pool.page_size) - len(hits)
+        free = self.pool.num_free - self.pool.num_evictable(hits)
+        return needed + num_running <= free or num_running == 0
+
+    def _place(self, sequence: Sequence, hits: list[int], cached: int, end: int) -> int:
+        """Give a waiting sequence a slot, the cached pages and pages for its tokens < end."""
+        self.pool.share(hits)
+        slot = self.slots.acquire(sequence)
+        fresh = -(-end // self.pool.page_size) - len(hits)
+        if hits:
+            self.slots.append_pages(slot, hits)
+        self.slots.append_pages(slot, self.pool.allocate(fresh))
+        self.slots.num_computed[slot] = cached
+        self.slots.num_published[slot] = len(hits)
+        if sequence.num_cached < 0:
+            sequence.num_cached = cached
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += len(sequence.token_ids)
+            self.num_prefix_hits += cached
+        return slot
+
+    def _rank_of(self, slot: int) -> tuple[int, int]:
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None
+        return self.waiting.rank(sequence)
+
+    def _cached_pages(self, sequence: Sequence) -> list[int]:
+        """Pages of the longest cached prefix that leaves at least one token to compute."""
+        if not self.enable_prefix_caching:
+            return []
+        size = self.pool.page_size
+        tokens, keys = sequence.token_ids, sequence.page_keys
+        usable = (len(tokens) - 1) // size
+        for page in range(len(keys), usable):
+            keys.append(self._next_key(sequence, tokens[page * size : (page + 1) * size]))
+        return self.pool.match(keys[:usable])
+
+    @staticmethod
+    def _next_key(sequence: Sequence, tokens: np.ndarray) -> bytes:
+        keys = sequence.page_keys
+        parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
+        return page_key(parent, tokens.tobytes())
+
+    def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
+        """Take a step's results: append tokens, publish full pages, end what has ended.
+
+        Args:
+            plan: the step, as `schedule` returned it; steps are committed in their order.
+            token_ids: int32[R], the token drawn for each row; read where the row samples.
+            ok: bool[R], False where the row's logits were not finite.
+        """
+        table = self.slots
+        live = table.generation[plan.slots] == plan.generations
+        if self.enable_prefix_caching:
+            self._publish(plan, live & ok)
+        drawn = live & plan.samples & ok
+        slots, tokens = plan.slots[drawn], token_ids[drawn]
+        known = table.num_known[slots]
+        table.tokens[slots, known] = tokens
+        table.num_known[slots] = known + 1
+        table.num_pending[slots] -= 1
+        sequences = [table.sequences[slot] for slot in slots.tolist()]
+        is_stop = (tokens[:, None] == table.stop_token_ids[slots]).any(axis=1)
+        is_stop &= known >= table.min_length[slots]
+        ends = is_stop | (known + 1 >= table.stop_length[slots])
+        finished: list[Sequence] = []
+        for index in np.flatnonzero(ends).tolist():
+            sequence = sequences[index]
+            if is_stop[index]:
+                sequence.stop_token = int(tokens[index])
+            sequence.finish_reason = FinishReason.STOP if is_stop[index] else FinishReason.LENGTH
+            finished.append(sequence)
+        for slot in plan.slots[live & ~ok].tolist():
+            sequence = table.sequences[slot]
+            sequence.finish_reason = FinishReason.ERROR
+            finished.append(sequence)
+        if finished:
+            self._vacate([sequence.slot for sequence in finished])
+        return StepResult(sequences, tokens.tolist(), finished)
+
+    def _vacate(self, slots: list[int]) -> None:
+        """Take slots and pages from their sequences, and the slots out of the running order."""
+        for slot in slots:
+            self.pool.release(self.slots.release(slot))
+        self._running = self._running[self.slots.generation[self._running] > 0]
+
+    def _publish(self, plan: StepPlan, live: np.ndarray) -> None:
+        """Offer the pages that this step filled to later prefixes.
+
+        Every token of them is known by now: the newest was drawn by an earlier step.
+        """
+        table, size = self.slots, self.pool.page_size
+        full = (plan.starts + plan.num_tokens) // size
+        for row in np.flatnonzero(live & (full > table.num_published[plan.slots])).tolist():
+            slot = int(plan.slots[row])
+            sequence = table.sequences[slot]
+            assert sequence is not None
+            keys = sequence.page_keys
+            last = int(full[row])
+            for page in range(int(table.num_published[slot]), last):
+                if page == len(keys):
+                    tokens = table.tokens[slot, page * size : (page + 1) * size]
+                    keys.append(self._next_key(sequence, tokens))
+                self.pool.publish(int(table.page_table[slot, page]), keys[page])
+            table.num_published[slot] = last
+
+    def check(self) -> None:
+        """Verify every invariant of pages, slots and counters; AssertionError names the first."""
+        table, size = self.slots, self.pool.page_size
+        self.pool.check(table.held(self.pool.num_pages))
+        slots = self._running
+        assert len(set(slots.tolist())) == len(slots), "a slot runs twice"
+        taken = [i for i, sequence in enumerate(table.sequences) if sequence is not None]
+        assert sorted(slots.tolist()) == taken, "slots held differ from slots running"
+        assert table.num_free + len(taken) == table.num_slots, "slots were lost"
+        ranks = [self._rank_of(slot) for slot in slots.tolist()]
+        assert ranks == sorted(ranks), "running sequences are out of order"
+        length = table.num_known[slots] + table.num_pending[slots]
+        assert np.all(table.num_computed[slots] <= length), "computed beyond the last token"
+        assert np.all(length <= table.stop_length[slots]), "longer than max_length"
+        assert np.all(table.num_computed[slots] <= table.num_pages[slots] * size), (
+            "tokens computed without a page"
+        )
+        for slot in taken:
+            sequence = table.sequences[slot]
+            assert sequence is not None and sequence.slot == slot, "slot and sequence disagree"
+            assert sequence.finish_reason is None, "a finished sequence holds a slot"
+            pages = table.pages(slot)
+            assert len(np.unique(pages)) == len(pages), "a page stands twice in one table"
+        for sequence in self.waiting:
+            assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
+        if not self.has_work:
+            assert self.pool.num_free == self.pool.num_usable, "idle, and pages are held"

@@ -1,0 +1,52 @@
+"""Sequence: one completion being served, from arrival to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.request import FinishReason, Request
+
+NO_SLOT = -1
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request's completion `index`, owned by the Scheduler until it has finished.
+
+    While it holds a slot, its tokens and counters live in the slot table's columns, where a
+    step over hundreds of sequences is a few array operations; `token_ids` is the state in
+    which it waits: the prompt, and after a preemption what had been generated too.
+
+    Attributes:
+        arrival: position in the order of arrival, unique.
+        token_ids: int32[tokens known], valid while waiting and after the end.
+        page_keys: chained digests of its full pages, as far as they were needed.
+        slot: row of the slot table, or NO_SLOT.
+        num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
+        num_failures: failed steps it took part in.
+        blocked_at: the pool's release count when it last did not fit (see Scheduler).
+    """
+
+    request: Request
+    arrival: int
+    token_ids: np.ndarray
+    index: int = 0
+    seed: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    slot: int = NO_SLOT
+    num_cached: int = -1
+    num_failures: int = 0
+    blocked_at: int = -1
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_token_ids)
+
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens; only once it has finished."""
+        return self.token_ids[self.num_prompt :].tolist()

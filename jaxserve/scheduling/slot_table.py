@@ -1,0 +1,133 @@
+"""SlotTable: one row per running sequence, kept as columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.request import MAX_STOP_TOKEN_IDS
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+
+NO_TOKEN = -1
+
+
+class SlotTable:
+    """Pages, tokens, counters and sampling settings of the running sequences.
+
+    Every column is a numpy array with one entry a slot, so that a step over all running
+    sequences is a handful of array operations, whatever their number. Slot `num_slots` is
+    the null slot, where padding points.
+
+    Columns (i32 unless said):
+        page_table [slots + 1, M], num_pages: the pages held, in the order of their tokens.
+        tokens [slots + 1, max_model_len]: known token ids.
+        num_known: tokens whose ids the host knows.
+        num_pending: 1 where a step in flight samples a token not read yet, else 0.
+        num_computed: tokens whose KV is in the cache once every submitted step has run.
+        num_published: full pages offered to the prefix cache.
+        stop_length: known tokens at which the sequence ends for length.
+        min_length: tokens before which it may not end.
+        generation [i64]: changes whenever the slot gets another sequence.
+        temperature, top_p, min_p [f32], top_k, seed [u32 x 2], stop_token_ids [., E].
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
+        self.page_size = page_size
+        self.max_pages = -(-max_model_len // page_size)
+        rows = num_slots + 1
+
+        def column(*shape: int, dtype: type = np.int32) -> np.ndarray:
+            return np.zeros((rows, *shape), dtype)
+
+        self.page_table = column(self.max_pages)
+        self.tokens = column(max_model_len)
+        self.num_pages = column()
+        self.num_known = column()
+        self.num_pending = column()
+        self.num_computed = column()
+        self.num_published = column()
+        self.stop_length = column()
+        self.min_length = column()
+        self.generation = column(dtype=np.int64)
+        self.temperature = column(dtype=np.float32)
+        self.top_p = column(dtype=np.float32)
+        self.min_p = column(dtype=np.float32)
+        self.top_k = column()
+        self.seed = column(2, dtype=np.uint32)
+        self.stop_token_ids = column(MAX_STOP_TOKEN_IDS)
+        self.stop_token_ids[:] = NO_TOKEN
+        self.top_p[:] = 1.0
+        # `None` marks a free slot; only the slots of running sequences are ever looked up.
+        self.sequences: list[Any] = [None] * rows
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._generations = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, sequence: Sequence) -> int:
+        """Give a waiting sequence a slot, with its tokens and settings, and no pages."""
+        slot = self._free.pop()
+        self._generations += 1
+        self.generation[slot] = self._generations
+        self.sequences[slot] = sequence
+        sequence.slot = slot
+        known = len(sequence.token_ids)
+        self.tokens[slot, :known] = sequence.token_ids
+        self.num_known[slot] = known
+        self.num_pages[slot] = 0
+        self.num_pending[slot] = 0
+        self.num_computed[slot] = 0
+        self.num_published[slot] = 0
+        request = sequence.request
+        sampling = request.sampling
+        self.stop_length[slot] = request.max_length
+        self.min_length[slot] = sequence.num_prompt + sampling.min_tokens
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.top_k[slot] = sampling.top_k
+        self.seed[slot] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+        stops = request.stop_token_ids
+        self.stop_token_ids[slot] = NO_TOKEN
+        if stops:
+            self.stop_token_ids[slot, : len(stops)] = stops
+        return slot
+
+    def pages(self, slot: int) -> np.ndarray:
+        """The pages that a slot holds, in order; a view."""
+        return self.page_table[slot, : self.num_pages[slot]]
+
+    def append_pages(self, slot: int, pages: np.ndarray | list[int]) -> None:
+        """Add pages at the end of one slot's list."""
+        first = int(self.num_pages[slot])
+        self.page_table[slot, first : first + len(pages)] = pages
+        self.num_pages[slot] = first + len(pages)
+
+    def release(self, slot: int) -> np.ndarray:
+        """Take the slot back; returns the pages it held, for the pool.
+
+        The sequence leaves with its known tokens in `token_ids`.
+        """
+        sequence = self.sequences[slot]
+        assert sequence is not None, "release of an empty slot"
+        sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
+        sequence.slot = NO_SLOT
+        pages = self.pages(slot).copy()
+        self.sequences[slot] = None
+        self.num_pages[slot] = 0
+        self.generation[slot] = 0
+        self._free.append(slot)
+        return pages
+
+    def held(self, num_pages: int) -> np.ndarray:
+        """int32[num_pages]: how many slots list each page (for `PagePool.check`)."""
+        counts = np.zeros(num_pages, np.int32)
+        for slot, sequence in enumerate(self.sequences):
+            if sequence is not None:
+                np.add.at(counts, self.pages(slot), 1)
+        return counts

@@ -1,0 +1,60 @@
+"""The order in which waiting sequences are admitted."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal
+
+from jaxserve.scheduling.sequence import Sequence
+
+Rank = tuple[int, int]
+
+
+class WaitingQueue:
+    """Waiting sequences, best rank first: arrival order, or priority and then arrival order.
+
+    A preempted sequence keeps its arrival, so it returns ahead of all that came later.
+    Removal is lazy: a sequence that ended while waiting is dropped when it comes to the top,
+    or when such entries outnumber the live ones.
+    """
+
+    def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
+        self.by_priority = policy == "priority"
+        self._heap: list[tuple[Rank, Sequence]] = []
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_dead
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """Sorts sequences: smaller is served first. Unique, since arrivals are."""
+        return (sequence.request.priority if self.by_priority else 0, sequence.arrival)
+
+    def push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (self.rank(sequence), sequence))
+
+    def peek(self) -> Sequence | None:
+        """The next sequence to admit, or None."""
+        while self._heap:
+            sequence = self._heap[0][1]
+            if sequence.finish_reason is None:
+                return sequence
+            heapq.heappop(self._heap)
+            self._num_dead -= 1
+        return None
+
+    def pop(self) -> Sequence:
+        """Remove the sequence that `peek` returned."""
+        return heapq.heappop(self._heap)[1]
+
+    def discard(self, sequence: Sequence) -> None:
+        """A waiting sequence was given a finish_reason; it will not come up again."""
+        assert sequence.finish_reason is not None
+        self._num_dead += 1
+        if self._num_dead > 64 and 2 * self._num_dead > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].finish_reason is None]
+            heapq.heapify(self._heap)
+            self._num_dead = 0
+
+    def __iter__(self):
+        return (s for _, s in self._heap if s.finish_reason is None)

@@ -1,0 +1,140 @@
+"""Which files make up a checkpoint, and which tensor is in which."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.strict_json import read_object
+from jaxserve.weights.safetensors import Shard, TensorEntry, check_unchanged, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_INDEX_BYTES = 64 << 20
+MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Every tensor of a checkpoint by name, checked but not read."""
+
+    directory: Path
+    tensors: Mapping[str, TensorEntry]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file is not the one that was opened."""
+        shards: set[Shard] = {entry.shard for entry in self.tensors.values()}
+        for shard in shards:
+            check_unchanged(shard)
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Find a checkpoint's files and read their headers.
+
+    Args:
+        directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: files missing, outside the folder, malformed, or in disagreement.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such folder")
+    single, index = directory / SINGLE, directory / INDEX
+    if index.exists() or index.is_symlink():
+        weight_map = _weight_map(index)
+        shards = sorted(set(weight_map.values()))
+        if (single.exists() or single.is_symlink()) and shards != [SINGLE]:
+            raise CheckpointError(f"{directory}: holds both {SINGLE} and {INDEX}; keep one")
+    elif single.exists() or single.is_symlink():
+        weight_map, shards = None, [SINGLE]
+    else:
+        raise CheckpointError(f"{directory}: {_what_instead(directory)}")
+    files = _shard_files(directory, shards)
+    tensors: dict[str, TensorEntry] = {}
+    for path in files:
+        for entry in read_header(path):
+            other = tensors.setdefault(entry.name, entry)
+            if other is not entry:
+                raise CheckpointError(
+                    f"{path}: tensor {entry.name!r} is also in {other.shard.path.name}"
+                )
+    if weight_map is not None:
+        _check_index(index, weight_map, tensors)
+    return Checkpoint(directory, tensors)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map must map tensor names to files")
+    for name, file in weight_map.items():
+        # A file name and nothing else: no path, no parent, no NUL.
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        if not plain or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: tensor {name[:200]!r} is mapped to {str(file)[:200]!r}; "
+                "allowed: the name of a .safetensors file in the same folder"
+            )
+    return weight_map
+
+
+def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
+    """The shards' paths, once all of them exist and lie where they may."""
+    names = list(names)
+    missing = [name for name in names if not (directory / name).exists()]
+    if missing:
+        raise CheckpointError(f"{directory}: {listed(missing)} missing or a broken link")
+    for name in names:
+        _check_inside(directory, directory / name)
+    return [directory / name for name in names]
+
+
+def _check_inside(directory: Path, path: Path) -> None:
+    """Refuse a link out of the folder, other than those of the Hugging Face cache.
+
+    There, `<model>/snapshots/<revision>/<name>` links to `<model>/blobs/<hash>`.
+    """
+    home, target = directory.resolve(), path.resolve()
+    inside = [home]
+    if home.parent.name == "snapshots":
+        inside.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(folder) for folder in inside):
+        raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
+
+
+def _check_index(
+    index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry]
+) -> None:
+    wrong = [
+        f"{name!r} (not in {file})"
+        for name, file in weight_map.items()
+        if name not in tensors or tensors[name].shard.path.name != file
+    ]
+    wrong += [
+        f"{name!r} (in {entry.shard.path.name}, but not in the index)"
+        for name, entry in tensors.items()
+        if name not in weight_map
+    ]
+    if wrong:
+        raise CheckpointError(f"{index}: disagrees with the files about {listed(wrong)}")
+
+
+def _what_instead(directory: Path) -> str:
+    found = sorted(path.name for path in directory.iterdir() if path.is_file())
+    pickles = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
+    others = [name for name in found if name.endswith((".safetensors", ".gguf"))]
+    if pickles and not others:
+        return (
+            f"has only PyTorch pickles ({listed(pickles)}), which can run code when loaded; "
+            "convert them to safetensors"
+        )
+    also = f"; found {listed(others)}" if others else ""
+    return f"has neither {SINGLE} nor {INDEX}{also}"
+
+
+def listed(items: Iterable[str]) -> str:
+    """Items for an error: the first few, and the number of the rest."""
+    items = list(items)
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(item[:200] for item in items[:MAX_LISTED]) + more

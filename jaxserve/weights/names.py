@@ -1,0 +1,67 @@
+"""Match a checkpoint's tensors with the ones that the model's configuration implies."""
+
+import logging
+import re
+from collections.abc import Iterable
+from itertools import zip_longest
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import ModelConfig
+from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.weights.checkpoint import Checkpoint, listed
+from jaxserve.weights.safetensors import TensorEntry, read_blocks
+
+logger = logging.getLogger(__name__)
+
+# Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
+COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def match_names(
+    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
+) -> dict[str, TensorEntry]:
+    """The checkpoint's entry for every name of the table.
+
+    An output projection in the checkpoint of a model that ties it to the embedding is left out, as
+    Transformers does, with a warning if the two differ.
+
+    Raises:
+        CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
+    """
+    dims = dimensions(config)
+    expected = {tensor.name: tensor.shape(dims) for tensor in table}
+    found = {
+        name: entry for name, entry in checkpoint.tensors.items() if not COMPUTED.fullmatch(name)
+    }
+    if config.tie_word_embeddings and OUTPUT in found:
+        output = found.pop(OUTPUT)
+        if EMBEDDING in found and not _same(output, found[EMBEDDING]):
+            logger.warning(
+                "%s: %s differs from %s but config.json ties them; it is ignored",
+                checkpoint.directory, OUTPUT, EMBEDDING,
+            )  # fmt: skip
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "of the wrong shape": [
+            f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
+            for name, shape in expected.items()
+            if name in found and found[name].shape != shape
+        ],
+    }
+    if any(problems.values()):
+        lines = [
+            f"{len(names)} {what}: {listed(names)}" for what, names in problems.items() if names
+        ]
+        raise CheckpointError(
+            f"{checkpoint.directory}: the tensors are not those of config.json:\n  "
+            + "\n  ".join(lines)
+        )
+    return found
+
+
+def _same(one: TensorEntry, other: TensorEntry) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip_longest(read_blocks(one), read_blocks(other)))

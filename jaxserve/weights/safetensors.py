@@ -1,0 +1,169 @@
+"""Read safetensors checkpoints that nobody vouches for.
+
+The format: 8 bytes of header length (little-endian), a JSON header that maps each tensor's name to
+its dtype, shape and byte range, then the data, which the ranges must tile without gap or overlap
+(github.com/huggingface/safetensors). The header is parsed here, because the reference library
+accepts duplicate keys; and the data is read, not mapped, because the process dies (SIGBUS) when a
+mapped file is truncated.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.strict_json import open_regular, parse_object
+
+MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
+READ_BYTES = 16 << 20
+
+DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        "F64": np.dtype(np.float64),
+        "F32": np.dtype(np.float32),
+        "F16": np.dtype(np.float16),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, and what identifies its contents while a load lasts."""
+
+    path: Path
+    # Device, inode, size in bytes, time of last change in nanoseconds.
+    identity: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `num_bytes` bytes from `offset` (from the file's start)."""
+
+    name: str
+    shard: Shard
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """The tensors of one safetensors file, checked but not read.
+
+    Raises:
+        CheckpointError: naming the file, and the tensor where one is to blame.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        shard = Shard(path, _identity(file.fileno()))
+        size = shard.identity[2]
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path}: {_describe(path, size)}")
+        text = file.read(length)
+    if not text.startswith(b"{"):
+        raise CheckpointError(f"{path}: {_describe(path, size)}")
+    header = parse_object(text, f"{path}: header")
+    header.pop("__metadata__", None)
+    entries = [_entry(name, raw, shard, 8 + length) for name, raw in header.items()]
+    end, last = 8 + length, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset != end:
+            what = "overlaps" if entry.offset < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {entry.name!r} {what} {last}")
+        end, last = entry.offset + entry.num_bytes, f"tensor {entry.name!r}"
+    if end != size:
+        what = f"is truncated ({end - size} bytes short)"
+        if end < size:
+            what = f"has {size - end} bytes after the last tensor"
+        raise CheckpointError(f"{path}: {what}; its header describes {end} bytes, it has {size}")
+    return entries
+
+
+def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
+    """Check one tensor's description; `start` is where the file's data begins."""
+    where = f"{shard.path}: tensor {name[:200]!r}"
+    if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: must have dtype, shape and data_offsets, and no more")
+    dtype, shape, span = raw["dtype"], raw["shape"], raw["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        allowed = ", ".join(DTYPES)
+        raise CheckpointError(f"{where}: dtype {str(dtype)[:80]!r} is not one of {allowed}")
+    sizes = [*shape, *span] if isinstance(shape, list) and isinstance(span, list) else [None]
+    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
+        raise CheckpointError(f"{where}: shape and data_offsets must be lists of sizes")
+    if (
+        len(span) != 2
+        or len(shape) > 8
+        or span[1] - span[0] != prod(shape) * DTYPES[dtype].itemsize
+    ):
+        raise CheckpointError(
+            f"{where}: data_offsets {span[:3]} do not fit shape {shape[:9]} of dtype {dtype}"
+        )
+    return TensorEntry(name, shard, DTYPES[dtype], tuple(shape), start + span[0], span[1] - span[0])
+
+
+def read_tensor(entry: TensorEntry) -> np.ndarray:
+    """The tensor's values in an array of their own.
+
+    Raises:
+        CheckpointError: the file cannot be read, or changed since its header was read.
+    """
+    values = np.empty(entry.num_bytes, np.uint8)
+    filled = 0
+    for block in read_blocks(entry):
+        values[filled : filled + len(block)] = np.frombuffer(block, np.uint8)
+        filled += len(block)
+    return values.view(entry.dtype).reshape(entry.shape)
+
+
+def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
+    """The tensor's bytes, a block at a time. Raises like `read_tensor`."""
+    with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
+        _check_unchanged(entry.shard, file.fileno())
+        file.seek(entry.offset)
+        left = entry.num_bytes
+        while left:
+            block = file.read(min(left, READ_BYTES))
+            if not block:
+                raise CheckpointError(f"{entry.shard.path}: ends inside tensor {entry.name!r}")
+            left -= len(block)
+            yield block
+        _check_unchanged(entry.shard, file.fileno())
+
+
+def check_unchanged(shard: Shard) -> None:
+    """Raise CheckpointError if the file is not the one whose header was read."""
+    with os.fdopen(open_regular(shard.path), "rb") as file:
+        _check_unchanged(shard, file.fileno())
+
+
+def _check_unchanged(shard: Shard, descriptor: int) -> None:
+    if _identity(descriptor) != shard.identity:
+        raise CheckpointError(f"{shard.path}: changed while it was being loaded")
+
+
+def _identity(descriptor: int) -> tuple[int, int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _describe(path: Path, size: int) -> str:
+    """What a file that is no safetensors file seems to be."""
+    if size == 0:
+        return "is empty"
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return "is a git-lfs pointer, not the file itself; fetch it with `git lfs pull`"
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "is a PyTorch pickle, not safetensors; convert it, it can run code when loaded"
+    return f"is not a safetensors file, or truncated: its {size} bytes do not hold its header"

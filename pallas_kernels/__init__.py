@@ -1,0 +1,24 @@
+"""Paged attention kernels: arrays in, arrays out; nothing here knows about requests or serving.
+
+Three operations over a paged KV cache whose arrays are laid out ``[P, K, S, H]`` (pages, kv heads,
+tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` contiguous values:
+
+* ``ragged_paged_attention``: rows of any number of queries (prompt chunks, decodes, drafts);
+* ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
+* ``kv_write``: store a step's keys and values in their pages, in place.
+
+Every operation has a plain specification in ``reference`` and several implementations; which one
+runs is decided by the table in ``implementation``.
+"""
+
+from pallas_kernels.arguments import check_page_table
+from pallas_kernels.implementation import IMPLEMENTATIONS
+from pallas_kernels.ops import kv_write, paged_decode_attention, ragged_paged_attention
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "check_page_table",
+    "kv_write",
+    "paged_decode_attention",
+    "ragged_paged_attention",
+]

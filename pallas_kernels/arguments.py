@@ -1,0 +1,266 @@
+"""Checks of arguments, made once while tracing; and a numpy check of page ids for debug mode.
+
+Indexing in XLA never fails: an index out of range is clamped into somebody else's page. So whatever
+can be known from shapes and dtypes is refused here, with the name of the argument at fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
+PAGE_DTYPES = (*QUERY_DTYPES, FP8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an implementation may look at to say whether it can do a call: shapes and dtypes only.
+
+    ``op`` is "ragged", "decode" or "kv_write"; sizes are named as everywhere else: T tokens, R rows,
+    P pages, S page size, M pages per row, N query heads, K kv heads, H head dim. For ``kv_write``
+    R and M are 0 and N equals K.
+    """
+
+    op: str
+    platform: str
+    query_dtype: jnp.dtype
+    page_dtype: jnp.dtype
+    T: int
+    R: int
+    P: int
+    S: int
+    M: int
+    N: int
+    K: int
+    H: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.N // self.K
+
+    @property
+    def page_array_bytes(self) -> int:
+        """Bytes of one of the two page arrays."""
+        return self.P * self.K * self.S * self.H * self.page_dtype.itemsize
+
+
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    return ", ".join(d.name for d in dtypes)
+
+
+def _check_dtype(name: str, array: jax.Array, allowed: tuple[jnp.dtype, ...]) -> None:
+    if jnp.dtype(array.dtype) not in allowed:
+        raise ValueError(f"{name} has dtype {array.dtype}; allowed: {_names(allowed)}")
+
+
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], letters: str) -> None:
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {letters} = {shape}")
+
+
+def _check_rank(name: str, array: jax.Array, letters: str) -> None:
+    rank = len(letters.strip("[]").split(","))
+    if array.ndim != rank:
+        raise ValueError(
+            f"{name} has {array.ndim} dimensions {tuple(array.shape)}; expected {letters}"
+        )
+
+
+def _check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
+    _check_rank("k_pages", k_pages, "[P,K,S,H]")
+    _check_dtype("k_pages", k_pages, PAGE_DTYPES)
+    _check_shape("v_pages", v_pages, tuple(k_pages.shape), "[P,K,S,H]")
+    if v_pages.dtype != k_pages.dtype:
+        raise ValueError(
+            f"v_pages has dtype {v_pages.dtype}; expected that of k_pages, {k_pages.dtype}"
+        )
+    for letter, size in zip("PKSH", k_pages.shape, strict=True):
+        if size < 1:
+            raise ValueError(f"k_pages has {letter} = {size}; every dimension must be at least 1")
+    if k_pages.shape[0] * k_pages.shape[2] > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"k_pages holds P*S = {k_pages.shape[0] * k_pages.shape[2]} tokens; "
+            f"slots are int32, so at most {np.iinfo(np.int32).max} are allowed"
+        )
+
+
+def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, num_kv_heads: int) -> None:
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale must be given together, or neither")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _check_dtype(name, scale, (jnp.dtype(jnp.float32),))
+            _check_shape(name, scale, (num_kv_heads,), "[K]")
+
+
+def attention_case(
+    op: str,
+    platform: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array | None,
+    kv_len: jax.Array,
+    *,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> Case:
+    """Check an attention call and describe it.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
+    _check_dtype("q", q, QUERY_DTYPES)
+    _check_pages(k_pages, v_pages)
+    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    tokens, num_heads, query_head_dim = q.shape
+    if query_head_dim != head_dim:
+        raise ValueError(f"q has head dim {query_head_dim}; expected that of k_pages, {head_dim}")
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q has N = {num_heads} heads; expected a multiple of the K = {num_kv_heads} heads of k_pages"
+        )
+    int32 = (jnp.dtype(jnp.int32),)
+    _check_rank("page_table", page_table, "[R,M]")
+    _check_dtype("page_table", page_table, int32)
+    rows, pages_per_row = page_table.shape
+    if rows < 1 or pages_per_row < 1:
+        raise ValueError(
+            f"page_table has shape {page_table.shape}; both dimensions must be at least 1"
+        )
+    _check_dtype("kv_len", kv_len, int32)
+    _check_shape("kv_len", kv_len, (rows,), "[R]")
+    if query_start is not None:
+        _check_dtype("query_start", query_start, int32)
+        _check_shape("query_start", query_start, (rows + 1,), "[R+1]")
+    elif tokens != rows:
+        raise ValueError(f"q has {tokens} rows; expected the R = {rows} rows of page_table")
+    if tokens < 1:
+        raise ValueError("q has no tokens; at least 1 is needed")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
+    if soft_cap is not None and not float(soft_cap) > 0:
+        raise ValueError(f"soft_cap is {soft_cap!r}; expected None or a positive float")
+    if scale is not None and not np.isfinite(float(scale)):
+        raise ValueError(f"scale is {scale!r}; expected None (head_dim ** -0.5) or a finite float")
+    if sinks is not None:
+        _check_dtype("sinks", sinks, QUERY_DTYPES)
+        _check_shape("sinks", sinks, (num_heads,), "[N]")
+    _check_scales(k_scale, v_scale, num_kv_heads)
+    return Case(
+        op=op,
+        platform=platform,
+        query_dtype=jnp.dtype(q.dtype),
+        page_dtype=jnp.dtype(k_pages.dtype),
+        T=tokens,
+        R=rows,
+        P=num_pages,
+        S=page_size,
+        M=pages_per_row,
+        N=num_heads,
+        K=num_kv_heads,
+        H=head_dim,
+    )
+
+
+def kv_write_case(
+    platform: str,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> Case:
+    """Check a ``kv_write`` call and describe it.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    _check_pages(k_pages, v_pages)
+    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    _check_rank("k", k, "[T,K,H]")
+    _check_dtype("k", k, QUERY_DTYPES)
+    tokens = k.shape[0]
+    if tokens < 1:
+        raise ValueError("k has no tokens; at least 1 is needed")
+    _check_shape("k", k, (tokens, num_kv_heads, head_dim), "[T,K,H]")
+    _check_shape("v", v, (tokens, num_kv_heads, head_dim), "[T,K,H]")
+    if v.dtype != k.dtype:
+        raise ValueError(f"v has dtype {v.dtype}; expected that of k, {k.dtype}")
+    _check_dtype("slot_mapping", slot_mapping, (jnp.dtype(jnp.int32),))
+    _check_shape("slot_mapping", slot_mapping, (tokens,), "[T]")
+    _check_scales(k_scale, v_scale, num_kv_heads)
+    return Case(
+        op="kv_write",
+        platform=platform,
+        query_dtype=jnp.dtype(k.dtype),
+        page_dtype=jnp.dtype(k_pages.dtype),
+        T=tokens,
+        R=0,
+        P=num_pages,
+        S=page_size,
+        M=0,
+        N=num_kv_heads,
+        K=num_kv_heads,
+        H=head_dim,
+    )
+
+
+def check_page_table(
+    page_table: np.ndarray,
+    kv_len: np.ndarray,
+    num_pages: int,
+    page_size: int,
+    query_start: np.ndarray | None = None,
+) -> None:
+    """Check on the host that every page a row will read exists. For debug mode: numpy, no device.
+
+    Args:
+        page_table: i32[R, M] page ids; entries past a row's pages are not looked at.
+        kv_len: i32[R] positions per row.
+        num_pages: P.
+        page_size: S.
+        query_start: optional i32[R+1]; when given, must start at 0, never fall, and give no row
+            more queries than it has positions.
+
+    Raises:
+        ValueError: naming the first row at fault.
+    """
+    table, lengths = np.asarray(page_table), np.asarray(kv_len)
+    rows, pages_per_row = table.shape
+    if lengths.shape != (rows,):
+        raise ValueError(f"kv_len has shape {lengths.shape}; expected [R] = ({rows},)")
+    for row in np.flatnonzero((lengths < 0) | (lengths > pages_per_row * page_size)):
+        raise ValueError(
+            f"kv_len[{row}] is {lengths[row]}; allowed: 0 to M*S = {pages_per_row * page_size}"
+        )
+    used = np.arange(pages_per_row)[None, :] < -(-lengths // page_size)[:, None]
+    for row, entry in np.argwhere(used & ((table < 0) | (table >= num_pages))):
+        raise ValueError(
+            f"page_table[{row}, {entry}] is {table[row, entry]}; allowed: 0 to P-1 = {num_pages - 1}"
+        )
+    if query_start is not None:
+        starts = np.asarray(query_start)
+        counts = np.diff(starts)
+        if starts.shape != (rows + 1,) or starts[0] != 0 or (counts < 0).any():
+            raise ValueError("query_start must be [R+1], begin at 0 and never fall")
+        for row in np.flatnonzero(counts > lengths):
+            raise ValueError(
+                f"row {row} has {counts[row]} queries but kv_len {lengths[row]}; "
+                "a row's queries are the last of its positions"
+            )

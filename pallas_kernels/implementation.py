@@ -1,0 +1,119 @@
+"""Which implementation runs: one table of preferences and one of limits.
+
+``implementation="auto"`` takes the first name in ``PREFERENCE`` whose limits admit the call. A name
+asked for explicitly is used or refused with the reason; it never falls through to another one.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.arguments import FP8, Case
+
+IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "xla")
+"""Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
+
+PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
+    # (operation, platform) -> what "auto" tries, best first. mosaic_gpu is only used when asked
+    # for by name until it has been measured against triton on the device.
+    ("ragged", "gpu"): ("triton", "xla"),
+    ("decode", "gpu"): ("triton", "xla"),
+    ("kv_write", "gpu"): ("triton", "xla"),
+}
+FALLBACK = ("xla",)
+"""What "auto" tries on every other platform."""
+
+KERNEL_PAGE_SIZES = (16, 32, 64, 128)
+MAX_GROUP = 16
+TWO_GIB, FOUR_GIB = 2**31, 2**32
+
+
+def target_platform() -> str:
+    """The platform being compiled for: "gpu", "cpu" or another XLA name.
+
+    An abstract device in the current mesh wins (that is how code is compiled for a GPU on a machine
+    without one), then ``jax.default_device``, then the default backend.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    platform = getattr(device, "platform", None)
+    if platform is None:
+        default = jax.config.jax_default_device
+        platform = default if isinstance(default, str) else getattr(default, "platform", None)
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def target_device_kind() -> str:
+    """Name of the device being compiled for, for example "NVIDIA H200"."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = getattr(device, "device_kind", None)
+    return kind or jax.devices()[0].device_kind
+
+
+def _triton_limit(case: Case) -> str | None:
+    if case.S not in KERNEL_PAGE_SIZES:
+        return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
+    if case.H % 16 or not 16 <= case.H <= 256:
+        return f"head dim is {case.H}; allowed: multiples of 16 from 16 to 256"
+    if case.group > MAX_GROUP:
+        return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
+    if case.query_dtype.itemsize > 4 or case.page_dtype.itemsize > case.query_dtype.itemsize:
+        return (
+            f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, float16 "
+            "or float32, over pages of the same dtype, a narrower one, or float8_e4m3fn"
+        )
+    if case.page_dtype.itemsize == 1 and TWO_GIB <= case.page_array_bytes <= FOUR_GIB:
+        # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
+        return (
+            f"k_pages takes {case.page_array_bytes} bytes; one-byte page arrays from 2 to 4 GiB are "
+            "not addressable: use fewer pages or more than 4 GiB"
+        )
+    return None
+
+
+def _mosaic_limit(case: Case) -> str | None:
+    if case.op != "ragged":
+        return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
+    if case.S not in KERNEL_PAGE_SIZES:
+        return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
+    if case.H not in (64, 128, 256):
+        return f"head dim is {case.H}; allowed: 64, 128 or 256"
+    if case.query_dtype.itemsize != 2 or case.page_dtype != case.query_dtype:
+        return (
+            f"dtypes are {case.query_dtype} over {case.page_dtype} pages; "
+            "allowed: bfloat16 or float16 for both"
+        )
+    if case.group > MAX_GROUP:
+        return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
+    return None
+
+
+def limit(name: str, case: Case) -> str | None:
+    """Why ``name`` cannot do ``case``, in words; None when it can."""
+    if name == "xla":
+        return None
+    if name == "triton_interpret":
+        return _triton_limit(case)
+    if case.platform != "gpu":
+        return f"{name} needs a GPU and the platform is {case.platform}; allowed: xla, triton_interpret"
+    return _triton_limit(case) if name == "triton" else _mosaic_limit(case)
+
+
+def choose(requested: str, case: Case) -> str:
+    """The implementation that will run ``case``.
+
+    Raises:
+        ValueError: an unknown name, or a named implementation that cannot do the case.
+    """
+    if requested not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {requested!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+    if requested != "auto":
+        reason = limit(requested, case)
+        if reason is not None:
+            raise ValueError(f"implementation {requested!r} cannot do this call: {reason}")
+        return requested
+    names = PREFERENCE.get((case.op, case.platform), FALLBACK)
+    return next(name for name in names if limit(name, case) is None)
+
+
+__all__ = ["FP8", "IMPLEMENTATIONS", "choose", "limit", "target_device_kind", "target_platform"]

@@ -1,0 +1,178 @@
+"""The public operations: check the arguments, choose an implementation, call it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper_ragged, triton_decode, triton_kv_write, triton_ragged, xla
+from pallas_kernels.arguments import attention_case, kv_write_case
+from pallas_kernels.implementation import choose, target_platform
+
+RAGGED: Mapping[str, Callable[..., jax.Array]] = {
+    "mosaic_gpu": hopper_ragged.ragged_paged_attention,
+    "triton": triton_ragged.ragged_paged_attention,
+    "triton_interpret": functools.partial(triton_ragged.ragged_paged_attention, interpret=True),
+    "xla": xla.ragged_paged_attention,
+}
+DECODE: Mapping[str, Callable[..., jax.Array]] = {
+    "triton": triton_decode.paged_decode_attention,
+    "triton_interpret": functools.partial(triton_decode.paged_decode_attention, interpret=True),
+    "xla": xla.paged_decode_attention,
+}
+KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "triton": triton_kv_write.kv_write,
+    "triton_interpret": functools.partial(triton_kv_write.kv_write, interpret=True),
+    "xla": xla.kv_write,
+}
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Causal attention of rows of any length over their pages of KV cache.
+
+    Row r owns the tokens ``query_start[r]:query_start[r+1]`` of q, and they are the last of its
+    ``kv_len[r]`` positions: its query i of n is at position ``kv_len[r] - n + i`` and sees positions
+    up to its own. Keys and values of all positions, the queries' own included, are already in the
+    pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries that see nothing,
+    yield zeros. Nothing that a row does not own reaches its output: not other rows' pages, not the
+    unwritten end of its last page, be they NaN.
+
+    Args:
+        q: [T,N,H] queries, bfloat16, float16, float32 or float64.
+        k_pages: [P,K,S,H] keys, of q's dtype, a narrower one or float8_e4m3fn; N % K == 0.
+        v_pages: [P,K,S,H] values, of the dtype of k_pages.
+        page_table: i32[R,M] page ids; entries past a row's pages may be anything in [0, P).
+        query_start: i32[R+1], starting at 0 and never falling.
+        kv_len: i32[R] positions per row, at most M*S.
+        scale: multiplies the scores; None means ``H ** -0.5``.
+        window: a query at position p sees only positions greater than ``p - window``.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+        sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
+        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale.
+        v_scale: f32[K], likewise for values.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        [T,N,H] of q's dtype; accumulated in float32 (float64 for float64).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
+    q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    platform = target_platform()
+    case = attention_case(
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+    )
+    run = RAGGED[choose(implementation, case)]
+    return run(q, k_pages, v_pages, page_table, query_start, kv_len, **options)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """``ragged_paged_attention`` where every row has one query, its last position.
+
+    Args:
+        q: [R,N,H]; row r is the query at position ``kv_len[r] - 1``.
+        kv_len: i32[R]; a row of 0 positions is padding and yields zeros.
+        others: as in ``ragged_paged_attention``.
+
+    Returns:
+        [R,N,H] of q's dtype.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    arrays = (q, k_pages, v_pages, page_table, kv_len)
+    q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    platform = target_platform()
+    case = attention_case(
+        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, **options
+    )
+    run = DECODE[choose(implementation, case)]
+    return run(q, k_pages, v_pages, page_table, kv_len, **options)
+
+
+def kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Store keys and values of a step in their pages; in place when the pages are donated.
+
+    Args:
+        k: [T,K,H] keys.
+        v: [T,K,H] values, of the dtype of k.
+        k_pages: [P,K,S,H].
+        v_pages: [P,K,S,H], of the dtype of k_pages.
+        slot_mapping: i32[T]; token t goes to page ``slot // S`` at offset ``slot % S``. A value
+            outside [0, P*S), such as -1, stores nothing. A slot may occur once.
+        k_scale: f32[K]; what is stored is the key divided by this. float8 saturates at 448.
+        v_scale: f32[K], likewise for values.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        The new (k_pages, v_pages).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    arrays = (k, v, k_pages, v_pages, slot_mapping)
+    k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    case = kv_write_case(target_platform(), k, v, k_pages, v_pages, slot_mapping, **scales)
+    run = KV_WRITE[choose(implementation, case)]
+    return run(k, v, k_pages, v_pages, slot_mapping, **scales)

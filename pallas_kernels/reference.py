@@ -1,0 +1,155 @@
+"""Every operation in plain jnp, one token at a time: the specification and the test oracle.
+
+Slow and short on purpose. Accumulates in float64 for float64 inputs and in float32 otherwise.
+Follows the softmax attention of Vaswani et al. 2017 over the pages of Kwon et al. 2023
+(PagedAttention), with soft capping as in Gemma 2 and attention sinks as in Xiao et al. 2023, where a
+per-head logit joins the denominator and contributes no value.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
+
+
+def _attend_one(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Attention of one scaled query [N,H] to keys and values [C,K,H]; visible: bool[C]."""
+    num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    # A product with zero does not remove a NaN, so what is not visible is replaced, not multiplied.
+    keys = jnp.where(visible[:, None, None], keys, 0)
+    values = jnp.where(visible[:, None, None], values, 0)
+    grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("kgh,ckh->kgc", grouped, keys, precision=highest)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(query.dtype).reshape(num_kv_heads, -1, 1)
+        top = jnp.maximum(top, sink)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weights = jnp.exp(logits - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    weights = weights / jnp.where(total == 0, 1, total)
+    return jnp.einsum("kgc,ckh->kgh", weights, values, precision=highest).reshape(query.shape)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H]."""
+    tokens, _, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_pages.shape
+    rows, pages_per_row = page_table.shape
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    scale = head_dim**-0.5 if scale is None else scale
+    position = jnp.arange(pages_per_row * page_size)
+
+    def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
+        """Pages of a row in order, as [M*S, K, H] real values."""
+        own = pages[page_table[row]].astype(dtype)
+        own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
+        return own if factor is None else own * factor.astype(dtype)[:, None]
+
+    def one(token: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(query_start, token, side="right") - 1
+        is_padding = row >= rows
+        row = jnp.clip(row, 0, rows - 1)
+        at = kv_len[row] - (query_start[row + 1] - token)
+        visible = (position <= at) & (position < kv_len[row]) & ~is_padding
+        if window is not None:
+            visible &= position > at - window
+        keys, values = gather(k_pages, row, k_scale), gather(v_pages, row, v_scale)
+        return _attend_one(q[token].astype(dtype) * scale, keys, values, visible, sinks, soft_cap)
+
+    return jax.lax.map(one, jnp.arange(tokens, dtype=jnp.int32)).astype(q.dtype)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """See ``pallas_kernels.paged_decode_attention``; q [R,N,H] -> [R,N,H]."""
+    return ragged_paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        jnp.arange(q.shape[0] + 1, dtype=jnp.int32),
+        kv_len,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Values [T,K,H] as stored in pages: divided by scale [K], clipped for fp8, cast."""
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if scale is not None:
+        wide = wide / scale[:, None]
+    if dtype == jnp.float8_e4m3fn:
+        wide = jnp.clip(wide, -FP8_MAX, FP8_MAX)
+    return wide.astype(dtype)
+
+
+def kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.kv_write``; returns the new (k_pages, v_pages)."""
+    num_pages, _, page_size, _ = k_pages.shape
+    somewhere = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
+    # A negative index would wrap around; one past the end is dropped.
+    page = jnp.where(somewhere, slot_mapping // page_size, num_pages)
+    offset = jnp.where(somewhere, slot_mapping % page_size, 0)
+
+    def put(pages: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return pages.at[page, :, offset].set(store_cast(values, scale, pages.dtype), mode="drop")
+
+    return put(k_pages, k, k_scale), put(v_pages, v, v_scale)

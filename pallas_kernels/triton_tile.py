@@ -1,0 +1,257 @@
+"""The part both Triton attention kernels share: one tile of queries of one row against its pages.
+
+Online softmax over blocks of keys (FlashAttention-2, Dao 2023) read through a page table
+(PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees whole take a path without
+masks; the others (causal edge, window edge, end of the row) take one that masks scores, and values
+too, because zero times a NaN found in a page of somebody else is NaN.
+
+Head dims that are not powers of two are taken in parts that are (80 = 64 + 16): nothing is padded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.arguments import FP8, Case
+
+LOG2E = math.log2(math.e)
+NEGATIVE = -1e30
+"""Starting maximum: below every real score, and finite so that differences of maxima are."""
+
+Parts = tuple[jax.Array, ...]
+
+
+def head_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(start, size) pieces of a head dim, sizes powers of two, largest first."""
+    pieces, start = [], 0
+    while start < head_dim:
+        size = 1 << ((head_dim - start).bit_length() - 1)
+        pieces.append((start, size))
+        start += size
+    return tuple(pieces)
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
+    """Ceiling of a / b for non-negative int32."""
+    a = jnp.asarray(a, jnp.int32)
+    return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSpec:
+    """What is static about a tile."""
+
+    tile_rows: int
+    block_tokens: int
+    page_size: int
+    head_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    compute_dtype: Any
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        tile_rows: int,
+        block_tokens: int,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> TileSpec:
+        """Spec of a call. float8 pages are multiplied in float16: Hopper widens two float8 values
+        to float16 with one instruction, and to bfloat16 with several."""
+        compute = case.query_dtype
+        if case.page_dtype == FP8 and compute.itemsize == 2:
+            compute = jnp.dtype(jnp.float16)
+        return cls(
+            tile_rows=tile_rows,
+            block_tokens=block_tokens,
+            page_size=case.S,
+            head_dim=case.H,
+            scale=case.H**-0.5 if scale is None else float(scale),
+            window=window,
+            soft_cap=None if soft_cap is None else float(soft_cap),
+            compute_dtype=compute,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where a tile's work lies, all traced int32 scalars.
+
+    begin, end: positions [begin, end) that some query of the tile sees.
+    full_begin, full_end: positions that every query of the tile sees.
+    first_block, last_block: blocks [first, last) of block_tokens positions to walk over.
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    full_begin: jax.Array
+    full_end: jax.Array
+    first_block: jax.Array
+    last_block: jax.Array
+
+
+def tile_bounds(
+    first_position: jax.Array, last_position: jax.Array, window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(begin, end, full_begin, full_end) of queries at [first_position, last_position]."""
+    zero = jnp.int32(0)
+    end = jnp.maximum(last_position + 1, zero)
+    full_end = jnp.maximum(first_position + 1, zero)
+    if window is None:
+        return zero, end, zero, full_end
+    begin = jnp.maximum(first_position - (window - 1), zero)
+    full_begin = jnp.maximum(last_position - (window - 1), zero)
+    return begin, end, full_begin, full_end
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    # The default precision of float32 on the GPU is TF32, which is not float32.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plt.dot(a, b, precision=precision)
+
+
+def load_queries(
+    q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
+) -> Parts:
+    """Queries of a tile, [tile_rows, part] for every part of the head dim; zeros where not valid."""
+    parts = []
+    for start, size in head_parts(spec.head_dim):
+        shape = (spec.tile_rows, size)
+        column = jnp.broadcast_to(start + jnp.arange(size), shape)
+        at = q_ref.at[
+            jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
+        ]
+        loaded = plt.load(at, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
+        parts.append(loaded.astype(spec.compute_dtype))
+    return tuple(parts)
+
+
+def store_rows(
+    out_ref: Any,
+    token: jax.Array,
+    head: jax.Array,
+    valid: jax.Array,
+    parts: Parts,
+    spec: TileSpec,
+) -> None:
+    """Write a tile's rows to out_ref[token, head, :] where valid, and nothing elsewhere."""
+    for (start, size), part in zip(head_parts(spec.head_dim), parts, strict=True):
+        shape = (spec.tile_rows, size)
+        column = jnp.broadcast_to(start + jnp.arange(size), shape)
+        at = out_ref.at[
+            jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
+        ]
+        mask = jnp.broadcast_to(valid[:, None], shape)
+        plt.store(at, part.astype(out_ref.dtype), mask=mask)
+
+
+def attend(
+    queries: Parts,
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    row: jax.Array,
+    kv_head: jax.Array,
+    position: jax.Array,
+    span: Span,
+    key_scale: jax.Array | None,
+    spec: TileSpec,
+) -> tuple[Parts, jax.Array, jax.Array]:
+    """Unnormalised attention of a tile over the blocks of its span.
+
+    Args:
+        queries: parts [tile_rows, part] of q.
+        k_ref, v_ref: [P,K,S,H] pages; table_ref: i32[R,M].
+        row: row of the table; kv_head: head of the pages; position: i32[tile_rows] of the queries.
+        span: blocks to walk over and where masks are needed.
+        key_scale: f32 scalar that multiplies stored keys, or None.
+
+    Returns:
+        (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), float32, maxima in units
+        of log2: the attention is acc / sums.
+    """
+    block, page_size = spec.block_tokens, spec.page_size
+    shift = page_size.bit_length() - 1
+    pieces = head_parts(spec.head_dim)
+    factor = spec.scale * (1.0 if spec.soft_cap else LOG2E)
+    factor = factor if key_scale is None else factor * key_scale
+
+    def loader(i: jax.Array, masked: bool):
+        """Function that reads one part of a block of pages as [block, part]."""
+        if block <= page_size:
+            page = table_ref[row, lax.shift_right_logical(i * block, shift)]
+            inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)
+        else:
+            at = i * block + jnp.arange(block)
+            if masked:  # entries past the row's pages need not exist
+                at = jnp.minimum(at, span.end - 1)
+            page = table_ref[row, lax.shift_right_logical(at, shift)]
+            inside = lax.bitwise_and(at, page_size - 1)
+        return lambda ref, start, size: ref[page, kv_head, inside, pl.ds(start, size)]
+
+    def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+        acc, top, total = carry
+        load = loader(i, masked)
+        at = i * block + jnp.arange(block)
+        scores = sum(
+            _dot(query, load(k_ref, *piece).astype(spec.compute_dtype).T)
+            for query, piece in zip(queries, pieces, strict=True)
+        )
+        scores = scores * factor
+        if spec.soft_cap is not None:
+            # tanh(x) = 1 - 2 / (1 + e^2x), which is cheap and saturates cleanly at both ends.
+            grown = jnp.exp2(scores * (2 * LOG2E / spec.soft_cap))
+            scores = (spec.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + grown))
+        if masked:
+            visible = at[None, :] <= position[:, None]
+            if spec.window is not None:
+                visible &= at[None, :] > position[:, None] - spec.window
+            scores = jnp.where(visible, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - new_top[:, None])
+        total = total * shrink + weights.sum(axis=1)
+        weights = weights.astype(spec.compute_dtype)
+        new_acc = []
+        for part, piece in zip(acc, pieces, strict=True):
+            values = load(v_ref, *piece).astype(spec.compute_dtype)
+            if masked:
+                own = (at >= span.begin) & (at < span.end)
+                values = jnp.where(own[:, None], values, jnp.zeros_like(values))
+            new_acc.append(part * shrink[:, None] + _dot(weights, values))
+        return tuple(new_acc), new_top, total
+
+    full_first = jnp.clip(ceil_div(span.full_begin, block), span.first_block, span.last_block)
+    full_last = jnp.clip(lax.div(span.full_end, jnp.int32(block)), full_first, span.last_block)
+    before = full_first - span.first_block
+    edges = before + span.last_block - full_last
+
+    def edge(j: jax.Array, carry: tuple) -> tuple:
+        i = jnp.where(j < before, span.first_block + j, full_last + j - before)
+        return step(i, carry, masked=True)
+
+    rows = spec.tile_rows
+    carry = (
+        tuple(jnp.zeros((rows, size), jnp.float32) for _, size in pieces),
+        jnp.full((rows,), NEGATIVE, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    carry = lax.fori_loop(full_first, full_last, lambda i, c: step(i, c, masked=False), carry)
+    return lax.fori_loop(jnp.int32(0), edges, edge, carry)

@@ -1,0 +1,123 @@
+"""Block sizes, by device kind, dtype, head dim and size of the call; read while tracing.
+
+``tuned/<device>.json`` holds what a sweep wrote for a kind of device (``scripts/tune_kernels.py``):
+
+    {"device_kind": "NVIDIA H200",
+     "measured": "2026-01-31" or "not measured: defaults",
+     "entries": [{"op": "decode", "dtype": "bfloat16", "head_dim": 128, "up_to": 64,
+                  "config": {"block_tokens": 64, ...}}, ...]}
+
+``dtype`` is that of the pages. ``up_to`` bounds the bucket: rows R for "decode", tokens T for
+"ragged", "mosaic_ragged" and "kv_write"; null means any. The first entry that fits is used, fields it
+leaves out keep their defaults, and a device without a file gets the defaults throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import TypeVar
+
+from pallas_kernels.arguments import Case
+from pallas_kernels.implementation import target_device_kind
+
+TABLES = pathlib.Path(__file__).parent / "tuned"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Split-KV decode.
+
+    block_tokens: KV positions per loop step; above the page size, pages are gathered.
+    num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
+    target_programs: programs over which all KV of the step is divided, evenly.
+    min_blocks: blocks below which a row is not split further.
+    merge_splits: partial results the merging kernel reads at a time.
+    """
+
+    block_tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    target_programs: int = 1056
+    min_blocks: int = 4
+    merge_splits: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedConfig:
+    """Tiles of query tokens times the heads of a group.
+
+    tile_rows: rows (tokens x group heads) of a tile, a power of two of at least 16.
+    split_single: rows of one query go to the split-KV decode kernel instead of taking a tile.
+    """
+
+    tile_rows: int = 128
+    block_tokens: int = 64
+    num_warps: int = 8
+    num_stages: int = 2
+    split_single: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """Hopper kernel: each compute warpgroup takes 64 rows of the same tile."""
+
+    block_tokens: int = 64
+    num_stages: int = 2
+    warpgroups: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class KvWriteConfig:
+    """One program per token."""
+
+    num_warps: int = 4
+
+
+CONFIGS = {
+    "decode": DecodeConfig,
+    "ragged": RaggedConfig,
+    "mosaic_ragged": MosaicConfig,
+    "kv_write": KvWriteConfig,
+}
+Config = TypeVar("Config", DecodeConfig, RaggedConfig, MosaicConfig, KvWriteConfig)
+
+
+def table_name(device_kind: str) -> str:
+    """File name of a device kind's table: "NVIDIA H200" -> "h200.json"."""
+    words = [w for w in device_kind.lower().replace("/", " ").split() if w != "nvidia"]
+    return "-".join(words) + ".json"
+
+
+def read_entries(device_kind: str) -> list[dict]:
+    """Entries of a device's table; none when the device has no table."""
+    path = TABLES / table_name(device_kind)
+    return json.loads(path.read_text())["entries"] if path.is_file() else []
+
+
+def _defaults(kind: type[Config], case: Case) -> Config:
+    """Sizes that compile without spilling registers on Hopper, before anything was measured."""
+    wide = case.H > 128 or case.query_dtype.itemsize == 4
+    if kind is DecodeConfig:
+        return DecodeConfig(num_stages=2) if wide else DecodeConfig()
+    if kind is RaggedConfig:
+        rows = 64 if wide else 128
+        return RaggedConfig(tile_rows=rows, num_warps=4 if rows == 64 else 8)
+    if kind is MosaicConfig and case.H > 128:
+        return MosaicConfig(warpgroups=1)
+    return kind()
+
+
+def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Config:
+    """The configuration for a call on the device being compiled for (or the one named)."""
+    op = next(name for name, known in CONFIGS.items() if known is kind)
+    size = case.R if op == "decode" else case.T
+    base = _defaults(kind, case)
+    for entry in read_entries(device_kind or target_device_kind()):
+        if entry["op"] != op or entry["dtype"] != case.page_dtype.name:
+            continue
+        if entry["head_dim"] != case.H or (entry["up_to"] is not None and size > entry["up_to"]):
+            continue
+        return dataclasses.replace(base, **entry["config"])
+    return base

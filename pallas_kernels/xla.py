@@ -1,0 +1,296 @@
+"""The operations in plain JAX, made for CPU: nothing is computed for padding or absent pages.
+
+`reference.py` says what is computed; here is how it is done fast. Decodes are a flat list of
+(row, chunk of pages) items, so that the cost follows the total number of cached tokens and not the
+longest row (Flash-Decoding, Dao et al. 2023, with XLA loops for programs). Longer rows are cut into
+tiles of queries, each with its own number of chunks (FlashAttention-2, Dao 2023). All trip counts
+are dynamic, so one compiled program serves every context length.
+
+Two facts about XLA on CPU shape the code. Gathering `[P, K, S, H]` pages as `[P * K, S * H]` rows
+brings the tokens of a head together while copying, which the dots would otherwise do again. And a
+16-bit or 8-bit float array that is gathered from in a loop, or scattered into, is converted to
+float32 as a whole first; its bits as integers are not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK_TOKENS = 64
+TILE_QUERIES = 32
+TILE_CHUNK_TOKENS = 256
+LOWEST = -1e30
+
+
+class _Cache(NamedTuple):
+    """Pages as rows of bits, one row for each (page, kv head)."""
+
+    k: jax.Array  # [P * K, S * H]
+    v: jax.Array
+    page_table: jax.Array  # i32[R, M'], M' a multiple of the pages of a chunk
+    shape: tuple[int, int, int]  # K, S, H
+    dtype: jnp.dtype  # of the pages
+
+
+class _Options(NamedTuple):
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Floats narrower than 32 bits as unsigned integers; others as they are."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
+    return x if unsigned is None else lax.bitcast_convert_type(x, unsigned)
+
+
+def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
+    values = bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+    return values.astype(out)
+
+
+def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages: int) -> _Cache:
+    P, K, S, H = k_pages.shape
+    pad = -page_table.shape[1] % pages
+    return _Cache(
+        _bits(k_pages).reshape(P * K, S * H),
+        _bits(v_pages).reshape(P * K, S * H),
+        jnp.pad(page_table, ((0, 0), (0, pad))),
+        (K, S, H),
+        k_pages.dtype,
+    )
+
+
+def _chunks(cache: _Cache, row: jax.Array, chunk: jax.Array, pages: int, out: jnp.dtype):
+    """K and V of chunks of `pages` pages; row, chunk: i32[W]. Each [W, K, C, H]."""
+    K, S, H = cache.shape
+    columns = chunk[:, None] * pages + jnp.arange(pages)
+    page = cache.page_table.at[row[:, None], columns].get(mode="clip")  # [W, pages]
+    index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
+    shape = (row.shape[0], K, pages * S, H)
+    k = cache.k.at[index].get(mode="clip").reshape(shape)
+    v = cache.v.at[index].get(mode="clip").reshape(shape)
+    return _floats(k, cache.dtype, out), _floats(v, cache.dtype, out)
+
+
+def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _decode(
+    q: jax.Array, cache: _Cache, kv_len: jax.Array, sinks: jax.Array | None, options: _Options
+) -> jax.Array:
+    """One query a row, at position kv_len - 1. q: [R, K, G, H], already in the accumulator."""
+    R, K, G, H = q.shape
+    pages = max(1, CHUNK_TOKENS // cache.shape[1])
+    C = pages * cache.shape[1]
+    W = min(max(4, R // 2), 32)
+    oldest = jnp.zeros_like(kv_len)
+    if options.window is not None:
+        oldest = jnp.maximum(kv_len - options.window, 0)
+    first = oldest // C
+    count = jnp.where(kv_len > 0, -(-kv_len // C) - first, 0)
+    end = jnp.cumsum(count)
+    q = q * options.scale
+
+    def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, top, total = carry
+        item = step * W + jnp.arange(W)
+        owner = (end[None, :] <= item[:, None]).sum(axis=1)  # R for items past the last
+        row = jnp.minimum(owner, R - 1)
+        chunk = item - (end[row] - count[row]) + first[row]
+        k, v = _chunks(cache, row, chunk, pages, q.dtype)
+        position = chunk[:, None] * C + jnp.arange(C)
+        seen = (position < kv_len[row, None]) & (position >= oldest[row, None])
+        seen &= (owner < R)[:, None]
+        scores = _capped(jnp.einsum("wkgh,wkch->wkgc", q[row], k), options.soft_cap)
+        scores = jnp.where(seen[:, None, None], scores, LOWEST)
+        peak = scores.max(axis=-1)
+        weights = jnp.where(seen[:, None, None], jnp.exp(scores - peak[..., None]), 0)
+        v = jnp.where(seen[:, None, :, None], v, 0)
+        part = jnp.einsum("wkgc,wkch->wkgh", weights, v)
+        new_top = top.at[owner].max(peak, mode="drop")
+        shrink, grow = jnp.exp(top - new_top), jnp.exp(peak - new_top[row])
+        total = (total * shrink).at[owner].add(weights.sum(axis=-1) * grow, mode="drop")
+        acc = (acc * shrink[..., None]).at[owner].add(part * grow[..., None], mode="drop")
+        return acc, new_top, total
+
+    start = (jnp.zeros_like(q), *_empty((R, K, G), sinks, q.dtype))
+    acc, _, total = lax.fori_loop(0, (end[-1] + W - 1) // W, body, start)
+    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    return jnp.where((kv_len > 0)[:, None, None, None], out, 0)
+
+
+def _empty(
+    shape: tuple[int, ...], sinks: jax.Array | None, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Peak and total of a softmax over nothing but the sinks; `shape` ends in K, G."""
+    if sinks is None:
+        return jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype)
+    peak = jnp.broadcast_to(sinks.reshape(shape[-2:]).astype(dtype), shape)
+    return peak, jnp.ones(shape, dtype)
+
+
+def _tiles(
+    q: jax.Array,
+    cache: _Cache,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    sinks: jax.Array | None,
+    options: _Options,
+) -> jax.Array:
+    """Rows of two queries or more, tile by tile; other rows' tokens hold anything.
+
+    q: [T, K, G, H] in the accumulator. Tiles are done in the order of their tokens: what a tile
+    writes past the end of its row, the next row's tile overwrites.
+    """
+    T, K, G, H = q.shape
+    R = kv_len.shape[0]
+    pages = max(1, TILE_CHUNK_TOKENS // cache.shape[1])
+    C = pages * cache.shape[1]
+    Q = min(TILE_QUERIES, T)
+    lengths = query_start[1:] - query_start[:-1]
+    tiles = jnp.where((lengths > 1) & (kv_len > 0), -(-lengths // Q), 0)
+    end = jnp.cumsum(tiles)
+    q = jnp.pad(q * options.scale, ((0, Q), (0, 0), (0, 0), (0, 0)))
+
+    def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.minimum((end <= tile).sum(), R - 1)
+        nth = tile - (end[row] - tiles[row])
+        token = query_start[row] + nth * Q
+        asked = kv_len[row] - lengths[row] + nth * Q + jnp.arange(Q)  # positions, i32[Q]
+        oldest = jnp.zeros_like(asked)
+        if options.window is not None:
+            oldest = jnp.maximum(asked - options.window + 1, 0)
+        stop = jnp.minimum(asked[-1] + 1, kv_len[row])
+        here = lax.dynamic_slice_in_dim(q, token, Q).transpose(1, 2, 0, 3).reshape(K, G * Q, H)
+
+        def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc, top, total = carry
+            k, v = _chunks(cache, row[None], chunk[None], pages, q.dtype)
+            position = chunk * C + jnp.arange(C)
+            v = jnp.where((position < kv_len[row])[:, None], v[0], 0)
+            seen = (position <= asked[:, None]) & (position >= oldest[:, None])  # [Q, C]
+            seen &= position < kv_len[row]
+            scores = _capped(jnp.einsum("kqh,kch->kqc", here, k[0]), options.soft_cap)
+            scores = scores.reshape(K, G, Q, C)
+            scores = jnp.where(seen, scores, LOWEST)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+            shrink = jnp.exp(top - new_top)
+            part = jnp.einsum("kqc,kch->kqh", weights.reshape(K, G * Q, C), v)
+            acc = acc * shrink.reshape(K, G * Q, 1) + part
+            return acc, new_top, total * shrink + weights.sum(axis=-1)
+
+        top, total = (x.transpose(1, 2, 0) for x in _empty((Q, K, G), sinks, q.dtype))
+        carry = (jnp.zeros_like(here), top, total)
+        acc, _, total = lax.fori_loop(oldest[0] // C, -(-stop // C), chunk_body, carry)
+        done = acc / jnp.where(total == 0, 1, total).reshape(K, G * Q, 1)
+        done = done.reshape(K, G, Q, H).transpose(2, 0, 1, 3)
+        return lax.dynamic_update_slice_in_dim(out, done, token, 0)
+
+    return lax.fori_loop(0, end[-1], tile_body, jnp.zeros_like(q))[:T]
+
+
+def _grouped(q: jax.Array, k_scale: jax.Array | None, K: int) -> jax.Array:
+    """Queries by kv head, [., K, G, H], in the accumulator and with the keys' scale applied."""
+    q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
+    return q if k_scale is None else q * k_scale[:, None, None].astype(q.dtype)
+
+
+def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
+    if v_scale is not None:
+        out = out * v_scale[:, None, None].astype(out.dtype)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """One query per row over its pages; arguments as the public operation's."""
+    _, K, S, H = k_pages.shape
+    options = _Options(H**-0.5 if scale is None else scale, window, soft_cap)
+    cache = _cache(k_pages, v_pages, page_table, max(1, CHUNK_TOKENS // S))
+    out = _decode(_grouped(q, k_scale, K), cache, kv_len, sinks, options)
+    return _finished(out, q, v_scale)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Rows of any length over their pages; arguments as the public operation's.
+
+    Rows of one query go through the decode path, so that a step which mixes prompts' chunks with
+    decodes pays for each what it costs alone.
+    """
+    T = q.shape[0]
+    _, K, S, H = k_pages.shape
+    options = _Options(H**-0.5 if scale is None else scale, window, soft_cap)
+    cache = _cache(k_pages, v_pages, page_table, max(1, TILE_CHUNK_TOKENS // S))
+    grouped = _grouped(q, k_scale, K)
+    out = _tiles(grouped, cache, query_start, kv_len, sinks, options)
+    single = query_start[1:] - query_start[:-1] == 1
+    asked = grouped.at[query_start[:-1]].get(mode="clip")
+    decoded = _decode(asked, cache, jnp.where(single, kv_len, 0), sinks, options)
+    out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
+    real = jnp.arange(T) < query_start[-1]
+    return _finished(jnp.where(real[:, None, None, None], out, 0), q, v_scale)
+
+
+def kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Store a step's keys and values; arguments as the public operation's."""
+    P, K, S, H = k_pages.shape
+    inside = (slot_mapping >= 0) & (slot_mapping < P * S)
+    page, offset = slot_mapping // S, slot_mapping % S
+    cell = (page[:, None] * K + jnp.arange(K)) * S + offset[:, None]  # [T, K]
+    cell = jnp.where(inside[:, None], cell, P * K * S)
+
+    def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is not None:
+            limit = float(jnp.finfo(pages.dtype).max)
+            x = jnp.clip(x.astype(jnp.float32) / scale[:, None], -limit, limit)
+        values = _bits(x.astype(pages.dtype))
+        rows = _bits(pages).reshape(P * K * S, H).at[cell].set(values, mode="drop")
+        return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)
+
+    return write(k, k_pages, k_scale), write(v, v_pages, v_scale)

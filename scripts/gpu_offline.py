@@ -1,0 +1,192 @@
+"""Compile for an H200 on a machine without a GPU, and read off what the compiler did.
+
+Runs inside the environment that ``compile_offline.py`` makes. Everything here works from what XLA and
+ptxas leave in a dump directory: registers, spills, shared memory, instruction counts, launches,
+command buffers (CUDA graphs), copies. Nothing says how long anything takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+DEVICE_KIND = "NVIDIA H200"
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
+"""Warpgroup matrix product, warp matrix product, TMA load, asynchronous copy to shared memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dumps:
+    """Where the compilers write; set through XLA_FLAGS and MOSAIC_GPU_DUMP_TO before JAX starts."""
+
+    xla: pathlib.Path
+    mosaic: pathlib.Path
+
+    def clear(self) -> None:
+        for folder in (self.xla, self.mosaic):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What one jitted function became."""
+
+    kernels: list[dict[str, Any]]
+    launches: int
+    command_buffers: int
+    launches_outside: int
+    kv_copies: int
+    temp_mib: float
+    alias_mib: float
+
+    def kernel(self, name: str) -> dict[str, Any]:
+        return next(k for k in self.kernels if name in k["name"])
+
+
+def device() -> Any:
+    """A description of one H200 that can be compiled for."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    return topology.devices[0]
+
+
+def abstract_mesh() -> Any:
+    """A mesh that tells the kernels which device they are traced for."""
+    described = jax.sharding.AbstractDevice(device_kind=DEVICE_KIND, num_cores=None, platform="gpu")
+    return jax.sharding.AbstractMesh((), (), abstract_device=described)
+
+
+def compile_for_h200(
+    function: Callable[..., Any], shapes: tuple[Any, ...], donate: tuple[int, ...] = ()
+) -> Any:
+    """The compiled executable of ``function`` on trees of ShapeDtypeStruct."""
+    placed = jax.sharding.SingleDeviceSharding(device())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compile()
+
+
+def _disassembler() -> str | None:
+    found = shutil.which("nvdisasm")
+    if found:
+        return found
+    import importlib.util
+
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    path = pathlib.Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    return str(path) if path.is_file() else None
+
+
+def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
+    """Registers, spills and instruction counts of the one kernel in a PTX file."""
+    cubin = ptx.with_suffix(".assembled")
+    run = subprocess.run(
+        ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", str(cubin)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", run.stderr)
+    report: dict[str, Any] = {
+        "registers": max(int(r) for r in re.findall(r"Used (\d+) registers", run.stderr)),
+        "spill_bytes": sum(int(s) for s in spills),
+    }
+    tool = _disassembler()
+    if tool is not None:
+        sass = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True).stdout
+        for name in INSTRUCTIONS:
+            report[name] = len(re.findall(rf"\b{name}\b", sass))
+    return report
+
+
+def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
+    """Shared memory of a kernel in bytes, from the launch list or Mosaic's resource report."""
+    launch = re.search(rf"\b{re.escape(kernel)} grid: .*shared_memory: (\d+) bytes", thunks)
+    if launch:
+        return int(launch[1])
+    sizes = [
+        int(m[1])
+        for path in dumps.mosaic.glob("*.resources.txt")
+        if (m := re.search(r"smem_scratch_bytes=(\d+)", path.read_text()))
+    ]
+    return max(sizes, default=None)
+
+
+def _launches(text: str) -> list[str]:
+    """Lines of a thunk listing that put work on the device."""
+    return [
+        line
+        for line in text.splitlines()
+        if re.search(r": k(?!CommandBuffer|Sequential|WaitForStreams)\w+", line)
+    ]
+
+
+def analyse(
+    executable: Any, dumps: Dumps, pages: tuple[int, ...] | None, kernels: tuple[str, ...]
+) -> Compiled:
+    """Read the dumps of the one compilation made since ``dumps.clear()``.
+
+    Args:
+        pages: shape of the page arrays; copies of arrays of this shape are counted.
+        kernels: parts of names of the kernels to assemble and report.
+    """
+    before = "\n".join(p.read_text() for p in dumps.xla.glob("*.thunk_sequence.txt"))
+    after = "\n".join(
+        p.read_text() for p in dumps.xla.glob("*.thunk_sequence_after_thunk_passes.txt")
+    )
+    found = {}
+    for ptx in [*dumps.xla.glob("*.ptx"), *dumps.mosaic.glob("*.ptx")]:
+        entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx.read_text())
+        if entry and any(name in entry[1] for name in kernels):
+            size = _shared_memory(dumps, entry[1], before)
+            found[entry[1]] = {"name": entry[1], "shared_memory": size, **_assemble(ptx)}
+    hlo = executable.as_text()
+    copies = 0
+    if pages is not None:
+        shape = re.escape(",".join(map(str, pages)))
+        copies = len(re.findall(rf"= [^=\n]*\[{shape}\][^=\n]* copy(?:-start)?\(", hlo))
+    memory = executable.memory_analysis()
+    outside = [line for line in _launches(after) if not line.startswith("    ")]
+    return Compiled(
+        kernels=sorted(found.values(), key=lambda k: k["name"]),
+        launches=len(_launches(before)),
+        command_buffers=len(re.findall(r"kCommandBuffer", after)),
+        launches_outside=len(outside),
+        kv_copies=copies,
+        temp_mib=round(memory.temp_size_in_bytes / 2**20, 2),
+        alias_mib=round(memory.alias_size_in_bytes / 2**20, 2),
+    )
+
+
+def as_row(name: str, result: Compiled) -> Mapping[str, Any]:
+    """JSON form of one compiled case."""
+    return {"name": name, **dataclasses.asdict(result)}

@@ -1,0 +1,208 @@
+"""Any schedule gives the tokens that one request alone would get: checked token for token.
+
+    python -m tests.equivalence --schedules 2000 --seed 1
+
+Random schedules of an adversarial workload run through the whole engine in float64 and are compared
+with the oracle: chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are
+preempted, prefix caching on and off, both policies, aborts at any step, with and without a step in
+flight. Compiled programs and the cache's contents carry over from schedule to schedule, so
+that every page is dirty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.validation import Limits
+from jaxserve.execution.runner import Runner
+from jaxserve.models import ModelConfig
+from jaxserve.request import SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.weights import random_weights
+from tests.oracle import Answer, Oracle
+from tests.workloads import Ask, adversarial_workload
+
+VOCAB = 61
+LONGEST_PROMPT, LONGEST_OUTPUT = 40, 14
+MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
+SLOTS = 5
+DEVICE_PAGES = 400
+MAX_STEPS = 4000
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+@dataclass
+class Got:
+    """What one completion of a request received."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Bench:
+    """Compiled engines, one a page size, and the oracle of their model."""
+
+    def __init__(self) -> None:
+        model_config = ModelConfig.from_dict(TINY)
+        model = random_weights(model_config, np.float64, seed=3)
+        self.oracle = Oracle(model_config, model)
+        self._answers: dict[object, Answer] = {}
+        self.loaded: dict[int, Loaded] = {}
+        for page in (1, 4, 16):
+            config = EngineConfig(
+                dtype="float64",
+                block_size=page,
+                max_model_len=MAX_LEN,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=64,
+                decode_sizes=(2, SLOTS),
+                token_sizes=(8, 64),
+                num_gpu_blocks_override=DEVICE_PAGES,
+                check_invariants=True,
+            ).resolve("cpu", model_config.max_position_embeddings)
+            runner = Runner(config, model_config, model)
+            runner.warm_up()
+            limits = Limits(VOCAB, MAX_LEN, (2,), seed=0)
+            self.loaded[page] = Loaded(config, runner, None, limits, SamplingParams())
+
+    def answer(self, ask: Ask, index: int) -> Answer:
+        sampling = ask.sampling
+        stops = tuple(dict.fromkeys((2, *(sampling.stop_token_ids or ()))))
+        seed = ((sampling.seed or 0) + index) % 2**64
+        key = (tuple(ask.prompt), sampling, index)
+        if key not in self._answers:
+            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops)
+        return self._answers[key]
+
+
+def run_schedule(bench: Bench, seed: int) -> Counter[str]:
+    """One random schedule, compared with the oracle; returns what happened in it.
+
+    Raises:
+        AssertionError: a request got other tokens than alone, or the engine lost something.
+    """
+    rng = random.Random(seed)
+    page = rng.choice([1, 4, 16])
+    loaded = bench.loaded[page]
+    one_sequence = -(-MAX_LEN // page)
+    budget = rng.choice([SLOTS, 8, 17, 64])
+    config = replace(
+        loaded.config,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=rng.choice([0, 1, 3, 16]),
+        enable_prefix_caching=rng.random() < 0.7,
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        async_scheduling=rng.random() < 0.8,
+    )
+    engine = Engine(replace(loaded, config=config))
+    # Fewer pages than the device has: the host's pool is what runs out.
+    pages = 1 + one_sequence + rng.choice([0, one_sequence // 4, 2 * one_sequence, 200])
+    engine.pool.__init__(min(pages, DEVICE_PAGES), page)
+    asks = adversarial_workload(
+        rng,
+        count=rng.randrange(4, 11),
+        vocab=VOCAB,
+        page=page,
+        longest_prompt=LONGEST_PROMPT,
+        longest_output=LONGEST_OUTPUT,
+    )
+    got = drive(engine, asks)
+    stats = engine.stats()
+    assert stats.pages_in_use == 0 and stats.num_compiles == 0, stats
+    engine.scheduler.check()
+    compare(bench, asks, got, seed)
+    return Counter(
+        requests=len(asks),
+        tokens=stats.generation_tokens,
+        preemptions=stats.num_preemptions,
+        prefix_hits=stats.prefix_hits,
+        aborted=sum(ask.abort_at is not None for ask in asks),
+        steps=stats.num_steps,
+    )
+
+
+def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
+    """Serve the workload to its end; outputs for each request and completion."""
+    got = [[Got() for _ in range(ask.sampling.n)] for ask in asks]
+
+    def sink(delta: Delta) -> None:
+        one = got[int(delta.request_id)][delta.index]
+        assert one.finish_reason is None, "a completion ended twice"
+        one.token_ids += delta.token_ids
+        one.finish_reason = delta.finish_reason
+
+    for step in range(MAX_STEPS):
+        for number, ask in enumerate(asks):
+            if ask.at_step == step:
+                request = engine.request(
+                    str(number),
+                    ask.prompt,
+                    ask.sampling,
+                    number=number,
+                    priority=ask.priority,
+                    cache_salt=ask.salt,
+                )
+                engine.add(request, sink)
+            if ask.abort_at == step:
+                engine.abort(str(number))
+        if step > 60 and not engine.has_work:
+            return got
+        engine.step()
+    raise AssertionError(f"not done after {MAX_STEPS} steps")
+
+
+def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> None:
+    """Every completion equals the oracle's; an aborted one is a beginning of it."""
+    for number, (ask, completions) in enumerate(zip(asks, got, strict=True)):
+        for index, one in enumerate(completions):
+            want = bench.answer(ask, index)
+            where = f"schedule {seed}, request {number}, completion {index}: {ask}"
+            if one.finish_reason == "abort":
+                assert one.token_ids == want.token_ids[: len(one.token_ids)], where
+            else:
+                assert one.token_ids == want.token_ids, f"{where}\n got {one}\nwant {want}"
+                assert one.finish_reason == want.finish_reason, where
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--schedules", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", True)
+    bench = Bench()
+    totals: Counter[str] = Counter()
+    for seed in range(arguments.seed, arguments.seed + arguments.schedules):
+        totals += run_schedule(bench, seed)
+    print(f"{arguments.schedules} schedules equal the oracle: {dict(totals)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

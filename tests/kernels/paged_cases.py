@@ -1,0 +1,140 @@
+"""Random paged attention calls in which everything that may not be read is NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass
+class PagedCall:
+    """Arguments of one attention call; ``ragged`` and ``decode`` give them in the order of the ops."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    query_start: jax.Array
+    kv_len: jax.Array
+    options: dict
+
+    @property
+    def ragged(self) -> tuple[jax.Array, ...]:
+        return (
+            self.q,
+            self.k_pages,
+            self.v_pages,
+            self.page_table,
+            self.query_start,
+            self.kv_len,
+        )
+
+    @property
+    def decode(self) -> tuple[jax.Array, ...]:
+        return (self.q, self.k_pages, self.v_pages, self.page_table, self.kv_len)
+
+    def wide(self) -> PagedCall:
+        """The same call on float32 copies of every value."""
+
+        def up(x: jax.Array) -> jax.Array:
+            return x.astype(jnp.float32)
+
+        return dataclasses.replace(
+            self, q=up(self.q), k_pages=up(self.k_pages), v_pages=up(self.v_pages)
+        )
+
+
+def paged_call(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    page_size: int = 16,
+    dtype=jnp.float32,
+    page_dtype=None,
+    padding: int = 0,
+    pages_per_row: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    scales: bool = False,
+    scale: float | None = None,
+    shared: bool = False,
+    seed: int = 0,
+) -> PagedCall:
+    """A call with rows of (queries, positions), page ids shuffled, ``padding`` tokens at the end.
+
+    Pages nobody owns, the end of each last page, pages wholly before a row's window and padding
+    queries are NaN; table entries a row does not need name arbitrary pages. ``shared`` makes every
+    row begin with the same pages where two rows are long enough.
+    """
+    rng = np.random.default_rng(seed)
+    page_dtype = page_dtype or dtype
+    needed = [-(-length // page_size) for _, length in rows]
+    width = pages_per_row or max(1, *needed)
+    num_pages = sum(needed) + 3
+    ids = list(rng.permutation(num_pages))
+    table = rng.integers(0, num_pages, (len(rows), width))
+    shape = (num_pages, kv_heads, page_size, head_dim)
+    k, v = np.full(shape, np.nan), np.full(shape, np.nan)
+    common: list[int] = []
+    for row, (queries, length) in enumerate(rows):
+        first_seen = 0 if window is None else max(length - queries - window + 1, 0)
+        for entry in range(needed[row]):
+            begin = entry * page_size
+            written = min(length - begin, page_size)
+            if begin + written <= first_seen:
+                continue
+            is_common = shared and written == page_size and window is None
+            if is_common and entry < len(common):
+                table[row, entry] = common[entry]
+                continue
+            page = ids.pop()
+            if is_common and entry == len(common):
+                common.append(page)
+            table[row, entry] = page
+            k[page, :, :written] = rng.normal(size=(kv_heads, written, head_dim))
+            v[page, :, :written] = rng.normal(size=(kv_heads, written, head_dim))
+    starts = np.concatenate([[0], np.cumsum([queries for queries, _ in rows])])
+    tokens = max(int(starts[-1]) + padding, 1)
+    q = rng.normal(size=(tokens, heads, head_dim))
+    q[starts[-1] :] = np.nan
+    scaled = jnp.asarray(rng.uniform(0.5, 2.0, (2, kv_heads)), jnp.float32)
+    return PagedCall(
+        q=jnp.asarray(q, dtype),
+        k_pages=jnp.asarray(k, page_dtype),
+        v_pages=jnp.asarray(v, page_dtype),
+        page_table=jnp.asarray(table, jnp.int32),
+        query_start=jnp.asarray(starts, jnp.int32),
+        kv_len=jnp.asarray([length for _, length in rows], jnp.int32),
+        options={
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": jnp.asarray(rng.normal(size=heads), jnp.float32) if sinks else None,
+            "k_scale": scaled[0] if scales else None,
+            "v_scale": scaled[1] if scales else None,
+        },
+    )
+
+
+TOLERANCE = {
+    jnp.dtype(jnp.float64): 1e-12,
+    jnp.dtype(jnp.float32): 1e-5,
+    jnp.dtype(jnp.float16): 4e-3,
+    jnp.dtype(jnp.bfloat16): 3e-2,
+}
+
+
+def assert_close(actual: jax.Array, expected: jax.Array, dtype) -> None:
+    """Equal within what rounding the weights and the result to dtype explains."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.isfinite(actual).all(), "something that may not be read was read"
+    tolerance = TOLERANCE[jnp.dtype(dtype)]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)

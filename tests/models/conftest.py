@@ -1,0 +1,18 @@
+"""Checkpoints, written once for all tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CASES, hugging_face_model
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+    """By case: a checkpoint's folder, and the Transformers model that it was saved from."""
+    root, result = tmp_path_factory.mktemp("checkpoints"), {}
+    for case in CASES:
+        model = hugging_face_model(case)
+        model.save_pretrained(root / case)
+        result[case] = root / case, model
+    return result

@@ -1,0 +1,148 @@
+"""The model's contract with the engine: shapes, dtypes, leaves, axes, one trace for all layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import PagedRunner, load, reference_logits, relative_error
+
+from jaxserve.models import (
+    Decoder,
+    ModelConfig,
+    PagedStep,
+    abstract_model,
+    build_model,
+    logical_axes,
+    read_model_config,
+)
+from jaxserve.models.linear import matmul
+from jaxserve.weights import random_weights
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def leaves_of(model: Decoder) -> list[jax.Array]:
+    return jax.tree.leaves(nnx.split(model)[1])
+
+
+def test_leaves_are_few_and_abstract_ones_take_no_memory():
+    config = ModelConfig.from_dict(RAW)
+    assert len(leaves_of(build_model(config))) == 3 * 6 + 3
+    huge = ModelConfig.from_dict(RAW | {"hidden_size": 1 << 17, "intermediate_size": 1 << 20})
+    leaves = leaves_of(abstract_model(huge, jnp.bfloat16))
+    assert len(leaves) == 3 * 6 + 3
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+
+
+@pytest.mark.parametrize("case", ["llama_biases", "qwen3_tied_bias"])
+def test_every_parameter_names_its_axes(checkpoints, case):
+    model = abstract_model(read_model_config(checkpoints[case][0]))
+    axes, leaves = logical_axes(model), leaves_of(model)
+    assert [len(names) for names in axes.values()] == [leaf.ndim for leaf in leaves]
+    config = model.config
+    sizes = {
+        "vocab": {config.vocab_size},
+        "embed": {config.hidden_size},
+        "kv_heads": {config.num_key_value_heads},
+        "head_dim": {config.head_dim},
+        "mlp": {config.intermediate_size},
+        "gate_up": {2},
+        "group": {g := config.num_attention_heads // config.num_key_value_heads, g + 2},
+    }
+    for names, leaf in zip(axes.values(), leaves, strict=True):
+        assert all(size in sizes[name] for name, size in zip(names, leaf.shape, strict=True))
+
+
+def test_layers_share_one_trace():
+    model, traces = build_model(ModelConfig.from_dict(RAW)), []
+
+    @jax.jit
+    def run(layer, x):
+        traces.append(layer)
+        step = PagedStep(*[jnp.zeros(n, jnp.int32) for n in (1, 1, (1, 1), 2, 1)], True, "xla")
+        pages = jnp.zeros((1, 2, 4, 8))
+        angles = jnp.ones((1, 4))
+        return layer(x, (angles, angles), step, (pages, pages))[0]
+
+    x = jnp.ones((1, 32))
+    for layer in model.layers:
+        x = run(layer, x)
+    assert len(traces) == 1
+
+
+def test_padding_changes_nothing(checkpoints):
+    model = load(checkpoints["qwen3"][0])
+    plain, padded = PagedRunner(model), PagedRunner(model)
+    prompt = list(range(10))
+    np.testing.assert_allclose(
+        plain.run([prompt])[0], padded.run([prompt], pad_to=16)[0], rtol=1e-5, atol=1e-5
+    )
+    # Page 0 belongs to nobody and padding goes nowhere: it still holds what it held.
+    for (k, v), (k_padded, v_padded) in zip(plain.kv, padded.kv, strict=True):
+        assert np.isnan(k_padded[0]).all() and np.isnan(v_padded[0]).all()
+        np.testing.assert_allclose(k[1:], k_padded[1:], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(v[1:], v_padded[1:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("llama_tied", jnp.bfloat16), ("qwen3", jnp.float16)])
+def test_sixteen_bit_models(checkpoints, case, dtype):
+    directory, reference = checkpoints[case]
+    runner = PagedRunner(load(directory, dtype))
+    prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
+    got = np.concatenate([runner.run([prompt[:-1]])[0], runner.run([prompt[-1:]])[0]])
+    assert got.dtype == np.float32  # logits are never rounded to 16 bits
+    assert all(k.dtype == v.dtype == dtype for k, v in runner.kv)
+    tolerance = 16 * float(jnp.finfo(dtype).eps)
+    assert relative_error(got, reference_logits(reference, prompt)) < tolerance
+
+
+def test_float64_is_float64_throughout(checkpoints):
+    """Any float32 step on the way would leave an error of about 1e-7."""
+    directory, reference = checkpoints["llama3_rope"]
+    prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
+    with jax.enable_x64(True):
+        model = load(directory, jnp.float64)
+        together, apart = PagedRunner(model), PagedRunner(model, page_size=16)
+        got = together.run([prompt])[0]
+        one_by_one = np.concatenate([apart.run([[token]])[0] for token in prompt])
+    assert got.dtype == np.float64
+    assert relative_error(one_by_one, got) < 1e-13
+    assert relative_error(got, reference_logits(reference, prompt)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_matmul_contracts_and_accumulates_in_float32(rows, dtype):
+    generator = np.random.default_rng(rows)
+    x = jnp.asarray(generator.normal(size=(rows, 3, 50)), dtype)
+    w = jnp.asarray(generator.normal(size=(3, 50, 2, 4)), dtype)
+    bias = jnp.asarray(generator.normal(size=(2, 4)), dtype)
+    exact = np.einsum("rab,abcd->rcd", *(np.asarray(a, np.float64) for a in (x, w)))
+    got = jax.jit(lambda x, w, b: matmul(x, w, bias=b, contract=2, out_dtype=jnp.float32))(
+        x, w, bias
+    )
+    np.testing.assert_allclose(got, exact + np.asarray(bias, np.float64), rtol=1e-5, atol=1e-4)
+    assert matmul(x, w, contract=2).dtype == dtype
+
+
+def test_random_weights_give_logits_of_unit_size_and_follow_the_seed():
+    config = ModelConfig.from_dict(RAW | {"hidden_size": 64, "num_hidden_layers": 4})
+    models = [random_weights(config, jnp.float32, seed) for seed in (0, 0, 1)]
+    first, again, other = (leaves_of(model) for model in models)
+    assert all(map(np.array_equal, first, again))
+    assert not any(map(np.array_equal, first[2:4], other[2:4]))
+    logits = PagedRunner(models[0], max_tokens=32).run([list(range(20))])[0]
+    assert 0.3 < logits.std() < 3.0
+    assert len(set(logits.argmax(axis=-1).tolist())) > 5

@@ -1,0 +1,156 @@
+"""Tiny random checkpoints written by Transformers, and a plain way to run ours over paged KV."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from jax.typing import DTypeLike
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from jaxserve.models import Decoder, PagedStep, read_model_config
+from jaxserve.weights import load_weights
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+# Every case differs from the others in what it exercises, and has H != D / N or K < N somewhere.
+CASES: dict[str, dict[str, Any]] = {
+    "llama_gqa_untied": {},
+    "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "llama3_rope": {"rope_parameters": LLAMA3_SCALING},
+    "llama_head_dim": {"head_dim": 12},
+    "qwen3": {"head_dim": 16},
+    "qwen3_tied_bias": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+}
+
+
+def hugging_face_model(case: str) -> torch.nn.Module:
+    """A random model whose every parameter matters: biases and norms are random too."""
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-3,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    qwen = case.startswith("qwen3")
+    config = (Qwen3Config if qwen else LlamaConfig)(**(sizes | CASES[case]))
+    torch.manual_seed(sum(case.encode()))
+    model = (Qwen3ForCausalLM if qwen else LlamaForCausalLM)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
+    """Our model of a checkpoint in `directory`."""
+    return load_weights(directory, read_model_config(directory), dtype)
+
+
+def reference_logits(model: torch.nn.Module, tokens: Sequence[int]) -> np.ndarray:
+    """What Transformers scores after each token, [T, V]."""
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+
+
+@dataclass
+class PagedRunner:
+    """Runs steps of a model over one cache of scattered pages; keeps each row's tokens.
+
+    Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN:
+    nothing may read it.
+    """
+
+    model: Decoder
+    num_rows: int = 1
+    page_size: int = 4
+    max_tokens: int = 192
+    tokens: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        self.tokens = [[] for _ in range(self.num_rows)]
+        pages_per_row = -(-self.max_tokens // self.page_size)
+        num_pages = pages_per_row * self.num_rows + 1
+        order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
+        self.page_table = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
+        shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
+        dtype = self.model.norm.scale.dtype
+        pages = jnp.zeros(shape, dtype).at[0].set(jnp.nan)
+        self.kv = [(pages, pages + 0) for _ in range(config.num_hidden_layers)]
+        graphdef, state = nnx.split(self.model)
+        leaves, treedef = jax.tree.flatten(state)
+
+        def forward(leaves, tokens, step, kv):
+            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+            hidden, kv = model(tokens, step, kv)
+            return model.logits(hidden), kv
+
+        self._forward = jax.jit(forward)
+        self._leaves = leaves
+
+    def run(self, chunks: Sequence[Sequence[int]], pad_to: int = 0) -> list[np.ndarray]:
+        """One step over a chunk of each row; the logits after each token of each chunk.
+
+        All chunks of one token make a decode-only step. `pad_to` appends padding tokens.
+        """
+        starts = [len(row) for row in self.tokens]
+        counts = [len(chunk) for chunk in chunks]
+        for row, chunk in zip(self.tokens, chunks, strict=True):
+            row.extend(chunk)
+        positions = np.concatenate(
+            [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+        )
+        rows = np.repeat(np.arange(self.num_rows), counts)
+        pages = self.page_table[rows, positions // self.page_size]
+        slots = pages * self.page_size + positions % self.page_size
+        pad = max(pad_to - len(positions), 0)
+        flat = np.concatenate([np.asarray(chunk, int) for chunk in chunks])
+        step = PagedStep(
+            positions=_padded(positions, pad, 0),
+            slot_mapping=_padded(slots, pad, -1),
+            page_table=self.page_table,
+            query_start=np.cumsum([0, *counts]).astype(np.int32),
+            kv_len=np.array([len(row) for row in self.tokens], np.int32),
+            decode_only=pad == 0 and set(counts) == {1},
+            implementation="xla",
+        )
+        logits, self.kv = self._forward(self._leaves, _padded(flat, pad, 0), step, self.kv)
+        return np.split(np.asarray(logits)[: len(flat)], np.cumsum(counts)[:-1])
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[np.ndarray]:
+        """Append each row's `count` most likely tokens; the logits after each token of each row."""
+        steps = [self.run(prompts)]
+        for _ in range(count):
+            steps.append(self.run([[int(row[-1].argmax())] for row in steps[-1]]))
+        return [np.concatenate(row) for row in zip(*steps, strict=True)]
+
+
+def _padded(values: np.ndarray, pad: int, fill: int) -> np.ndarray:
+    return np.concatenate([values, np.full(pad, fill)]).astype(np.int32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference, relative to the largest value."""
+    return float(np.abs(got - want).max() / np.abs(want).max())

@@ -1,0 +1,137 @@
+"""The slow oracle: one request at a time, everything recomputed for every token, in numpy.
+
+It shares nothing with the engine but the weights and JAX's random numbers: no cache, no pages, no
+batch, dense causal attention over the whole sequence, and a sort where the engine has thresholds.
+All in float64, so that a token that differs is a defect and not a rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.layers import rope_frequencies
+from jaxserve.request import SamplingParams
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request must get: generated token ids and the reason it ended."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+class Oracle:
+    """Answers requests from a model's weights."""
+
+    def __init__(self, config: ModelConfig, model: Decoder) -> None:
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        self._weights = {
+            ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
+        }
+        self._config = config
+        self._logits: dict[tuple[int, ...], Array] = {}
+
+    def logits(self, tokens: tuple[int, ...]) -> Array:
+        """float64[V] after `tokens`; remembered, since workloads repeat prefixes on purpose."""
+        if tokens not in self._logits:
+            self._logits[tokens] = self._forward(np.array(tokens))
+        return self._logits[tokens]
+
+    def _forward(self, tokens: Array) -> Array:
+        w, config = self._weights, self._config
+        project = w["embedding.project"]
+        x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
+        angles = np.arange(len(tokens))[:, None] * rope_frequencies(config.rope, config.head_dim)
+        for index in range(config.num_hidden_layers):
+            layer = {
+                name.removeprefix(f"layers.{index}."): value
+                for name, value in w.items()
+                if name.startswith(f"layers.{index}.")
+            }
+            normed = self._norm(x, layer["attention_norm.scale"])
+            x = x + self._attention(normed, layer, np.cos(angles), np.sin(angles))
+            normed = self._norm(x, layer["mlp_norm.scale"])
+            gate, up = np.einsum("td,dcf->ctf", normed, layer["mlp.gate_up"])
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down"]
+        return self._norm(x[-1], w["norm.scale"]) @ project
+
+    def _norm(self, x: Array, scale: Array) -> Array:
+        mean = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean + self._config.rms_norm_eps) * scale
+
+    def _attention(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
+        qkv = np.einsum("td,dkgh->tkgh", x, layer["attention.qkv"])
+        query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if "attention.query_norm.scale" in layer:
+            query = self._norm(query, layer["attention.query_norm.scale"])
+            key = self._norm(key, layer["attention.key_norm.scale"])
+        query = _rotated(query, cos[:, None, None], sin[:, None, None])
+        key = _rotated(key, cos[:, None], sin[:, None])
+        scores = np.einsum("tkgh,skh->kgts", query, key) / np.sqrt(self._config.head_dim)
+        length = len(x)
+        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = np.einsum("kgts,skh->tkgh", weights, value)
+        return np.einsum("tkgh,kghd->td", mixed, layer["attention.out"])
+
+    def answer(
+        self, prompt: list[int], sampling: SamplingParams, seed: int, stops: tuple[int, ...]
+    ) -> Answer:
+        """The completion of one prompt, alone; max_tokens must be given."""
+        assert sampling.max_tokens is not None
+        tokens = tuple(prompt)
+        for index in range(sampling.max_tokens):
+            logits = self.logits(tokens).copy()
+            if index < sampling.min_tokens:
+                logits[list(stops)] = -np.inf
+            token = choose(logits, sampling, seed, len(tokens))
+            tokens += (token,)
+            if token in stops:
+                return Answer(list(tokens[len(prompt) :]), "stop")
+        return Answer(list(tokens[len(prompt) :]), "length")
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+    half = x.shape[-1] // 2
+    one, two = x[..., :half], x[..., half:]
+    return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+
+def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:
+    """float64[V]: unnormalised probabilities after min_p, top_k and top_p, by sorting."""
+    scaled = logits / float(np.float32(sampling.temperature))
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < float(np.float32(sampling.min_p))] = 0
+    order = np.argsort(-scaled, kind="stable")
+    if sampling.top_k:
+        probs[order[sampling.top_k :]] = 0
+    if sampling.top_p < 1:
+        reached = np.cumsum(probs[order]) >= float(np.float32(sampling.top_p)) * probs.sum()
+        probs[order[np.argmax(reached) + 1 :]] = 0
+    return probs
+
+
+def choose(logits: Array, sampling: SamplingParams, seed: int, position: int) -> int:
+    """The token at `position`: the arg max, or the inverse of the cumulative distribution."""
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    probs = kept_tokens(logits, sampling)
+    cumulative = np.cumsum(probs)
+    return int(np.argmax(cumulative > uniform(seed, position) * cumulative[-1]))
+
+
+def uniform(seed: int, position: int) -> float:
+    """The engine's random number for a position: fold_in(key(seed), position)."""
+    words: Any = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return float(jax.random.uniform(jax.random.fold_in(key, position), dtype=np.float32))

@@ -1,0 +1,75 @@
+"""Requests made to break a scheduler: repeats, page-aligned prompts, one page under two prefixes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from jaxserve.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a workload, and when it comes: before the step numbered `at_step`."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    at_step: int
+    salt: str
+    priority: int
+    abort_at: int | None
+
+
+def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int) -> list[list[int]]:
+    """Prompts that share, repeat and cut pages in every way."""
+    base = [rng.randrange(vocab) for _ in range(longest)]
+    aligned = page * max(1, rng.randrange(1, 1 + longest // page))
+    middle = base[page : 2 * page] or base[:1]
+    return [
+        base[: rng.randrange(1, longest + 1)],
+        base[:aligned],  # ends on a page: a full hit must still leave one token to compute
+        base[:aligned],  # and again, exactly
+        [*base[: aligned - 1], rng.randrange(vocab)],
+        (middle * (longest // len(middle) + 1))[:longest],  # the same page under other prefixes
+        base[: page - 1] or base[:1],
+        base[: page + 1],
+        [rng.randrange(vocab)],
+        [rng.randrange(vocab) for _ in range(rng.randrange(1, longest + 1))],
+    ]
+
+
+def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
+    """Any mix of the basic settings."""
+    max_tokens = rng.randrange(1, longest + 1)
+    return SamplingParams(
+        n=rng.choice([1, 1, 1, 1, 2]),
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 3.0]),
+        top_k=rng.choice([0, 0, 1, 5, vocab]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+        min_p=rng.choice([0.0, 0.0, 0.1]),
+        seed=rng.choice([0, rng.randrange(2**64)]),
+        max_tokens=max_tokens,
+        min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
+        stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
+    )
+
+
+def adversarial_workload(
+    rng: random.Random, *, count: int, vocab: int, page: int, longest_prompt: int, longest_output: int
+) -> list[Ask]:
+    """`count` requests over a few prompts, arriving while others run; some are aborted."""
+    prompts = adversarial_prompts(rng, vocab, longest_prompt, page)
+    asks = []
+    for _ in range(count):
+        at_step = rng.choice([0, 0, rng.randrange(30)])
+        asks.append(
+            Ask(
+                prompt=rng.choice(prompts),
+                sampling=random_sampling(rng, vocab, longest_output),
+                at_step=at_step,
+                salt=rng.choice(["", "", "", "other"]),
+                priority=rng.randrange(3),
+                abort_at=at_step + rng.randrange(25) if rng.random() < 0.15 else None,
+            )
+        )
+    return asks
