@@ -50,6 +50,8 @@ class EngineConfig:
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         decode_sizes: padded row counts compiled for steps of one token a row.
         token_sizes: padded token counts compiled for all other steps.
+        compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
+            `jaxserve` in the user's cache folder, None keeps none.
         check_invariants: verify every page, slot and counter after each step (slow).
 
     Raises:
@@ -76,6 +78,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
+    compilation_cache_dir: str | Path | None = "auto"
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
@@ -159,6 +162,15 @@ class EngineConfig:
 def bundled_model() -> Path:
     """Folder of the checkpoint that comes with the package."""
     return Path(__file__).parent / "demo_model"
+
+
+def user_cache_dir() -> Path | None:
+    """`jaxserve` in the user's cache folder; None where the user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
+    except RuntimeError:
+        return None
 
 
 def _allocate_from_heap() -> None:

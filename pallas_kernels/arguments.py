@@ -21,9 +21,9 @@ PAGE_DTYPES = (*QUERY_DTYPES, FP8)
 class Case:
     """What an implementation may look at to say whether it can do a call: shapes and dtypes only.
 
-    ``op`` is "ragged", "decode" or "kv_write"; sizes are named as everywhere else: T tokens, R rows,
-    P pages, S page size, M pages per row, N query heads, K kv heads, H head dim. For ``kv_write``
-    R and M are 0 and N equals K.
+    ``op`` is "ragged", "decode" or "kv_write"; sizes are named as everywhere else: T tokens, R
+    rows, P pages, S page size, M pages per row, N query heads, K kv heads, H head dim. For
+    ``kv_write`` R and M are 0 and N equals K.
     """
 
     op: str
@@ -130,7 +130,8 @@ def attention_case(
         raise ValueError(f"q has head dim {query_head_dim}; expected that of k_pages, {head_dim}")
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
-            f"q has N = {num_heads} heads; expected a multiple of the K = {num_kv_heads} heads of k_pages"
+            f"q has N = {num_heads} heads; expected a multiple of the K = {num_kv_heads} heads "
+            "of k_pages"
         )
     int32 = (jnp.dtype(jnp.int32),)
     _check_rank("page_table", page_table, "[R,M]")
@@ -252,7 +253,8 @@ def check_page_table(
     used = np.arange(pages_per_row)[None, :] < -(-lengths // page_size)[:, None]
     for row, entry in np.argwhere(used & ((table < 0) | (table >= num_pages))):
         raise ValueError(
-            f"page_table[{row}, {entry}] is {table[row, entry]}; allowed: 0 to P-1 = {num_pages - 1}"
+            f"page_table[{row}, {entry}] is {table[row, entry]}; "
+            f"allowed: 0 to P-1 = {num_pages - 1}"
         )
     if query_start is not None:
         starts = np.asarray(query_start)

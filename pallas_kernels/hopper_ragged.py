@@ -2,13 +2,13 @@
 
 One warpgroup fetches pages with the TMA unit, following the page table, into a ring of blocks in
 shared memory; the others each hold 64 query rows in registers and multiply them with ``wgmma``
-(warp specialisation as in FlashAttention-3, Shah et al. 2024; pages as in PagedAttention, Kwon et al.
-2023). Tiles of queries are packed before and unpacked after the kernel, because a TMA store cannot
-leave out rows.
+(warp specialisation as in FlashAttention-3, Shah et al. 2024; pages as in PagedAttention, Kwon et
+al. 2023). Tiles of queries are packed before and unpacked after the kernel, because a TMA store
+cannot leave out rows.
 
 Blocks that all queries of the tile see whole come first and are not masked; the blocks at the edges
-follow. A block that holds positions nobody wrote has its values there zeroed in shared memory, because
-a weight of zero times a NaN is NaN.
+follow. A block that holds positions nobody wrote has its values there zeroed in shared memory,
+because a weight of zero times a NaN is NaN.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROWS = 64
 """Rows of a wgmma, hence of a compute warpgroup."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {1: 248, 2: 232}
-"""By number of compute warpgroups. Registers are moved between warpgroups out of what the program was
-launched with, 504 a thread column for three of them: asking for more would wait forever."""
+"""By number of compute warpgroups. Registers are moved between warpgroups out of what the program
+was launched with, 504 a thread column for three of them: asking for more would wait forever."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _produce(
     table_ref: Any,
     streams: tuple[tuple[Any, Any, Any, Any], ...],
 ) -> None:
-    """Fetch the walk's blocks. streams: (pages, ring, filled barriers, emptied barriers) of K and V."""
+    """Fetch the walk's blocks. streams: (pages, ring, filled, emptied barriers) of K and of V."""
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
@@ -182,7 +182,7 @@ def _zero_unwritten(
                     jnp.int32, (shape.block, 64), 0, layout=plgpu.Layout.WGMMA
                 )
                 own = (at >= walk.begin) & (at < walk.kv_len)
-                old = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
+                old = part[...]
                 part[...] = jnp.where(own, old, jnp.zeros_like(old))
             plgpu.commit_smem()
             if shape.config.warpgroups > 1:

@@ -59,14 +59,14 @@ def _triton_limit(case: Case) -> str | None:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
     if case.query_dtype.itemsize > 4 or case.page_dtype.itemsize > case.query_dtype.itemsize:
         return (
-            f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, float16 "
-            "or float32, over pages of the same dtype, a narrower one, or float8_e4m3fn"
+            f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
+            "float16 or float32, over pages of the same dtype, a narrower one, or float8_e4m3fn"
         )
     if case.page_dtype.itemsize == 1 and TWO_GIB <= case.page_array_bytes <= FOUR_GIB:
         # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
         return (
-            f"k_pages takes {case.page_array_bytes} bytes; one-byte page arrays from 2 to 4 GiB are "
-            "not addressable: use fewer pages or more than 4 GiB"
+            f"k_pages takes {case.page_array_bytes} bytes; one-byte page arrays from 2 to 4 GiB "
+            "are not addressable: use fewer pages or more than 4 GiB"
         )
     return None
 
@@ -95,7 +95,10 @@ def limit(name: str, case: Case) -> str | None:
     if name == "triton_interpret":
         return _triton_limit(case)
     if case.platform != "gpu":
-        return f"{name} needs a GPU and the platform is {case.platform}; allowed: xla, triton_interpret"
+        return (
+            f"{name} needs a GPU and the platform is {case.platform}; "
+            "allowed: xla, triton_interpret"
+        )
     return _triton_limit(case) if name == "triton" else _mosaic_limit(case)
 
 

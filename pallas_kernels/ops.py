@@ -49,11 +49,11 @@ def ragged_paged_attention(
     """Causal attention of rows of any length over their pages of KV cache.
 
     Row r owns the tokens ``query_start[r]:query_start[r+1]`` of q, and they are the last of its
-    ``kv_len[r]`` positions: its query i of n is at position ``kv_len[r] - n + i`` and sees positions
-    up to its own. Keys and values of all positions, the queries' own included, are already in the
-    pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries that see nothing,
-    yield zeros. Nothing that a row does not own reaches its output: not other rows' pages, not the
-    unwritten end of its last page, be they NaN.
+    ``kv_len[r]`` positions: its query i of n is at position ``kv_len[r] - n + i`` and sees
+    positions up to its own. Keys and values of all positions, the queries' own included, are
+    already in the pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries
+    that see nothing, yield zeros. Nothing that a row does not own reaches its output: not other
+    rows' pages, not the unwritten end of its last page, be they NaN.
 
     Args:
         q: [T,N,H] queries, bfloat16, float16, float32 or float64.

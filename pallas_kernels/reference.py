@@ -2,8 +2,8 @@
 
 Slow and short on purpose. Accumulates in float64 for float64 inputs and in float32 otherwise.
 Follows the softmax attention of Vaswani et al. 2017 over the pages of Kwon et al. 2023
-(PagedAttention), with soft capping as in Gemma 2 and attention sinks as in Xiao et al. 2023, where a
-per-head logit joins the denominator and contributes no value.
+(PagedAttention), with soft capping as in Gemma 2 and attention sinks as in Xiao et al. 2023, where
+a per-head logit joins the denominator and contributes no value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One query per row over paged KV, in Pallas-Triton: KV split over programs, then merged.
 
-The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from ``kv_len``: all blocks
-of the step are divided over about ``target_programs`` programs, so that a long row gets many and a
-short one few, and a row's blocks are divided evenly among its programs. The number of work items is
-bounded by shapes alone; items past the step's own find no blocks and end at once.
+The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from ``kv_len``: all
+blocks of the step are divided over about ``target_programs`` programs, so that a long row gets many
+and a short one few, and a row's blocks are divided evenly among its programs. The number of work
+items is bounded by shapes alone; items past the step's own find no blocks and end at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIN_DOT_ROWS = 16
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Inclusive sums of a short i32 vector, as one fused reduction (a cumsum is several launches)."""
+    """Inclusive sums of a short i32 vector as one reduction (a cumsum is several launches)."""
     n = counts.shape[0]
     earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
     return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
@@ -57,8 +57,8 @@ def split_plan(
     """Divide the rows' blocks into work items.
 
     Returns:
-        (items i32[I, 3]: row, first block, last block (exclusive); starts i32[R+1]: row r owns items
-        starts[r]:starts[r+1]).
+        (items i32[I, 3]: row, first block, last block (exclusive); starts i32[R+1]: row r owns
+        items starts[r]:starts[r+1]).
     """
     block, rows = config.block_tokens, kv_len.shape[0]
     most = -(-case.M * case.S // block)

@@ -1,7 +1,7 @@
 """Store keys and values in their pages, in Pallas-Triton, in place.
 
-One program per token: a page's [K, S, H] block takes one token as K runs of H contiguous values. The
-page arrays are aliased from input to output, so with donated pages nothing else is copied.
+One program per token: a page's [K, S, H] block takes one token as K runs of H contiguous values.
+The page arrays are aliased from input to output, so with donated pages nothing else is copied.
 """
 
 from __future__ import annotations

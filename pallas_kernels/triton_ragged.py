@@ -1,11 +1,11 @@
 """Rows of any number of queries over paged KV, in Pallas-Triton.
 
-A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that the
-heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023) and the
-tensor cores get full tiles. Which tile belongs to which row is worked out on the device from
-``query_start``; the number of tiles is bounded by shapes alone. Rows of a single query, which would
-use a fraction of a tile and walk a long context alone, go to the split-KV decode kernel, which
-writes them into the same output.
+A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
+the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
+and the tensor cores get full tiles. Which tile belongs to which row is worked out on the device
+from ``query_start``; the number of tiles is bounded by shapes alone. Rows of a single query, which
+would use a fraction of a tile and walk a long context alone, go to the split-KV decode kernel,
+which writes them into the same output.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _tiles(
     v_scale: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """Every tile of the step; rows of one query are left out when the config sends them elsewhere."""
+    """Every tile of the step, without the rows of one query if the config sends them elsewhere."""
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, scale, window, soft_cap)
     tile = config.tile_rows // case.group

@@ -1,9 +1,9 @@
 """The part both Triton attention kernels share: one tile of queries of one row against its pages.
 
 Online softmax over blocks of keys (FlashAttention-2, Dao 2023) read through a page table
-(PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees whole take a path without
-masks; the others (causal edge, window edge, end of the row) take one that masks scores, and values
-too, because zero times a NaN found in a page of somebody else is NaN.
+(PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees whole take a path
+without masks; the others (causal edge, window edge, end of the row) take one that masks scores, and
+values too, because zero times a NaN found in a page of somebody else is NaN.
 
 Head dims that are not powers of two are taken in parts that are (80 = 64 + 16): nothing is padded.
 """
@@ -130,7 +130,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Queries of a tile, [tile_rows, part] for every part of the head dim; zeros where not valid."""
+    """Queries of a tile, [tile_rows, part] for each part of the head dim; zeros if not valid."""
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
@@ -184,8 +184,8 @@ def attend(
         key_scale: f32 scalar that multiplies stored keys, or None.
 
     Returns:
-        (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), float32, maxima in units
-        of log2: the attention is acc / sums.
+        (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), float32, maxima in
+        units of log2: the attention is acc / sums.
     """
     block, page_size = spec.block_tokens, spec.page_size
     shift = page_size.bit_length() - 1

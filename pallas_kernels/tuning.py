@@ -8,8 +8,8 @@
                   "config": {"block_tokens": 64, ...}}, ...]}
 
 ``dtype`` is that of the pages. ``up_to`` bounds the bucket: rows R for "decode", tokens T for
-"ragged", "mosaic_ragged" and "kv_write"; null means any. The first entry that fits is used, fields it
-leaves out keep their defaults, and a device without a file gets the defaults throughout.
+"ragged", "mosaic_ragged" and "kv_write"; null means any. The first entry that fits is used, fields
+it leaves out keep their defaults, and a device without a file gets the defaults throughout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MosaicConfig:
     """Hopper kernel: each compute warpgroup takes 64 rows of the same tile."""
 
     block_tokens: int = 64
-    num_stages: int = 2
+    num_stages: int = 4
     warpgroups: int = 2
 
 
@@ -96,16 +96,19 @@ def read_entries(device_kind: str) -> list[dict]:
     return json.loads(path.read_text())["entries"] if path.is_file() else []
 
 
-def _defaults(kind: type[Config], case: Case) -> Config:
-    """Sizes that compile without spilling registers on Hopper, before anything was measured."""
-    wide = case.H > 128 or case.query_dtype.itemsize == 4
+def defaults(kind: type[Config], case: Case) -> Config:
+    """Sizes that compile for Hopper without spilling registers, before anything was measured."""
+    exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
+    wide = case.H > 128
     if kind is DecodeConfig:
-        return DecodeConfig(num_stages=2) if wide else DecodeConfig()
+        if exact:
+            return DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
+        narrow = wide and case.page_dtype.itemsize == 1
+        return DecodeConfig(block_tokens=32 if narrow else 64, num_stages=2 if wide else 3)
     if kind is RaggedConfig:
-        rows = 64 if wide else 128
-        return RaggedConfig(tile_rows=rows, num_warps=4 if rows == 64 else 8)
-    if kind is MosaicConfig and case.H > 128:
-        return MosaicConfig(warpgroups=1)
+        return RaggedConfig(tile_rows=16, block_tokens=32) if exact else RaggedConfig()
+    if kind is MosaicConfig and wide:
+        return MosaicConfig(num_stages=2, warpgroups=1)
     return kind()
 
 
@@ -113,7 +116,7 @@ def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Co
     """The configuration for a call on the device being compiled for (or the one named)."""
     op = next(name for name, known in CONFIGS.items() if known is kind)
     size = case.R if op == "decode" else case.T
-    base = _defaults(kind, case)
+    base = defaults(kind, case)
     for entry in read_entries(device_kind or target_device_kind()):
         if entry["op"] != op or entry["dtype"] != case.page_dtype.name:
             continue

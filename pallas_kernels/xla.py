@@ -89,7 +89,7 @@ def _decode(
     q: jax.Array, cache: _Cache, kv_len: jax.Array, sinks: jax.Array | None, options: _Options
 ) -> jax.Array:
     """One query a row, at position kv_len - 1. q: [R, K, G, H], already in the accumulator."""
-    R, K, G, H = q.shape
+    R, K, G, _ = q.shape
     pages = max(1, CHUNK_TOKENS // cache.shape[1])
     C = pages * cache.shape[1]
     W = min(max(4, R // 2), 32)

@@ -27,7 +27,6 @@ from jaxserve.engine.validation import Limits
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
-from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.weights import random_weights
 from tests.oracle import Answer, Oracle
 from tests.workloads import Ask, adversarial_workload

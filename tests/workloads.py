@@ -1,4 +1,4 @@
-"""Requests made to break a scheduler: repeats, page-aligned prompts, one page under two prefixes."""
+"""Requests made to break a scheduler: repeats, page-aligned prompts, pages under two prefixes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,13 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
 
 
 def adversarial_workload(
-    rng: random.Random, *, count: int, vocab: int, page: int, longest_prompt: int, longest_output: int
+    rng: random.Random,
+    *,
+    count: int,
+    vocab: int,
+    page: int,
+    longest_prompt: int,
+    longest_output: int,
 ) -> list[Ask]:
     """`count` requests over a few prompts, arriving while others run; some are aborted."""
     prompts = adversarial_prompts(rng, vocab, longest_prompt, page)

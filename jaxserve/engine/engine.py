@@ -24,7 +24,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
 _log = logging.getLogger(__name__)
-MAX_STEP_FAILURES = 2
+MAX_STEP_FAILURES = 3
 
 MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
@@ -101,6 +101,7 @@ class Engine:
         self._by_request: dict[str, list[_Live]] = {}
         self._in_flight: InFlight | None = None
         self._suspects: set[Sequence] = set()
+        self._isolating = False
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -187,14 +188,13 @@ class Engine:
     def step(self) -> None:
         """Schedule and submit a step, and commit the one submitted before it.
 
-        No error of a step leaves this method: a step that fails is computed again, and a
-        sequence that keeps failing ends with finish_reason "error".
+        No error of the device leaves this method: a step that fails is computed again, and a
+        sequence that keeps failing ends with finish_reason "error". What does leave it is a defect
+        of the engine's own.
         """
-        if self._suspects:
-            proven = len(self.scheduler.running_sequences()) - self._num_running_suspects()
-            self.scheduler.max_running = proven + 1
+        self._isolate_suspects()
+        plan = self.scheduler.schedule()
         try:
-            plan = self.scheduler.schedule()
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
         except Exception as error:
             self._recover(error)
@@ -212,8 +212,15 @@ class Engine:
         if step is not None:
             self._commit(step)
 
-    def _num_running_suspects(self) -> int:
-        return sum(sequence.slot >= 0 for sequence in self._suspects)
+    def _isolate_suspects(self) -> None:
+        """After a failed step: one suspect at a time beside those that have proven themselves."""
+        if self._suspects:
+            suspects_running = sum(sequence.slot >= 0 for sequence in self._suspects)
+            self.scheduler.max_running = self.scheduler.num_running - suspects_running + 1
+            self._isolating = True
+        elif self._isolating:
+            self.scheduler.max_running = self.slots.num_slots
+            self._isolating = False
 
     def _commit(self, step: InFlight) -> None:
         try:
@@ -301,8 +308,6 @@ class Engine:
     def _forget(self, live: _Live) -> None:
         del self._live[live.sequence]
         self._suspects.discard(live.sequence)
-        if not self._suspects:
-            self.scheduler.max_running = self.slots.num_slots
         request_id = live.sequence.request.request_id
         lives = self._by_request[request_id]
         lives.remove(live)
@@ -324,7 +329,9 @@ class Engine:
         for sequence in running:
             sequence.num_failures += 1
             if sequence.num_failures > MAX_STEP_FAILURES:
-                self._end(self._live[sequence], FinishReason.ERROR, error=f"the step failed: {error}")
+                self._end(
+                    self._live[sequence], FinishReason.ERROR, error=f"the step failed: {error}"
+                )
             else:
                 self._suspects.add(sequence)
 
@@ -334,8 +341,6 @@ class Engine:
             if sequence in self._suspects:
                 self._suspects.discard(sequence)
                 sequence.num_failures = 0
-        if not self._suspects:
-            self.scheduler.max_running = self.slots.num_slots
 
     def stats(self) -> EngineStats:
         """Counts as of now."""

@@ -102,7 +102,8 @@ class LLM:
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer; use generate with token ids")
-        many = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        many = messages if several else [messages]
         prompts = [tokenizer.render_chat(one, **template_options) for one in many]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

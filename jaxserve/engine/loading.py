@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.config import EngineConfig, bundled_model, user_cache_dir
 from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.compilation import keep_compiled_programs
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import ModelConfig, read_model_config
 from jaxserve.request import SamplingParams
@@ -47,7 +49,7 @@ def choose_dtype(asked: str, declared: str, platform: str) -> Any:
         if platform == "cpu":
             return jnp.dtype(jnp.float32)
         return jnp.dtype("bfloat16" if declared in ("float32", "float64") else declared)
-    if asked == "float64" and not jax.config.jax_enable_x64:
+    if asked == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise UnsupportedModel("dtype float64 needs jax_enable_x64")
     return jnp.dtype(asked)
 
@@ -63,8 +65,14 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     if not directory.is_dir():
         raise CheckpointError(f"model: {str(directory)!r} is not a folder with a checkpoint")
     model_config = read_model_config(directory)
+    cache = config.compilation_cache_dir
+    cache = user_cache_dir() if cache == "auto" else cache
+    if cache is not None:
+        keep_compiled_programs(Path(cache) / "compiled")
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = replace(config.resolve(platform, model_config.max_position_embeddings), model=directory)
+    config = replace(
+        config.resolve(platform, model_config.max_position_embeddings), model=directory
+    )
     dtype = choose_dtype(config.dtype, model_config.dtype, platform)
     tokenizer = None
     if not config.skip_tokenizer_init:

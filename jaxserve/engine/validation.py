@@ -65,8 +65,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(bad):
         raise InvalidRequest(
-            f"prompt token id {ids[bad[0]]} at position {bad[0]} is outside "
-            f"0 to {vocab_size - 1}",
+            f"prompt token id {ids[bad[0]]} at position {bad[0]} is outside 0 to {vocab_size - 1}",
             "prompt",
         )
     return ids.astype(np.int32)

@@ -77,7 +77,7 @@ class Runner:
         self.num_pages = self._size_cache()
         self._state: DeviceState | None = None
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
         if event == COMPILE_EVENT:
             self.num_compiles += 1
 
@@ -128,7 +128,9 @@ class Runner:
             implementation=self.config.attention_backend,
         )
         jitted = jax.jit(step, donate_argnums=1)
-        return jitted.lower(self._leaves, self._shapes(num_pages), self._null_batch(bucket)).compile()
+        return jitted.lower(
+            self._leaves, self._shapes(num_pages), self._null_batch(bucket)
+        ).compile()
 
     def _null_batch(self, bucket: Bucket) -> StepBatch:
         """A batch of padding only: it writes to no page and to no slot but the null one."""

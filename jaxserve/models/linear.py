@@ -1,7 +1,7 @@
 """Parameters and the one matrix product that every layer uses.
 
-Weights are stored input-major, `[in..., out...]`: on CPU this is 1.3 to 2.7 times faster than
-output-major for two rows or more, and equal for one.
+Weights are stored input-major, `[in..., out...]`: on CPU this is 1.2 to 1.7 times faster than
+output-major at 2 to 32 rows in float32, and 1.4 to 2 times in bfloat16.
 """
 
 from dataclasses import dataclass

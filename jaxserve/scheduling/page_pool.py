@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +17,22 @@ def root_key(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=_KEY_BYTES, person=b"jaxserve-root").digest()
 
 
-def page_key(parent: bytes, tokens: bytes) -> bytes:
-    """Key of a full page: 128-bit digest over its parent's key and its own tokens.
+def extend_keys(keys: list[bytes], salt: str, tokens: np.ndarray, page_size: int) -> None:
+    """Append the keys of the full pages of `tokens`, i32[n], that `keys` does not have yet.
 
-    The chain makes a key stand for the whole prefix, so equal tokens under another prefix,
-    whose KV differs, have another key.
+    A page's key is a 128-bit digest over its parent's key and its own tokens. The chain makes it
+    stand for the whole prefix, so equal tokens under another prefix, whose KV differs, have another
+    key.
     """
-    return blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
+    first, last = len(keys), len(tokens) // page_size
+    if first == last:
+        return
+    parent = keys[-1] if keys else root_key(salt)
+    data = tokens[first * page_size : last * page_size].tobytes()
+    width = page_size * tokens.itemsize
+    for start in range(0, len(data), width):
+        parent = blake2b(parent + data[start : start + width], digest_size=_KEY_BYTES).digest()
+        keys.append(parent)
 
 
 class PagePool:
@@ -51,7 +61,7 @@ class PagePool:
     def reset(self) -> None:
         """Forget every holder and every cached key."""
         self.ref_count = np.zeros(self.num_pages, np.int32)
-        self.key_of: list[bytes | None] = [None] * self.num_pages
+        self.key_of: list[Any] = [None] * self.num_pages
         self.page_of: dict[bytes, int] = {}
         self._cached = np.zeros(self.num_pages, bool)
         # A stack whose top is its end; low page ids are handed out first.
@@ -77,22 +87,22 @@ class PagePool:
         self._num_blank -= blank
         pages = self._blank[self._num_blank : self._num_blank + blank][::-1]
         if blank < count:
-            evicted = [self._evict() for _ in range(count - blank)]
-            pages = np.concatenate([pages, np.array(evicted, np.int32)])
+            pages = np.concatenate([pages, np.array(self._evict(count - blank), np.int32)])
         else:
             pages = pages.copy()
         self.ref_count[pages] = 1
         return pages
 
-    def _evict(self) -> int:
-        page, _ = self._evictable.popitem(last=False)
-        key = self.key_of[page]
-        assert key is not None
-        del self.page_of[key]
-        self.key_of[page] = None
-        self._cached[page] = False
-        self.num_evictions += 1
-        return page
+    def _evict(self, count: int) -> list[int]:
+        """Take the `count` cached pages that were released first from the cache."""
+        popitem, page_of, key_of = self._evictable.popitem, self.page_of, self.key_of
+        pages = [popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            del page_of[key_of[page]]
+            key_of[page] = None
+        self._cached[pages] = False
+        self.num_evictions += count
+        return pages
 
     def match(self, keys: list[bytes]) -> list[int]:
         """Pages that cache the longest prefix of `keys`; nobody's hold on them changes."""
@@ -134,12 +144,13 @@ class PagePool:
         if len(blank) < len(idle):
             self._evictable.update(dict.fromkeys(reversed(idle[cached].tolist())))
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Offer a full, computed page to later prefixes; a key already cached stays as it is."""
-        if key not in self.page_of and self.key_of[page] is None:
-            self.page_of[key] = page
-            self.key_of[page] = key
-            self._cached[page] = True
+    def publish(self, pages: list[int], keys: list[bytes]) -> None:
+        """Offer full, computed pages to later prefixes; a key already cached stays as it is."""
+        page_of, key_of = self.page_of, self.key_of
+        for page, key in zip(pages, keys, strict=True):
+            if page_of.setdefault(key, page) == page:
+                key_of[page] = key
+        self._cached[pages] = [key_of[page] is not None for page in pages]
 
     def clear_cache(self) -> None:
         """Forget what unheld pages cache, and every key; held pages stay held."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.page_pool import PagePool, page_key, root_key
+from jaxserve.scheduling.page_pool import PagePool, extend_keys
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -268,18 +268,9 @@ class Scheduler:
         """Pages of the longest cached prefix that leaves at least one token to compute."""
         if not self.enable_prefix_caching:
             return []
-        size = self.pool.page_size
-        tokens, keys = sequence.token_ids, sequence.page_keys
-        usable = (len(tokens) - 1) // size
-        for page in range(len(keys), usable):
-            keys.append(self._next_key(sequence, tokens[page * size : (page + 1) * size]))
-        return self.pool.match(keys[:usable])
-
-    @staticmethod
-    def _next_key(sequence: Sequence, tokens: np.ndarray) -> bytes:
-        keys = sequence.page_keys
-        parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
-        return page_key(parent, tokens.tobytes())
+        size, keys = self.pool.page_size, sequence.page_keys
+        extend_keys(keys, sequence.request.cache_salt, sequence.token_ids, size)
+        return self.pool.match(keys[: (len(sequence.token_ids) - 1) // size])
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a step's results: append tokens, publish full pages, end what has ended.
@@ -300,7 +291,8 @@ class Scheduler:
         table.num_known[slots] = known + 1
         table.num_pending[slots] -= 1
         sequences = [table.sequences[slot] for slot in slots.tolist()]
-        is_stop = (tokens[:, None] == table.stop_token_ids[slots]).any(axis=1)
+        stop_ids = table.stop_token_ids[slots, : table.max_stops]
+        is_stop = (tokens[:, None] == stop_ids).any(axis=1)
         is_stop &= known >= table.min_length[slots]
         ends = is_stop | (known + 1 >= table.stop_length[slots])
         finished: list[Sequence] = []
@@ -335,13 +327,12 @@ class Scheduler:
             slot = int(plan.slots[row])
             sequence = table.sequences[slot]
             assert sequence is not None
+            first, last = int(table.num_published[slot]), int(full[row])
             keys = sequence.page_keys
-            last = int(full[row])
-            for page in range(int(table.num_published[slot]), last):
-                if page == len(keys):
-                    tokens = table.tokens[slot, page * size : (page + 1) * size]
-                    keys.append(self._next_key(sequence, tokens))
-                self.pool.publish(int(table.page_table[slot, page]), keys[page])
+            if len(keys) < last:
+                tokens = table.tokens[slot, : last * size]
+                extend_keys(keys, sequence.request.cache_salt, tokens, size)
+            self.pool.publish(table.page_table[slot, first:last].tolist(), keys[first:last])
             table.num_published[slot] = last
 
     def check(self) -> None:

@@ -59,6 +59,8 @@ class SlotTable:
         self.seed = column(2, dtype=np.uint32)
         self.stop_token_ids = column(MAX_STOP_TOKEN_IDS)
         self.stop_token_ids[:] = NO_TOKEN
+        # Columns of stop_token_ids that have been used so far: usually few, and the only ones read.
+        self.max_stops = 0
         self.top_p[:] = 1.0
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
         self.sequences: list[Any] = [None] * rows
@@ -96,6 +98,7 @@ class SlotTable:
         self.stop_token_ids[slot] = NO_TOKEN
         if stops:
             self.stop_token_ids[slot, : len(stops)] = stops
+            self.max_stops = max(self.max_stops, len(stops))
         return slot
 
     def pages(self, slot: int) -> np.ndarray:

@@ -1,12 +1,19 @@
 """Which files make up a checkpoint, and which tensor is in which."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.strict_json import read_object
-from jaxserve.weights.safetensors import Shard, TensorEntry, check_unchanged, read_header
+from jaxserve.weights.safetensors import (
+    MAX_TENSORS,
+    Shard,
+    TensorEntry,
+    check_unchanged,
+    read_header,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,6 +75,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must map tensor names to files")
+    if len(weight_map) > MAX_TENSORS:
+        raise CheckpointError(f"{index}: lists {len(weight_map)} tensors; allowed: {MAX_TENSORS}")
     for name, file in weight_map.items():
         # A file name and nothing else: no path, no parent, no NUL.
         plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
@@ -81,8 +90,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
     """The shards' paths, once all of them exist and lie where they may."""
-    names = list(names)
-    missing = [name for name in names if not (directory / name).exists()]
+    names, present = list(names), set(os.listdir(directory))
+    missing = [name for name in names if name not in present or not (directory / name).exists()]
     if missing:
         raise CheckpointError(f"{directory}: {listed(missing)} missing or a broken link")
     for name in names:

@@ -21,7 +21,10 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.models.strict_json import open_regular, parse_object
 
-MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
+# The reference library allows 100 MB; a model of 100 billion parameters needs 0.2 MB, and a parsed
+# header takes 20 times its size in memory.
+MAX_HEADER_BYTES = 8 << 20
+MAX_TENSORS = 1 << 17  # in one checkpoint; the largest that a config.json may imply has a tenth
 READ_BYTES = 16 << 20
 
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
@@ -73,6 +76,8 @@ def read_header(path: Path) -> list[TensorEntry]:
         raise CheckpointError(f"{path}: {_describe(path, size)}")
     header = parse_object(text, f"{path}: header")
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{path}: describes {len(header)} tensors; allowed: {MAX_TENSORS}")
     entries = [_entry(name, raw, shard, 8 + length) for name, raw in header.items()]
     end, last = 8 + length, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
@@ -166,4 +171,8 @@ def _describe(path: Path, size: int) -> str:
         return "is a git-lfs pointer, not the file itself; fetch it with `git lfs pull`"
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return "is a PyTorch pickle, not safetensors; convert it, it can run code when loaded"
-    return f"is not a safetensors file, or truncated: its {size} bytes do not hold its header"
+    length = int.from_bytes(start[:8], "little")
+    return (
+        f"is not a safetensors file, or truncated: its header would take {length} bytes; "
+        f"allowed: 2 to {max(2, min(MAX_HEADER_BYTES, size - 8))} in a file of {size} bytes"
+    )

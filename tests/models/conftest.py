@@ -1,14 +1,17 @@
 """Checkpoints, written once for all tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from tiny_models import CASES, hugging_face_model
+
+from tests.models.tiny_models import CASES, hugging_face_model
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, Any]]:
     """By case: a checkpoint's folder, and the Transformers model that it was saved from."""
     root, result = tmp_path_factory.mktemp("checkpoints"), {}
     for case in CASES:

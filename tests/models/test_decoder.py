@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import PagedRunner, load, reference_logits, relative_error
 
 from jaxserve.models import (
     Decoder,
@@ -18,6 +17,7 @@ from jaxserve.models import (
 )
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
+from tests.models.tiny_models import PagedRunner, load, reference_logits, relative_error
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,9 +36,15 @@ def leaves_of(model: Decoder) -> list[jax.Array]:
     return jax.tree.leaves(nnx.split(model)[1])
 
 
-def test_leaves_are_few_and_abstract_ones_take_no_memory():
-    config = ModelConfig.from_dict(RAW)
-    assert len(leaves_of(build_model(config))) == 3 * 6 + 3
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return random_weights(ModelConfig.from_dict(RAW), jnp.float32)
+
+
+def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
+    assert len(leaves_of(model)) == 3 * 6 + 3
+    built = build_model(ModelConfig.from_dict(RAW | {"num_hidden_layers": 1}), jnp.bfloat16)
+    assert [leaf.dtype for leaf in leaves_of(built)] == [jnp.bfloat16] * 9
     huge = ModelConfig.from_dict(RAW | {"hidden_size": 1 << 17, "intermediate_size": 1 << 20})
     leaves = leaves_of(abstract_model(huge, jnp.bfloat16))
     assert len(leaves) == 3 * 6 + 3
@@ -65,15 +71,15 @@ def test_every_parameter_names_its_axes(checkpoints, case):
         assert all(size in sizes[name] for name, size in zip(names, leaf.shape, strict=True))
 
 
-def test_layers_share_one_trace():
-    model, traces = build_model(ModelConfig.from_dict(RAW)), []
+def test_layers_share_one_trace(model):
+    traces = []
 
     @jax.jit
     def run(layer, x):
         traces.append(layer)
-        step = PagedStep(*[jnp.zeros(n, jnp.int32) for n in (1, 1, (1, 1), 2, 1)], True, "xla")
-        pages = jnp.zeros((1, 2, 4, 8))
-        angles = jnp.ones((1, 4))
+        one, two = jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+        step = PagedStep(one, one, one[None], two, one, decode_only=True, implementation="xla")
+        pages, angles = jnp.zeros((1, 2, 4, 8)), jnp.ones((1, 4))
         return layer(x, (angles, angles), step, (pages, pages))[0]
 
     x = jnp.ones((1, 32))
@@ -109,7 +115,6 @@ def test_sixteen_bit_models(checkpoints, case, dtype):
 
 
 def test_float64_is_float64_throughout(checkpoints):
-    """Any float32 step on the way would leave an error of about 1e-7."""
     directory, reference = checkpoints["llama3_rope"]
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
     with jax.enable_x64(True):
@@ -117,7 +122,9 @@ def test_float64_is_float64_throughout(checkpoints):
         together, apart = PagedRunner(model), PagedRunner(model, page_size=16)
         got = together.run([prompt])[0]
         one_by_one = np.concatenate([apart.run([[token]])[0] for token in prompt])
+        programs = [runner.program() for runner in (together, apart)]
     assert got.dtype == np.float64
+    assert all("f64[" in text and "f32" not in text for text in programs)
     assert relative_error(one_by_one, got) < 1e-13
     assert relative_error(got, reference_logits(reference, prompt)) < 1e-5
 

@@ -37,9 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def hugging_face_model(case: str) -> torch.nn.Module:
+def hugging_face_model(case: str) -> Any:
     """A random model whose every parameter matters: biases and norms are random too."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -53,9 +53,12 @@ def hugging_face_model(case: str) -> torch.nn.Module:
         "eos_token_id": 2,
     }
     qwen = case.startswith("qwen3")
-    config = (Qwen3Config if qwen else LlamaConfig)(**(sizes | CASES[case]))
+    sizes |= CASES[case]
     torch.manual_seed(sum(case.encode()))
-    model = (Qwen3ForCausalLM if qwen else LlamaForCausalLM)(config).eval()
+    model: Any = (
+        Qwen3ForCausalLM(Qwen3Config(**sizes)) if qwen else LlamaForCausalLM(LlamaConfig(**sizes))
+    )
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -68,7 +71,7 @@ def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
     return load_weights(directory, read_model_config(directory), dtype)
 
 
-def reference_logits(model: torch.nn.Module, tokens: Sequence[int]) -> np.ndarray:
+def reference_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
     """What Transformers scores after each token, [T, V]."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
@@ -96,9 +99,9 @@ class PagedRunner:
         order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
         self.page_table = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
         shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
-        dtype = self.model.norm.scale.dtype
-        pages = jnp.zeros(shape, dtype).at[0].set(jnp.nan)
-        self.kv = [(pages, pages + 0) for _ in range(config.num_hidden_layers)]
+        pages = np.zeros(shape, self.model.norm.scale.dtype)
+        pages[0] = np.nan
+        self.kv = [(jnp.array(pages), jnp.array(pages)) for _ in range(config.num_hidden_layers)]
         graphdef, state = nnx.split(self.model)
         leaves, treedef = jax.tree.flatten(state)
 
@@ -107,7 +110,8 @@ class PagedRunner:
             hidden, kv = model(tokens, step, kv)
             return model.logits(hidden), kv
 
-        self._forward = jax.jit(forward)
+        # Half the time to compile; it concerns LLVM only, what XLA does to the program is the same.
+        self._forward = jax.jit(forward, compiler_options={"xla_backend_optimization_level": 0})
         self._leaves = leaves
 
     def run(self, chunks: Sequence[Sequence[int]], pad_to: int = 0) -> list[np.ndarray]:
@@ -130,14 +134,19 @@ class PagedRunner:
         step = PagedStep(
             positions=_padded(positions, pad, 0),
             slot_mapping=_padded(slots, pad, -1),
-            page_table=self.page_table,
-            query_start=np.cumsum([0, *counts]).astype(np.int32),
-            kv_len=np.array([len(row) for row in self.tokens], np.int32),
+            page_table=jnp.asarray(self.page_table),
+            query_start=jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
+            kv_len=jnp.asarray([len(row) for row in self.tokens], jnp.int32),
             decode_only=pad == 0 and set(counts) == {1},
             implementation="xla",
         )
-        logits, self.kv = self._forward(self._leaves, _padded(flat, pad, 0), step, self.kv)
+        self.last = self._leaves, _padded(flat, pad, 0), step, self.kv
+        logits, self.kv = self._forward(*self.last)
         return np.split(np.asarray(logits)[: len(flat)], np.cumsum(counts)[:-1])
+
+    def program(self) -> str:
+        """The program of the last step, as text."""
+        return str(self._forward.trace(*self.last).jaxpr)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[np.ndarray]:
         """Append each row's `count` most likely tokens; the logits after each token of each row."""
@@ -147,8 +156,8 @@ class PagedRunner:
         return [np.concatenate(row) for row in zip(*steps, strict=True)]
 
 
-def _padded(values: np.ndarray, pad: int, fill: int) -> np.ndarray:
-    return np.concatenate([values, np.full(pad, fill)]).astype(np.int32)
+def _padded(values: np.ndarray, pad: int, fill: int) -> jax.Array:
+    return jnp.asarray(np.concatenate([values, np.full(pad, fill)]), jnp.int32)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

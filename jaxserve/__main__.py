@@ -1,0 +1,8 @@
+"""`python -m jaxserve` is the `jaxserve` command."""
+
+import sys
+
+from jaxserve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

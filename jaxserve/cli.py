@@ -1,0 +1,237 @@
+"""The `jaxserve` command.
+
+Options are made from the fields of `EngineConfig` and `SamplingParams`, so there is one list of
+each: `max_num_seqs` is `--max-num-seqs`, a boolean has a `--no-` form, and the help text is the
+field's line in the class's docstring. JAX is imported once the arguments have been read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+import jaxserve
+from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.request import RequestOutput, SamplingParams
+
+BAD_INPUT, INTERRUPTED = 2, 130
+DEFAULT_MAX_TOKENS = 256
+
+# Of SamplingParams, what has a meaning for prompts given on a command line.
+SAMPLING_FIELDS = (
+    "n temperature top_p top_k min_p seed stop max_tokens min_tokens ignore_eos".split()
+)
+# `model` is one folder for all commands; `seed` is the sampling's, and dummy weights follow it.
+ENGINE_FIELDS = [
+    field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
+]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _CommandError(Exception):
+    """Something that the user can put right; its message is shown alone."""
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Each field's text in the Args section of a dataclass's docstring."""
+    section = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
+
+
+def _option(hint: Any) -> dict[str, Any]:
+    """What argparse must know to read a value of a field's type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if hint in (int, float):
+        return {"type": hint, "metavar": "N" if hint is int else "X"}
+    if typing.get_origin(hint) is tuple:
+        return {"type": _integers, "metavar": "N,N,..."}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        if any(typing.get_origin(kind) is not None for kind in kinds[1:]):
+            return {"action": "append", "metavar": "TEXT"}
+        return _option(kinds[0])
+    return {"metavar": "TEXT"}
+
+
+def add_fields(
+    parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
+) -> None:
+    """An option for each named field of a dataclass; one not given leaves no attribute."""
+    hints, helps = typing.get_type_hints(cls), field_help(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in names:
+            continue
+        text = helps[field.name]
+        if field.default is not None and not skip_default:
+            text += f" (default: {field.default})"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_option(hints[field.name]),
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxserve", description="An LLM inference engine in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add_generate(commands.add_parser)
+    return parser
+
+
+def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve generate`."""
+    parser = add_parser(
+        "generate",
+        allow_abbrev=False,
+        help="answer prompts and print the answers",
+        description="Answer prompts, all of them in one batch, and print the answers in order. "
+        "Where the model has a chat template, each prompt is sent as one user message; "
+        "--no-chat sends the text as it is.",
+    )
+    parser.add_argument(
+        "prompts",
+        nargs="+",
+        metavar="PROMPT",
+        help="a prompt; - reads one from standard input. With --skip-tokenizer-init, token ids "
+        "like 1,2,3",
+    )
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: bundled model)")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="send prompts through the chat template (default: where the model has one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    sampling = parser.add_argument_group(
+        "sampling", f"Defaults are what the checkpoint recommends, and {DEFAULT_MAX_TOKENS} tokens."
+    )
+    add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
+    add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
+    parser.set_defaults(run=generate)
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve generate`."""
+    prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
+    asked: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | _given(arguments, SAMPLING_FIELDS)
+    SamplingParams(**asked)  # refuse a bad value before the model is loaded
+    settings = _given(arguments, [*ENGINE_FIELDS, "seed"])
+    bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
+    with _open(arguments.model, settings) as llm:
+        sampling = dataclasses.replace(llm.get_default_sampling_params(), **asked)
+        if bodies is not None:
+            outputs = llm.generate(bodies, sampling, use_tqdm=False)
+        elif arguments.chat or (arguments.chat is None and _has_chat_template(llm)):
+            conversations = [[{"role": "user", "content": text}] for text in prompts]
+            outputs = llm.chat(conversations, sampling, use_tqdm=False)
+        else:
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    show = _show_json if arguments.json else _show
+    for prompt, output in zip(prompts, outputs, strict=True):
+        show(prompt, output)
+    errors = [output.error for output in outputs if output.error]
+    for error in errors:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
+    console = Console(stderr=True)
+    try:
+        if not console.is_terminal:
+            return jaxserve.LLM(model, **settings)
+        with console.status("loading the model and compiling"):
+            return jaxserve.LLM(model, **settings)
+    except (ValueError, OSError) as error:  # settings, or files that are not what they should be
+        raise _CommandError(str(error)) from error
+
+
+def _has_chat_template(llm: jaxserve.LLM) -> bool:
+    try:
+        llm.get_tokenizer().render_chat([{"role": "user", "content": "?"}])
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in re.split(r"[,\s]+", text.strip())]
+    except ValueError:
+        raise _CommandError(
+            f"{text!r} is not token ids like 1,2,3, and --skip-tokenizer-init takes nothing else"
+        ) from None
+
+
+def _show(prompt: str, output: RequestOutput) -> None:
+    """A prompt and its answers, in colour on a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold cyan]> {escape(prompt)}[/]")
+    for choice in output.outputs:
+        label = f"[dim]{choice.index + 1}:[/] " if len(output.outputs) > 1 else ""
+        answer = choice.text or " ".join(map(str, choice.token_ids))
+        cut = " [dim]...[/]" if choice.finish_reason == "length" else ""
+        console.print(f"{label}{escape(answer)}{cut}")
+    console.print()
+
+
+def _show_json(prompt: str, output: RequestOutput) -> None:
+    record = dataclasses.asdict(output)
+    record["prompt"] = prompt
+    print(json.dumps(record))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status: 2 for bad input, 130 when interrupted."""
+    prepare_process()
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return 0
+    try:
+        return arguments.run(arguments)
+    except (JaxserveError, _CommandError) as error:
+        print(f"jaxserve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,314 @@
+"""Continuous against static batching on one engine, and the step against its matrix products.
+
+    python scripts/bench_offline.py --json scripts/results/bench_offline.json
+
+One process, one set of weights, one set of compiled programs: only the schedule differs. The
+work is the first rows of the Azure conv trace with lengths divided by 8, all queued at the start,
+greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times, and ratios
+are of the medians. S0 pads prompts to the longest of their batch and runs every row until the
+longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine, make_scheduler
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.validation import Limits
+from jaxserve.execution.runner import Runner
+from jaxserve.models import ModelConfig
+from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.static import StaticScheduler
+from jaxserve.weights import random_weights
+from trace_rows import read_trace
+
+# The shape of SmolLM-135M: 30 narrow layers.
+MODEL_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+SCALE = 8
+STEP_GATE = 1.3
+GAIN_GATES = {16: 2.4, 32: 3.1}
+
+
+def load_135m(batch: int, tokens: int) -> Loaded:
+    """Random weights, and steps compiled for 1 row to twice `batch`, which padding may need."""
+    model_config = ModelConfig.from_dict(MODEL_135M)
+    config = EngineConfig(
+        max_num_seqs=2 * batch,
+        max_num_batched_tokens=tokens,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        decode_sizes=(1, batch // 4, batch // 2, batch, 2 * batch),
+    ).resolve("cpu", model_config.max_position_embeddings)
+    runner = Runner(config, model_config, random_weights(model_config, np.float32))
+    runner.warm_up(lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr))
+    limits = Limits(model_config.vocab_size, 1024, (), 0)
+    return Loaded(config, runner, None, limits, SamplingParams())
+
+
+def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
+    """The schedules under comparison, each over `batch` sequences at a time."""
+
+    def continuous(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
+        scheduler = make_scheduler(config, pool, slots)
+        scheduler.max_running = batch
+        return scheduler
+
+    def static(padded: bool) -> Callable[..., Scheduler]:
+        def make(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
+            assert config.max_num_batched_tokens
+            return StaticScheduler(
+                pool,
+                slots,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                padded=padded,
+                batch_size=batch,
+            )
+
+        return make
+
+    return {"continuous": continuous, "S1": static(False), "S0": static(True)}
+
+
+def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -> dict[str, Any]:
+    """Serve the workload with one schedule; counts, seconds and the rows of every step."""
+    engine = Engine(loaded, scheduler=make)
+    rng = np.random.default_rng(0)
+    digest: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        prompt = rng.integers(0, loaded.limits.vocab_size, max(1, row.input_tokens // SCALE))
+        params = SamplingParams(
+            temperature=0, max_tokens=max(1, row.output_tokens // SCALE), ignore_eos=True
+        )
+        tokens = digest.setdefault(str(number), [])
+        request = engine.request(str(number), prompt, params)
+        engine.add(request, lambda delta, tokens=tokens: tokens.extend(delta.token_ids))
+    busy, started, cpu = [], time.perf_counter(), time.process_time()
+    while engine.has_work:
+        engine.step()
+        busy.append(engine.scheduler.num_running)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    stats = engine.stats()
+    assert stats.pages_in_use == 0 and stats.num_compiles == 0
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "steps": stats.num_steps,
+        "output_tokens": stats.generation_tokens,
+        "output_tokens_per_second": stats.generation_tokens / seconds,
+        "output_tokens_per_cpu_second": stats.generation_tokens / cpu,
+        "busy": busy,
+        "digest": digest,
+    }
+
+
+def compare_schedules(loaded: Loaded, batch: int, rows: list[Any], repeats: int) -> dict[str, Any]:
+    """Every schedule in turn, `repeats` times."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(repeats):
+        for name, make in schedulers(batch).items():
+            run = serve_all(loaded, make, rows)
+            runs.setdefault(name, []).append(run)
+            speed, steps = run["output_tokens_per_second"], run["steps"]
+            print(f"  run {repeat + 1} {name:<11} {speed:8.1f} tok/s {steps:6d} steps", flush=True)
+    first = runs["continuous"][0]["digest"]
+    same = np.mean([run[0]["digest"][n] == first[n] for run in runs.values() for n in first])
+    table = {name: _summary(results) for name, results in runs.items()}
+    for name in ("S0", "S1"):
+        table[name]["gain_of_continuous"] = (
+            table["continuous"]["output_tokens_per_second"]
+            / table[name]["output_tokens_per_second"]
+        )
+        table[name]["gain_in_cpu_seconds"] = (
+            table["continuous"]["output_tokens_per_cpu_second"]
+            / table[name]["output_tokens_per_cpu_second"]
+        )
+    return {
+        "batch": batch,
+        "requests": len(rows),
+        "equal_answers": float(same),
+        "schedules": table,
+        "busy": {name: results[0]["busy"] for name, results in runs.items()},
+    }
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
+    names = ("seconds", "cpu_seconds", "output_tokens_per_second", "output_tokens_per_cpu_second")
+    summary = {name: statistics.median(run[name] for run in runs) for name in names}
+    speeds = [run["output_tokens_per_second"] for run in runs]
+    spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
+    return summary | {"spread": spread, "steps": runs[0]["steps"]}
+
+
+def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
+    """Time of a decode step over that of its matrix products alone, taking turns."""
+    runner = loaded.runner
+    weights = [leaf.reshape(_matrix(leaf.shape)) for leaf in runner._leaves if leaf.ndim > 1]
+    rng = np.random.default_rng(0)
+    inputs = [
+        jnp.asarray(rng.standard_normal((batch, weight.shape[0]), np.float32)) for weight in weights
+    ]
+    products = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
+    slots, plan = _decode_batch(loaded, batch, context)
+    seconds: dict[str, list[float]] = {"step": [], "products": []}
+    cpu: dict[str, list[float]] = {"step": [], "products": []}
+
+    def step() -> None:
+        runner.read(runner.submit(plan, slots))
+
+    def multiply() -> None:
+        jax.block_until_ready(products(inputs, weights))
+
+    for repeat in range(repeats + 3):
+        for name, work in (("step", step), ("products", multiply)):
+            started, used = time.perf_counter(), time.process_time()
+            work()
+            if repeat >= 3:
+                seconds[name].append(time.perf_counter() - started)
+                cpu[name].append(time.process_time() - used)
+    return {
+        "batch": batch,
+        "context": context,
+        "step_ms": statistics.median(seconds["step"]) * 1e3,
+        "products_ms": statistics.median(seconds["products"]) * 1e3,
+        "ratio": statistics.median(seconds["step"]) / statistics.median(seconds["products"]),
+        "ratio_of_minima": min(seconds["step"]) / min(seconds["products"]),
+        "ratio_cpu": sum(cpu["step"]) / sum(cpu["products"]),
+    }
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Input-major weights as matrices: the width of the model is always one of the sides."""
+    width = MODEL_135M["hidden_size"]
+    assert isinstance(width, int)
+    return (width, -1) if shape[0] == width else (-1, width)
+
+
+def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, StepPlan]:
+    """Rows with about `context` cached tokens each, on scattered pages."""
+    config = loaded.config
+    assert config.max_num_seqs and config.max_model_len
+    slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
+    rng = np.random.default_rng(1)
+    lengths = np.full(batch, context, np.int32)
+    if batch > 1:
+        lengths = np.clip(rng.gamma(2, context / 2, batch), 8, 1000).astype(np.int32)
+    pages = rng.permutation(loaded.runner.num_pages - 1) + 1
+    for slot, length in enumerate(lengths):
+        count = -(-int(length + 1) // config.block_size)
+        slots.page_table[slot, :count], pages = pages[:count], pages[count:]
+    slots.num_known[:batch] = lengths + 1
+    return slots, StepPlan(
+        slots=np.arange(batch, dtype=np.int32),
+        starts=lengths,
+        num_tokens=np.ones(batch, np.int32),
+        samples=np.ones(batch, bool),
+        generations=np.ones(batch, np.int64),
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Rows at work in every step, for each schedule, over the same time axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batch, schedules = result["batch"], result["schedules"]
+    figure, axes = pyplot.subplots(3, 1, figsize=(9, 6), sharex=True, constrained_layout=True)
+    for axis, (name, color) in zip(
+        axes, {"continuous": "#2a78d6", "S1": "#1baf7a", "S0": "#eb6834"}.items(), strict=True
+    ):
+        busy = np.array(result["busy"][name])
+        when = np.linspace(0, schedules[name]["seconds"], len(busy))
+        axis.fill_between(when, busy, step="post", color=color, linewidth=0)
+        speed = schedules[name]["output_tokens_per_second"]
+        axis.set_title(f"{name}: {speed:.0f} output tokens/s", loc="left", fontsize=10)
+        axis.set_ylim(0, batch)
+        axis.set_ylabel("rows at work")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel(
+        f"seconds; the same {result['requests']} requests (Azure conv trace, lengths / {SCALE}), "
+        f"{batch} rows, random 135M Llama, CPU"
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256, help="token budget of a step")
+    parser.add_argument("--parts", default="step,schedules")
+    parser.add_argument("--json", type=Path, help="write the results here, and a plot beside it")
+    arguments = parser.parse_args()
+    rows = read_trace(arguments.requests)
+    loaded = load_135m(arguments.batch, arguments.tokens)
+    report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
+        "start_seconds": loaded.runner.stages,
+    }
+    if "step" in arguments.parts:
+        mean = int(np.mean([row.input_tokens + row.output_tokens / 2 for row in rows]) / SCALE)
+        report["step"] = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
+        for one in report["step"]:
+            print(
+                f"step / products at B={one['batch']}: {one['ratio']:.2f} (gate {STEP_GATE}; "
+                f"CPU time {one['ratio_cpu']:.2f}), context {one['context']}"
+            )
+    if "schedules" in arguments.parts:
+        result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats)
+        report["schedules"] = result
+        gate = GAIN_GATES.get(arguments.batch)
+        for name in ("S1", "S0"):
+            one = result["schedules"][name]
+            print(
+                f"continuous over {name} at B={arguments.batch}: {one['gain_of_continuous']:.2f}"
+                + (f" (gate {gate})" if name == "S0" and gate else "")
+                + f"; in CPU time {one['gain_in_cpu_seconds']:.2f}"
+            )
+        if arguments.json:
+            plot(result, arguments.json.with_suffix(".png"))
+        del result["busy"]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""AsyncLLM: streams, aborts, and consumers that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import pytest
+
+from jaxserve import AsyncLLM, EngineClosed, InvalidRequest, RequestOutput, SamplingParams
+from jaxserve.engine.loading import Loaded
+
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+
+
+@pytest.fixture
+def llm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    engine = AsyncLLM(loaded)
+    yield engine
+    engine.close()
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> tuple[str, list[int], list[str | None]]:
+    text, ids, reasons = "", [], []
+    async for output in stream:
+        for one in output.outputs:
+            text += one.text
+            ids += one.token_ids
+            reasons.append(one.finish_reason)
+    return text, ids, reasons
+
+
+async def settled(llm: AsyncLLM) -> None:
+    """Everything given back, within a few steps."""
+    for _ in range(50):
+        stats = await llm.stats()
+        if stats.num_running == stats.num_waiting == stats.pages_in_use == 0:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still held: {stats}")
+
+
+def test_deltas_add_up_to_the_answer(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True)
+
+    async def scene() -> None:
+        one, *many = await asyncio.gather(
+            *[collect(llm.generate("héllo", params)) for _ in range(6)]
+        )
+        assert all(other == one or other[:2] == one[:2] for other in many)
+        text, ids, reasons = one
+        assert len(ids) == 40 and reasons[-1] == "length" and set(reasons[:-1]) <= {None}
+        assert text == llm.get_tokenizer().decode(ids)
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_abort_by_id_ends_the_stream(llm: AsyncLLM) -> None:
+    async def scene() -> None:
+        reasons = []
+        async for output in llm.generate("x", ENDLESS, "mine"):
+            reasons.append(output.outputs[0].finish_reason)
+            if len(reasons) == 3:
+                await llm.abort("mine")
+                await llm.abort("mine")
+                await llm.abort("nobody's")
+        assert reasons[-1] == "abort"
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_dropped_streams_free_their_pages(llm: AsyncLLM) -> None:
+    async def drop(after: int) -> None:
+        async with aclosing(llm.generate("drop me", ENDLESS)) as stream:
+            for _ in range(after):
+                await anext(stream)
+
+    async def scene() -> None:
+        await asyncio.gather(*[drop(after) for after in (0, 1, 2, 3, 5, 8, 13)])
+        task = asyncio.create_task(collect(llm.generate("cancelled", ENDLESS)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_one_live_request_per_id(llm: AsyncLLM) -> None:
+    async def scene() -> None:
+        stream = llm.generate("a", ENDLESS, "same")
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="'same' is being served"):
+            await anext(llm.generate("b", ENDLESS, "same"))
+        await stream.aclose()  # type: ignore[attr-defined]
+        short = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert len((await collect(llm.generate("b", short, "same")))[1]) == 2
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_bad_requests_raise_and_harm_nobody(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def scene() -> None:
+        want = await collect(llm.generate("canary", params))
+        task = asyncio.create_task(collect(llm.generate("canary", params)))
+        for bad in ("", [], [-1], [10**9], None, "y" * 300):
+            with pytest.raises(InvalidRequest):
+                await anext(llm.generate(bad, params))  # type: ignore[arg-type]
+        assert (await task)[1] == want[1]
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_closed_engine_refuses(llm: AsyncLLM) -> None:
+    async def scene() -> None:
+        task = asyncio.create_task(collect(llm.generate("open", ENDLESS)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        assert (await task)[2][-1] == "abort"
+        with pytest.raises(EngineClosed):
+            await anext(llm.generate("late", ENDLESS))
+
+    asyncio.run(scene())

@@ -1,0 +1,294 @@
+"""LLM: outputs, and everything a caller may get wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from jaxserve import LLM, EngineClosed, InvalidRequest, SamplingParams
+from jaxserve.engine.loading import Loaded
+from tests.engine.conftest import GREEDY, Canary
+
+PROMPTS = ["hello", "a much longer prompt than the others, in two pages", "x", "naïve café ☕"]
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+def test_greedy_equals_transformers(llm: LLM, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        want = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        assert output.outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_together_equals_alone(llm: LLM) -> None:
+    settings = [
+        SamplingParams(temperature=t, top_p=0.9, seed=i, max_tokens=5 + 3 * i)
+        for i, t in enumerate((0.0, 1.0, 1.0, 2.0))
+    ]
+    together = llm.generate(PROMPTS, settings, use_tqdm=False)
+    alone = [
+        llm.generate(prompt, params, use_tqdm=False)[0]
+        for prompt, params in zip(PROMPTS, settings, strict=True)
+    ]
+    assert tokens(together) == tokens(alone)
+    assert [output.prompt for output in together] == PROMPTS
+
+
+def test_output_fields(llm: LLM) -> None:
+    [output] = llm.generate(
+        "abc", SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True), use_tqdm=False
+    )
+    assert output.finished and len(output.outputs) == 3
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    assert all(one.finish_reason == "length" and len(one.token_ids) == 4 for one in output.outputs)
+    assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+    for index, one in enumerate(output.outputs):
+        params = SamplingParams(seed=1 + index, max_tokens=4, ignore_eos=True)
+        assert tokens(llm.generate("abc", params, use_tqdm=False)) == [one.token_ids]
+
+
+def test_token_prompts_equal_text(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("the same prompt")
+    forms: list[Any] = ["the same prompt", {"prompt": "the same prompt"}, ids, tuple(ids)]
+    forms += [
+        np.array(ids),
+        np.array(ids, np.uint8),
+        {"prompt_token_ids": ids},
+        list(np.array(ids)),
+    ]
+    outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(ids) for ids in tokens(outputs)}) == 1
+    assert tokens(llm.generate(ids, GREEDY, use_tqdm=False)) == tokens(outputs[:1])
+
+
+def test_prefix_cache_is_reported(llm: LLM) -> None:
+    prompt = "p" * 40
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    [salted] = llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt="mine")
+    assert salted.num_cached_tokens == 0
+    assert tokens([first]) == tokens([second]) == tokens([salted])
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    params = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    [free] = llm.generate("stop here", SamplingParams(**params), use_tqdm=False)
+    text, ids = free.outputs[0].text, free.outputs[0].token_ids
+    cut = next(i for i in range(3, 25) if text[i : i + 2] not in text[: i + 1])
+    stop = text[cut : cut + 2]
+    for include in (False, True):
+        stopping = SamplingParams(
+            **params, stop=[stop, stop + "never"], include_stop_str_in_output=include
+        )
+        [one] = llm.generate("stop here", stopping, use_tqdm=False)
+        assert one.outputs[0].text == text[: cut + 2 * include]
+        assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", stop)
+    last = next(i for i in range(2, 30) if ids[i] not in ids[:i])
+    stopping = SamplingParams(**params, stop_token_ids=[ids[last]])
+    [one] = llm.generate("stop here", stopping, use_tqdm=False)
+    assert one.outputs[0].token_ids == ids[: last + 1]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", ids[last])
+
+
+def test_min_tokens_holds_off_the_end(llm: LLM) -> None:
+    everything = list(range(2, 33))
+    params = SamplingParams(max_tokens=9, min_tokens=6, stop_token_ids=everything, seed=0)
+    [one] = llm.generate("x", params, use_tqdm=False)
+    ids = one.outputs[0].token_ids
+    assert len(ids) >= 6 and not set(ids[:6]) & {1, *everything}
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    [one] = llm.chat(message, GREEDY, use_tqdm=False)
+    ids = llm.get_tokenizer().encode("<|bos|><|user|>hi<|end|><|bot|>")
+    assert one.prompt_token_ids == ids
+    assert len(llm.chat([message, message], GREEDY, use_tqdm=False)) == 2
+
+
+LONG = "y" * 256
+BAD_PROMPTS: dict[str, Any] = {
+    "empty text": "",
+    "no ids": [],
+    "no prompts": [[]],
+    "null": None,
+    "null among prompts": ["ok", None],
+    "negative id": [[5, -1]],
+    "numpy negative id": np.array([5, -1]),
+    "id beyond the logits": [[5, 260]],
+    "id of 2**31": [[2**31]],
+    "id of 2**80": [[2**80]],
+    "fraction": [[1.5]],
+    "bool": [[True, 4]],
+    "mixed": [[1, "a"]],
+    "nested": [[[1], [2]]],
+    "too long": LONG,
+    "exactly the context": [[5] * 256],
+    "generator": (i for i in range(3)),
+    "bytes": b"abc",
+    "number": 7,
+    "dict without prompt": {"text": "a"},
+    "lone surrogate": "\ud800",
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompts_are_refused(canary: Canary, name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        canary.llm.generate(BAD_PROMPTS[name], GREEDY, use_tqdm=False)
+    assert len(str(caught.value)) < 300
+    canary.check()
+
+
+def test_prompt_of_all_but_one_token_is_served(canary: Canary) -> None:
+    [one] = canary.llm.generate([[5] * 255], GREEDY, use_tqdm=False)
+    assert len(one.outputs[0].token_ids) == 1 and one.outputs[0].finish_reason == "length"
+    canary.check()
+
+
+BAD_PARAMS: list[dict[str, Any]] = [
+    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**12}, {"max_tokens": 1.5},
+    {"max_tokens": True}, {"max_tokens": "5"}, {"min_tokens": -1},
+    {"min_tokens": 20, "max_tokens": 10}, {"n": 0}, {"n": -1}, {"n": 17}, {"n": 10**9},
+    {"temperature": -1}, {"temperature": 1e-320}, {"temperature": 1e300},
+    {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
+    {"temperature": None}, {"top_p": 0}, {"top_p": -1}, {"top_p": 2}, {"top_p": float("nan")},
+    {"top_k": -2}, {"top_k": 2**63}, {"top_k": 1.5}, {"min_p": -0.1}, {"min_p": 1.1},
+    {"seed": 2**64}, {"seed": -1}, {"seed": 0.5}, {"stop": ""}, {"stop": ["a", ""]},
+    {"stop": ["s"] * 1000}, {"stop": "x" * 2**20}, {"stop": [1]}, {"stop": 5},
+    {"stop_token_ids": [-1]}, {"stop_token_ids": [1.0]}, {"stop_token_ids": "ab"},
+    {"stop_token_ids": list(range(33))}, {"ignore_eos": 1}, {"detokenize": "no"},
+    {"stop": "a", "detokenize": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", BAD_PARAMS, ids=lambda fields: str(fields)[:40])
+def test_bad_sampling_params_name_their_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**fields)
+    assert caught.value.parameter in fields
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": None, "min_tokens": 10**9},
+        {"max_tokens": 10**6, "min_tokens": 300},
+        {"stop_token_ids": [260]},
+        {"stop_token_ids": [2**31 - 1]},
+    ],
+)
+def test_settings_beyond_the_model_are_refused(canary: Canary, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        canary.llm.generate("x", SamplingParams(**fields), use_tqdm=False)
+    canary.check()
+
+
+def test_one_bad_prompt_starts_none(canary: Canary) -> None:
+    before = canary.llm.stats().prompt_tokens
+    with pytest.raises(InvalidRequest):
+        canary.llm.generate(["fine"] * 20 + [""], GREEDY, use_tqdm=False)
+    assert canary.llm.stats().prompt_tokens == before
+    with pytest.raises(InvalidRequest, match="2 entries for 3 prompts"):
+        canary.llm.generate(["a"] * 3, [GREEDY] * 2, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="SamplingParams"):
+        canary.llm.generate("a", {"max_tokens": 3}, use_tqdm=False)  # type: ignore[arg-type]
+    canary.check()
+
+
+@pytest.mark.parametrize(
+    "messages", [[], None, "hi", [{}], ["hi"], [{"role": 1, "content": "a"}], [[]], 5]
+)
+def test_bad_messages_are_refused(canary: Canary, messages: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        canary.llm.chat(messages, GREEDY, use_tqdm=False)
+    canary.check()
+
+
+@pytest.mark.parametrize("salt", ["s" * 129, "a\nb", "\x00", 5])
+def test_bad_salts_and_priorities_are_refused(canary: Canary, salt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        canary.llm.generate("a", GREEDY, use_tqdm=False, cache_salt=salt)
+    with pytest.raises(InvalidRequest, match="priority"):
+        canary.llm.generate("a", GREEDY, use_tqdm=False, priority=[2**40])
+    canary.check()
+
+
+def test_generate_from_two_threads(canary: Canary) -> None:
+    want = tokens(canary.llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    got: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        got[number] = tokens(canary.llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[i] for i in range(4)] == [want] * 4
+    canary.check()
+
+
+def test_interrupt_gives_everything_back(canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = canary.llm._next, iter([None, None, KeyboardInterrupt()])
+
+    def interrupted(inbox: Any) -> Any:
+        if (error := next(calls)) is not None:
+            raise error
+        return original(inbox)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(canary.llm, "_next", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            canary.llm.generate(["long"] * 9, SamplingParams(max_tokens=200), use_tqdm=False)
+    canary.check()
+
+
+def test_use_after_close_and_after_fork(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    llm = LLM(loaded)
+    with monkeypatch.context() as patch:
+        here = os.getpid()
+        patch.setattr(os, "getpid", lambda: here + 1)
+        with pytest.raises(EngineClosed, match="process"):
+            llm.generate("x", GREEDY, use_tqdm=False)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed, match="closed"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    with pytest.raises(EngineClosed, match="closed"):
+        llm.stats()
+
+
+def test_requests_open_at_close_are_ended(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    llm = LLM(loaded)
+    done: list[Any] = []
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+
+    def work() -> None:
+        done.extend(llm.generate(["endless"] * 6, params, use_tqdm=False))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while llm.stats().num_running == 0:
+        pass
+    llm.close()
+    thread.join(30)
+    reasons = {one.finish_reason for output in done for one in output.outputs}
+    assert len(done) == 6 and reasons <= {"abort", "length"} and "abort" in reasons

@@ -1,0 +1,140 @@
+"""The sampler against a float64 oracle that sorts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.execution import sampling as device
+from jaxserve.execution.batch import StepBatch
+from jaxserve.request import SamplingParams
+from tests.oracle import kept_tokens
+
+ROWS = 6
+
+
+def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> StepBatch:
+    """A StepBatch of which only what the sampler reads matters."""
+    rows = len(settings)
+    none = np.zeros(rows, np.int32)
+
+    def column(name: str, dtype: Any) -> np.ndarray:
+        return np.array([getattr(one, name) for one in settings], dtype)
+
+    return StepBatch(
+        **dict.fromkeys(("tokens", "positions", "row_of_token", "query_start", "page_table"), none),
+        **dict.fromkeys(("slots", "sample_index", "sample_slots"), none),
+        kv_len=np.broadcast_to(np.asarray(position, np.int32), rows),
+        temperature=column("temperature", np.float32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        top_k=column("top_k", np.int32),
+        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),
+        min_length=column("min_tokens", np.int32),
+        stop_token_ids=np.full((rows, 4), -1, np.int32),
+    )
+
+
+sample = jax.jit(device.sample)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([5, 128, 300]))
+def test_argmax_is_numpys(seed: int, vocabulary: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 3, (ROWS, vocabulary)).astype(np.float32)  # many equals
+    assert np.array_equal(device.argmax(jnp.asarray(logits)), logits.argmax(axis=1))
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 1.0, 5.0]),
+    st.sampled_from([0, 1, 2, 17, 200, 10**6]),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_draws_come_from_the_oracles_set(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = rng.normal(0, 3, (1, 200)).astype(np.float32)
+    rows = np.repeat(logits, ROWS, axis=0)
+    tokens, ok = sample(rows, batch([params] * ROWS, list(range(ROWS)), np.arange(ROWS)))
+    assert np.all(ok)
+    kept = kept_tokens(logits[0].astype(np.float64), params)
+    # A set that ends within rounding of top_p may hold one token more or less.
+    edge = kept_tokens(
+        logits[0].astype(np.float64),
+        SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=min(1.0, top_p * 1.0001), min_p=min_p
+        ),
+    )
+    assert np.all((kept[tokens] > 0) | (edge[tokens] > 0))
+
+
+def test_mixed_settings_equal_each_alone() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (ROWS, 300)).astype(np.float32)
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01),
+    ]
+    seeds = [2**64 - 1, 1, 2**40, 0, 9, 7]
+    together, _ = sample(logits, batch(params, seeds, 11))
+    for row in range(ROWS):
+        again = [params[row]] * ROWS
+        alone, _ = sample(
+            np.repeat(logits[row : row + 1], ROWS, 0), batch(again, [seeds[row]] * 6, 11)
+        )
+        assert np.all(alone == together[row])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(temperature=2.0, top_k=20), SamplingParams(top_p=0.8)],
+    ids=["free", "top_k", "top_p"],
+)
+def test_draws_have_the_right_distribution(params: SamplingParams) -> None:
+    vocabulary, draws = 40, 20_000
+    logits = np.random.default_rng(1).normal(0, 1, vocabulary)
+    want = kept_tokens(logits.astype(np.float32).astype(np.float64), params)
+    want *= draws / want.sum()
+    rows = np.broadcast_to(logits.astype(np.float32), (draws, vocabulary))
+    tokens, _ = sample(rows, batch([params] * draws, list(range(draws)), np.arange(draws) % 977))
+    counts = np.bincount(np.asarray(tokens), minlength=vocabulary)
+    assert np.all(counts[want == 0] == 0)
+    kept = want > 0
+    chi_square = (np.square(counts[kept] - want[kept]) / want[kept]).sum()
+    freedom = kept.sum() - 1
+    # Beyond five standard deviations of a chi-square: the seeds are fixed, so this never flickers.
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_rows_that_are_not_finite_are_reported() -> None:
+    logits = np.zeros((ROWS, 300), np.float32)
+    logits[1, 7], logits[2, 7], logits[3, 7] = np.nan, np.inf, -np.inf
+    logits[4] = np.nan
+    _, ok = sample(logits, batch([SamplingParams()] * ROWS, [0] * ROWS, 3))
+    assert np.asarray(ok).tolist() == [True, False, False, False, False, True]
+
+
+def test_draw_never_leaves_the_kept_set() -> None:
+    """The largest number below 1 must not fall off the end of the distribution."""
+    probs = np.zeros((4, 300), np.float32)
+    probs[:, 3] = [1.0, 0.1, 1e-30, 3e7]
+    probs[:, 150] = [1.0, 1e-9, 1e-38, 1.0]
+    for uniform in (0.0, 0.5, 1 - 2**-24):
+        tokens = device._draw(jnp.asarray(probs), jnp.full(4, uniform, jnp.float32))
+        assert np.all(np.isin(tokens, [3, 150]))

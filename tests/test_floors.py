@@ -1,0 +1,261 @@
+"""The structure of the code base: who may import whom, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxserve", "pallas_kernels")
+
+# The floor of each package or module; an import goes to a lower floor or stays in its package.
+FLOORS = {
+    "pallas_kernels": 0,
+    "jaxserve.errors": 1,
+    "jaxserve.request": 1,
+    "jaxserve.config": 1,
+    "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
+    "jaxserve.scheduling": 2,
+    "jaxserve.models": 2,
+    "jaxserve.weights": 3,
+    "jaxserve.execution": 4,
+    "jaxserve.engine": 5,
+    "jaxserve.server": 6,
+    "jaxserve.cli": 7,
+    "jaxserve.__main__": 8,
+}
+BASE = ("jaxserve.errors", "jaxserve.request", "jaxserve.config", "jaxserve")
+# Which modules may import a library. The prefix of a package stands for all of its modules.
+HOMES = {
+    "jax": (
+        *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
+        "jaxserve.engine.loading",  # names the platform and the dtype
+    ),
+    "starlette": ("jaxserve.server",),
+    "uvicorn": ("jaxserve.server",),
+    "transformers": ("jaxserve.engine.text",),
+    "tokenizers": ("jaxserve.engine.text",),
+    "rich": ("jaxserve.cli",),
+    "torch": (),
+}
+HOMES |= {name: HOMES["jax"] for name in ("jaxlib", "flax", "jaxtyping", "ml_dtypes", "orbax")}
+# Third-party libraries that whole packages are limited to.
+ONLY = {
+    "pallas_kernels": {"jax", "jaxlib", "numpy"},
+    "jaxserve.scheduling": {"numpy"},
+    "jaxserve.errors": set(),
+    "jaxserve.request": set(),
+    "jaxserve.config": set(),
+}
+FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
+MOST_LINES = {"jaxserve": 400, "pallas_kernels": 600}
+MOST_FUNCTION_LINES = 60
+
+Modules = dict[str, str]
+
+
+@cache
+def modules() -> Modules:
+    """Source by dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def home_of(name: str) -> str:
+    """The entry of FLOORS that a module falls under: the longest that fits."""
+    exact = {"jaxserve"} if name != "jaxserve" else set()
+    return max((home for home in FLOORS if within(name, home) and home not in exact), key=len)
+
+
+def walk(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node below, and whether it stands in a function; TYPE_CHECKING blocks left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child, inside
+        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from walk(child, inside or function)
+
+
+def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
+    """What a module imports, as dotted names, and whether it does so in a function."""
+    for node, inside in walk(ast.parse(known[name])):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else str(node.module), inside
+
+
+def floor_faults(known: Modules) -> Iterator[str]:
+    for name in known:
+        home = home_of(name)
+        for target, inside in imports(name, known):
+            if target.split(".")[0] not in PACKAGES:
+                continue
+            if inside:
+                yield f"{name} imports {target} in a function"
+            to = home_of(target)
+            if FLOORS[to] >= FLOORS[home] and to != home and not {to, home} <= set(BASE):
+                yield f"{name} (floor {FLOORS[home]}) imports {target} (floor {FLOORS[to]})"
+
+
+def library_faults(known: Modules) -> Iterator[str]:
+    for name in known:
+        for target, _ in imports(name, known):
+            library = target.split(".")[0]
+            homes = HOMES.get(library)
+            if homes is not None and not any(within(name, home) for home in homes):
+                yield f"{name} imports {library}, which belongs in {', '.join(homes) or 'tests'}"
+            for package, allowed in ONLY.items():
+                ours = library in sys.stdlib_module_names or library in PACKAGES
+                if within(name, package) and not ours and library not in allowed:
+                    yield f"{name} imports {library}; {package} may only import {allowed or '-'}"
+
+
+def cycle_faults(known: Modules) -> Iterator[str]:
+    edges = {n: {t for t, _ in imports(n, known) if t in known and t != n} for n in known}
+    # A package's __init__ gathers its modules, and counts as one of them only where it is named.
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        yield f"a cycle of imports: {' -> '.join(error.args[1])}"
+
+
+def environment_faults(known: Modules) -> Iterator[str]:
+    for name, source in known.items():
+        for node, _ in walk(ast.parse(source)):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+            if named and name != "jaxserve.config":
+                yield f"{name} reads the environment; only jaxserve.config may"
+
+
+def name_faults(known: Modules) -> Iterator[str]:
+    for name, source in known.items():
+        for node, _ in walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(FORBIDDEN_ENDINGS):
+                yield f"{name}: class {node.name} says nothing by its ending"
+
+
+def size_faults(known: Modules) -> Iterator[str]:
+    for name, source in known.items():
+        package, lines = name.split(".")[0], source.count("\n")
+        if lines > MOST_LINES[package]:
+            yield f"{name} has {lines} lines; at most {MOST_LINES[package]}"
+        if package == "pallas_kernels":
+            continue
+        for node, _ in walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    yield f"{name}.{node.name} has {length} lines; at most {MOST_FUNCTION_LINES}"
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        *(floor_faults, library_faults, cycle_faults),
+        *(environment_faults, name_faults, size_faults),
+    )
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_structure(check: str) -> None:
+    assert list(CHECKS[check](modules())) == []
+
+
+LONG = "def f():\n" + "    pass\n" * 60
+# Sources with one fault each, and the check that must find it.
+FAULTY: list[tuple[str, Modules]] = [
+    ("floor_faults", {"jaxserve.request": "from jaxserve.engine.llm import LLM"}),
+    ("floor_faults", {"jaxserve.scheduling.x": "from jaxserve.models import Decoder"}),
+    ("floor_faults", {"jaxserve.models.x": "import jaxserve.scheduling.plan"}),
+    ("floor_faults", {"jaxserve.engine.x": "from jaxserve.server import app"}),
+    ("floor_faults", {"jaxserve.engine.x": "import jaxserve.cli"}),
+    ("floor_faults", {"pallas_kernels.x": "import jaxserve"}),
+    ("floor_faults", {"jaxserve.engine.x": "def f():\n    from jaxserve.engine import y"}),
+    ("library_faults", {"jaxserve.scheduling.x": "import jax.numpy as jnp"}),
+    ("library_faults", {"jaxserve.scheduling.x": "from scipy import stats"}),
+    ("library_faults", {"jaxserve.engine.x": "def f():\n    import jax"}),
+    ("library_faults", {"jaxserve.engine.x": "from transformers import AutoTokenizer"}),
+    ("library_faults", {"jaxserve.engine.x": "import starlette"}),
+    ("library_faults", {"pallas_kernels.x": "import flax"}),
+    ("library_faults", {"jaxserve.weights.x": "import torch"}),
+    ("library_faults", {"jaxserve.request": "import numpy"}),
+    (
+        "cycle_faults",
+        {
+            "jaxserve.engine.x": "import jaxserve.engine.y",
+            "jaxserve.engine.y": "import jaxserve.engine.x",
+        },
+    ),
+    ("environment_faults", {"jaxserve.engine.x": "import os\nos.environ['A']"}),
+    ("environment_faults", {"jaxserve.engine.x": "import os\nos.getenv('A')"}),
+    ("name_faults", {"jaxserve.engine.x": "class CacheManager: ..."}),
+    ("size_faults", {"jaxserve.engine.x": "\n" * 401}),
+    ("size_faults", {"pallas_kernels.x": "\n" * 601}),
+    ("size_faults", {"jaxserve.engine.x": LONG}),
+]
+
+
+@pytest.mark.parametrize(("check", "known"), FAULTY)
+def test_checks_find_faults(check: str, known: Modules) -> None:
+    assert len(list(CHECKS[check](known))) == 1
+
+
+def test_checks_allow_what_is_right() -> None:
+    known = {
+        "jaxserve.engine.x": "import numpy\nfrom jaxserve.errors import E\nimport jaxserve.engine.y",
+        "jaxserve.engine.y": "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from jaxserve.server import app",
+        "jaxserve.models.x": "import jax\nfrom pallas_kernels import ops",
+        "pallas_kernels.x": LONG,
+    }
+    assert [fault for check in CHECKS.values() for fault in check(known)] == []
+
+
+def loads(statement: str, blocked: tuple[str, ...]) -> None:
+    """Run a statement in a fresh interpreter in which importing any of `blocked` fails."""
+    names = sorted(modules())
+    code = f"import sys\nfor name in {blocked}: sys.modules[name] = None\n{statement}"
+    run = [sys.executable, "-c", code.replace("ALL", repr(names))]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+EVERY_SCHEDULING_MODULE = (
+    "import importlib\n"
+    "for name in ALL:\n"
+    "    if name.startswith('jaxserve.scheduling'): importlib.import_module(name)"
+)
+
+
+def test_scheduling_runs_without_jax() -> None:
+    loads(EVERY_SCHEDULING_MODULE, ("jax", "jaxlib", "flax", "torch", "transformers"))
+
+
+def test_importing_jaxserve_loads_no_large_library() -> None:
+    loads("import jaxserve", ("jax", "jaxlib", "torch", "starlette", "transformers", "numpy"))
+
+
+def test_blocking_an_import_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="import of jax halted"):
+        loads("import jaxserve.models", ("jax",))

@@ -1,0 +1,160 @@
+"""Checkpoints of every dtype and layout arrive in the model value for value."""
+
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import Decoder, read_model_config
+from jaxserve.weights import load_weights
+
+
+def load(directory, dtype=jnp.float32, **options) -> Decoder:
+    return load_weights(directory, read_model_config(directory), dtype, **options)
+
+
+def leaves(model: Decoder) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.split(model)[1])]
+
+
+def assert_equal(one: Decoder, other: Decoder) -> None:
+    for left, right in zip(leaves(one), leaves(other), strict=True):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+
+
+def test_every_value_has_its_place(single, tensors):
+    """Spelled out by hand, head by head, for the fused and transposed parameters."""
+    model = load(single)
+    attention, mlp = model.layers[1].attention, model.layers[1].mlp
+    prefix = "model.layers.1."
+    query = tensors[prefix + "self_attn.q_proj.weight"]
+    key = tensors[prefix + "self_attn.k_proj.weight"]
+    value = tensors[prefix + "self_attn.v_proj.weight"]
+    out = tensors[prefix + "self_attn.o_proj.weight"]
+    for head in range(4):
+        rows = slice(4 * head, 4 * head + 4)
+        kv_head, member = divmod(head, 2)
+        np.testing.assert_array_equal(attention.qkv[:, kv_head, member], query[rows].T)
+        np.testing.assert_array_equal(attention.out[kv_head, member], out[:, rows].T)
+    for head in range(2):
+        rows = slice(4 * head, 4 * head + 4)
+        np.testing.assert_array_equal(attention.qkv[:, head, 2], key[rows].T)
+        np.testing.assert_array_equal(attention.qkv[:, head, 3], value[rows].T)
+    np.testing.assert_array_equal(mlp.gate_up[:, 0], tensors[prefix + "mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(mlp.gate_up[:, 1], tensors[prefix + "mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(mlp.down[...], tensors[prefix + "mlp.down_proj.weight"].T)
+    np.testing.assert_array_equal(model.embedding.table[...], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(model.embedding.project[...], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(model.norm.scale[...], tensors["model.norm.weight"])
+
+
+def test_shards_equal_one_file_bit_for_bit(single, sharded):
+    assert_equal(load(single), load(sharded))
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_dtype_is_cast_by_value(single, tensors, stored, wanted):
+    held = {name: tensor.astype(stored) for name, tensor in tensors.items()}
+    save_file(held, single / "model.safetensors")
+    model = load(single, wanted)
+    want = held["model.layers.0.mlp.down_proj.weight"].astype(wanted).T
+    got = np.asarray(model.layers[0].mlp.down[...])
+    assert got.dtype == wanted
+    assert got.tobytes() == want.tobytes()
+    assert all(leaf.dtype == wanted for leaf in leaves(model))
+
+
+def test_float64_stays_float64(single, tensors):
+    held = {name: tensor.astype(np.float64) / 3 for name, tensor in tensors.items()}
+    save_file(held, single / "model.safetensors")
+    with jax.enable_x64(True):
+        model = load(single, jnp.float64)
+    np.testing.assert_array_equal(model.norm.scale[...], held["model.norm.weight"])
+    assert all(leaf.dtype == np.float64 for leaf in leaves(model))
+
+
+def test_progress_counts_bytes(sharded, tensors):
+    seen: list[tuple[int, int]] = []
+    load(sharded, on_progress=lambda done, total: seen.append((done, total)))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert [t for _, t in seen] == [total] * len(tensors)
+    assert seen[-1] == (total, total) and seen == sorted(seen)
+
+
+def test_parameters_are_placed_by_path(single):
+    placed: dict[str, tuple[int, ...]] = {}
+
+    def place(path: str, values: np.ndarray) -> jax.Array:
+        placed[path] = values.shape
+        return jnp.asarray(values)
+
+    model = load(single, place=place)
+    assert placed["layers.1.attention.qkv"] == (16, 2, 4, 4)
+    assert len(placed) == len(leaves(model))
+
+
+def test_the_cache_of_the_hub_is_followed(tmp_path, sharded):
+    """There, the files of a snapshot are links into the model's folder of blobs."""
+    home = tmp_path / "models--some--model"
+    snapshot, blobs = home / "snapshots" / "abc", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sharded.iterdir()):
+        shutil.copy(file, blobs / f"{number:064}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
+    assert_equal(load(snapshot), load(sharded))
+
+
+def test_stored_rotary_frequencies_are_left_out(single, tensors):
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    want = load(single)
+    save_file(tensors | old, single / "model.safetensors")
+    assert_equal(load(single), want)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tied_output_projection_is_left_out(single, tensors, caplog, differs):
+    raw = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    if not differs:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, single / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        model = load(single)
+    np.testing.assert_array_equal(
+        model.embedding.project[...], tensors["model.embed_tokens.weight"].T
+    )
+    assert ("lm_head.weight differs" in caplog.text) == differs
+    assert "lm_head.weight" in load_file(single / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_by_name(single, tensors, dtype, value):
+    held = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    held["model.layers.1.self_attn.k_proj.weight"][3, 5] = value
+    save_file(held, single / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(single, jnp.float32)
+    assert "layers.1.self_attn.k_proj" in str(caught.value) and "NaN" in str(caught.value)
+    assert "model.safetensors" in str(caught.value)
+    loaded = load(single, jnp.float32, check_finite=False)
+    assert not np.isfinite(loaded.layers[1].attention.qkv[...]).all()
+
+
+def test_values_beyond_the_range_of_the_dtype_are_refused_by_name(single, tensors):
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, single / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*1000000.*float16"):
+        load(single, jnp.float16)
+    load(single, jnp.bfloat16)
