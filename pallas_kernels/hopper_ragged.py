@@ -28,6 +28,7 @@ from pallas_kernels.triton_ragged import tile_plan
 from pallas_kernels.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
 from pallas_kernels.tuning import MosaicConfig, lookup
 
+_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
 ROWS = 64
 """Rows of a wgmma, hence of a compute warpgroup."""
 PRODUCER_REGISTERS = 40
@@ -227,7 +228,7 @@ def _consume(
             plgpu.wgmma(ref, q_smem, keys.transpose((1, 0)))
             return ref[...]
 
-        scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, block), jnp.float32))
+        scores = pl.run_scoped(scores_of, _ACC((ROWS, block), jnp.float32))
         plgpu.barrier_arrive(emptied[0].at[slot])
         scores = scores * factor
         if shape.soft_cap is not None:
@@ -259,13 +260,13 @@ def _consume(
                 plgpu.wgmma(ref, weights_smem, values)
                 return ref[...]
 
-            acc = acc + pl.run_scoped(product, plgpu.ACC((ROWS, case.H), jnp.float32))
+            acc = acc + pl.run_scoped(product, _ACC((ROWS, case.H), jnp.float32))
         else:
 
             def accumulate(ref: Any) -> None:
                 plgpu.wgmma(ref, weights, values)
 
-            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+            acc = pl.run_state(accumulate)(_ACC.init(acc))
         plgpu.barrier_arrive(emptied[1].at[slot])
         return acc, new_top, total
 
@@ -279,18 +280,17 @@ def _consume(
     return lax.fori_loop(walk.full_count, walk.count, lambda i, c: step(i, c, masked=True), carry)
 
 
-def _kernel(shape: _Shape, *refs: Any) -> None:
+def _kernel(shape: _Shape, refs: list[Any]) -> None:
     """Body for one (tile, kv head); see ``_call`` for the order of refs."""
-    refs = list(refs)
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
-    factor_ref = refs.pop(0) if shape.scaled else None
+    factor_ref: Any = refs.pop(0) if shape.scaled else None
     out_ref = refs.pop(0)
-    lse_ref = refs.pop(0) if shape.with_lse else None
+    lse_ref: Any = refs.pop(0) if shape.with_lse else None
     q_smem, k_ring, v_ring, out_smem, q_filled, k_filled, v_filled, k_emptied, v_emptied = refs[:9]
     del refs[:9]
     fixed = refs.pop(0) if shape.config.warpgroups > 1 else None
-    lse_smem = refs.pop(0) if shape.with_lse else None
+    lse_smem: Any = refs.pop(0) if shape.with_lse else None
     weights_smem = refs.pop(0) if shape.simulate else None
 
     kv_head, thread = lax.axis_index("head"), lax.axis_index("warpgroup")
@@ -366,7 +366,7 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
     extra = {} if interpret is None else {"interpret": interpret}
 
     def ragged_attention_hopper(*refs: Any) -> None:
-        _kernel(shape, *refs)
+        _kernel(shape, list(refs))
 
     return plgpu.kernel(
         ragged_attention_hopper,

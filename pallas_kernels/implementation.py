@@ -6,6 +6,8 @@ asked for explicitly is used or refused with the reason; it never falls through 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.arguments import FP8, Case
@@ -37,7 +39,7 @@ def target_platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
-        default = jax.config.jax_default_device
+        default: Any = getattr(jax.config, "jax_default_device", None)
         platform = default if isinstance(default, str) else getattr(default, "platform", None)
     platform = platform or jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm") else platform

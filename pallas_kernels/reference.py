@@ -68,7 +68,7 @@ def ragged_paged_attention(
     _, num_kv_heads, page_size, _ = k_pages.shape
     rows, pages_per_row = page_table.shape
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
     position = jnp.arange(pages_per_row * page_size)
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
@@ -86,7 +86,7 @@ def ragged_paged_attention(
         if window is not None:
             visible &= position > at - window
         keys, values = gather(k_pages, row, k_scale), gather(v_pages, row, v_scale)
-        return _attend_one(q[token].astype(dtype) * scale, keys, values, visible, sinks, soft_cap)
+        return _attend_one(q[token].astype(dtype) * factor, keys, values, visible, sinks, soft_cap)
 
     return jax.lax.map(one, jnp.arange(tokens, dtype=jnp.int32)).astype(q.dtype)
 

@@ -99,7 +99,9 @@ def _split_kernel(
     scaled: bool,
 ) -> None:
     """One work item of one kv head: partial acc [I,N,H] and stats [I,2,N] (maxima, sums)."""
-    (k_scale_ref, v_scale_ref), rest = (rest[:2], rest[2:]) if scaled else ((None, None), rest)
+    scale_refs: Any = rest[:2] if scaled else (None, None)
+    k_scale_ref, v_scale_ref = scale_refs
+    rest = rest[2:] if scaled else rest
     acc_ref, stats_ref = rest
     item, kv_head = pl.program_id(0), pl.program_id(1)
     row, first_block, last_block = item_ref[item, 0], item_ref[item, 1], item_ref[item, 2]
@@ -136,7 +138,8 @@ def _merge_kernel(
     sinks: bool,
 ) -> None:
     """Combine one (row, head)'s partial results and write them where the row's query was."""
-    sink_ref, out_ref = rest[0] if sinks else None, rest[-1]
+    sink_ref: Any = rest[0] if sinks else None
+    out_ref = rest[-1]
     row, head = pl.program_id(0), pl.program_id(1)
     begin, end = starts_ref[row], starts_ref[row + 1]
     pieces = head_parts(head_dim)

@@ -26,7 +26,7 @@ def _write_kernel(
     slot_ref: Any, k_ref: Any, v_ref: Any, *rest: Any, slots: int, page_size: int, scaled: bool
 ) -> None:
     """Write one token. rest: optional k_scale and v_scale, the aliased inputs, the outputs."""
-    scale_refs = rest[:2] if scaled else (None, None)
+    scale_refs: Any = rest[:2] if scaled else (None, None)
     out_refs = rest[-2:]
     _, num_kv_heads, head_dim = k_ref.shape
     token = pl.program_id(0)

@@ -83,8 +83,11 @@ def _tile_kernel(
     sinks: bool,
 ) -> None:
     """One tile of one kv head, written straight to its tokens of out [T,N,H]."""
-    (k_scale_ref, v_scale_ref), rest = (rest[:2], rest[2:]) if scaled else ((None, None), rest)
-    sink_ref, out_ref = rest[0] if sinks else None, rest[-1]
+    scale_refs: Any = rest[:2] if scaled else (None, None)
+    k_scale_ref, v_scale_ref = scale_refs
+    rest = rest[2:] if scaled else rest
+    sink_ref: Any = rest[0] if sinks else None
+    out_ref = rest[-1]
     # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
     tile, kv_head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     row, first_token = tile_ref[tile, 0], tile_ref[tile, 1]

@@ -210,7 +210,7 @@ def attend(
         acc, top, total = carry
         load = loader(i, masked)
         at = i * block + jnp.arange(block)
-        scores = sum(
+        scores: Any = sum(
             _dot(query, load(k_ref, *piece).astype(spec.compute_dtype).T)
             for query, piece in zip(queries, pieces, strict=True)
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pallas_kernels.arguments import Case
 from pallas_kernels.implementation import target_device_kind
@@ -96,7 +96,7 @@ def read_entries(device_kind: str) -> list[dict]:
     return json.loads(path.read_text())["entries"] if path.is_file() else []
 
 
-def defaults(kind: type[Config], case: Case) -> Config:
+def defaults(kind: type[Config], case: Case) -> Any:
     """Sizes that compile for Hopper without spilling registers, before anything was measured."""
     exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
     wide = case.H > 128
@@ -106,7 +106,9 @@ def defaults(kind: type[Config], case: Case) -> Config:
         narrow = wide and case.page_dtype.itemsize == 1
         return DecodeConfig(block_tokens=32 if narrow else 64, num_stages=2 if wide else 3)
     if kind is RaggedConfig:
-        return RaggedConfig(tile_rows=16, block_tokens=32) if exact else RaggedConfig()
+        if exact:
+            return RaggedConfig(tile_rows=16, block_tokens=32)
+        return RaggedConfig(tile_rows=64 if wide and case.page_dtype.itemsize == 1 else 128)
     if kind is MosaicConfig and wide:
         return MosaicConfig(num_stages=2, warpgroups=1)
     return kind()

@@ -177,7 +177,8 @@ def _tiles(
             acc, top, total = carry
             k, v = _chunks(cache, row[None], chunk[None], pages, q.dtype)
             position = chunk * C + jnp.arange(C)
-            v = jnp.where((position < kv_len[row])[:, None], v[0], 0)
+            real = (position < kv_len[row]) & (position >= oldest[0])
+            v = jnp.where(real[:, None], v[0], 0)
             seen = (position <= asked[:, None]) & (position >= oldest[:, None])  # [Q, C]
             seen &= position < kv_len[row]
             scores = _capped(jnp.einsum("kqh,kch->kqc", here, k[0]), options.soft_cap)
@@ -286,9 +287,11 @@ def kv_write(
     cell = jnp.where(inside[:, None], cell, P * K * S)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is not None:
+        if pages.dtype.itemsize == 1:  # beyond the largest float8 lies NaN, not infinity
+            scaled = x.astype(jnp.float32)
+            scaled = scaled if scale is None else scaled / scale[:, None]
             limit = float(jnp.finfo(pages.dtype).max)
-            x = jnp.clip(x.astype(jnp.float32) / scale[:, None], -limit, limit)
+            x = jnp.clip(scaled, -limit, limit)
         values = _bits(x.astype(pages.dtype))
         rows = _bits(pages).reshape(P * K * S, H).at[cell].set(values, mode="drop")
         return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)

@@ -4,7 +4,7 @@
 
 One process, one set of weights, one set of compiled programs: only the schedule differs. The
 work is the first rows of the Azure conv trace with lengths divided by 8, all queued at the start,
-greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times, and ratios
+greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times; ratios
 are of the medians. S0 pads prompts to the longest of their batch and runs every row until the
 longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
 """

@@ -1,22 +1,29 @@
 """Compile for an H200 on a machine without a GPU, and read off what the compiler did.
 
-Runs inside the environment that ``compile_offline.py`` makes. Everything here works from what XLA and
-ptxas leave in a dump directory: registers, spills, shared memory, instruction counts, launches,
+Runs inside the environment that ``compile_offline.py`` makes. Everything here works from what XLA
+and ptxas leave in a dump directory: registers, spills, shared memory, instruction counts, launches,
 command buffers (CUDA graphs), copies. Nothing says how long anything takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+
+import gpu_models
+import pallas_kernels
 
 DEVICE_KIND = "NVIDIA H200"
 TARGET = """
@@ -97,8 +104,6 @@ def _disassembler() -> str | None:
     found = shutil.which("nvdisasm")
     if found:
         return found
-    import importlib.util
-
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         return None
@@ -122,7 +127,9 @@ def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
     }
     tool = _disassembler()
     if tool is not None:
-        sass = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True).stdout
+        sass = subprocess.run(
+            [tool, "-c", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
         for name in INSTRUCTIONS:
             report[name] = len(re.findall(rf"\b{name}\b", sass))
     return report
@@ -190,3 +197,133 @@ def analyse(
 def as_row(name: str, result: Compiled) -> Mapping[str, Any]:
     """JSON form of one compiled case."""
     return {"name": name, **dataclasses.asdict(result)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel call to compile: 32 query heads over 8 kv heads unless said otherwise."""
+
+    op: str
+    dtype: str
+    H: int
+    S: int = 16
+    group: int = 4
+    extras: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.op} {self.dtype} h{self.H} p{self.S}"]
+        parts += [f"group{self.group}"] if self.group != 4 else []
+        return " ".join([*parts, *([self.extras] if self.extras else [])])
+
+
+def cases() -> list[Case]:
+    """Every dtype and head dim of the tuning table, then page sizes, groups and extras."""
+    found = []
+    for op in ("decode", "ragged"):
+        for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
+            found += [Case(op, dtype, H) for H in (64, 80, 96, 128, 256)]
+        found += [Case(op, "bfloat16", 128, S) for S in (32, 64, 128)]
+        found += [Case(op, "bfloat16", 128, group=group) for group in (1, 7, 8, 16)]
+        for dtype in ("bfloat16", "float8_e4m3fn"):
+            found += [Case(op, dtype, 128, extras="window cap sinks")]
+        found += [Case(op, "bfloat16", 256, extras="window cap sinks")]
+    found += [
+        Case("mosaic_ragged", dtype, H) for dtype in ("bfloat16", "float16") for H in (64, 128, 256)
+    ]
+    found += [Case("mosaic_ragged", "bfloat16", 128, S) for S in (64, 128)]
+    found += [Case("mosaic_ragged", "bfloat16", 128, group=7)]
+    found += [Case("mosaic_ragged", "bfloat16", H, extras="window cap sinks") for H in (128, 256)]
+    found += [
+        Case("kv_write", dtype, H) for dtype in ("bfloat16", "float8_e4m3fn") for H in (64, 80, 128)
+    ]
+    return found
+
+
+KERNELS = {
+    "decode": ("paged_decode",),
+    "ragged": ("ragged_attention", "paged_decode"),
+    "mosaic_ragged": ("ragged_attention_hopper",),
+    "kv_write": ("kv_write",),
+}
+
+
+def compile_kernel(case: Case, dumps: Dumps) -> dict[str, Any]:
+    """Compile one case (64 rows of up to 4096 positions; 2048 tokens where ragged)."""
+    R, M, K = 64, 4096 // case.S, 8 if case.group < 16 else 2
+    T = R if case.op == "decode" else 2048
+    P, N = R * M, K * case.group
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    fp8 = case.dtype == "float8_e4m3fn"
+    wide = jnp.dtype(jnp.bfloat16 if fp8 else case.dtype)
+    pages = array(jnp.dtype(case.dtype), P, K, case.S, case.H)
+    scales = {"k_scale": array(jnp.float32, K), "v_scale": array(jnp.float32, K)} if fp8 else {}
+    extras = {"window": 1024, "soft_cap": 50.0} if case.extras else {}
+    if case.extras:
+        scales["sinks"] = array(jnp.float32, N)
+    implementation = "mosaic_gpu" if case.op == "mosaic_ragged" else "triton"
+    q, table, kv_len = array(wide, T, N, case.H), array(jnp.int32, R, M), array(jnp.int32, R)
+    donate: tuple[int, ...] = ()
+
+    if case.op == "kv_write":
+        new = array(wide, T, K, case.H)
+        arguments = (scales, new, new, pages, pages, array(jnp.int32, T))
+        donate = (3, 4)
+
+        def call(scales, *arrays):
+            return pallas_kernels.kv_write(*arrays, **scales, implementation=implementation)
+    elif case.op == "decode":
+        arguments = (scales, q, pages, pages, table, kv_len)
+
+        def call(scales, *arrays):
+            return pallas_kernels.paged_decode_attention(
+                *arrays, **scales, **extras, implementation=implementation
+            )
+    else:
+        arguments = (scales, q, pages, pages, table, array(jnp.int32, R + 1), kv_len)
+
+        def call(scales, *arrays):
+            return pallas_kernels.ragged_paged_attention(
+                *arrays, **scales, **extras, implementation=implementation
+            )
+
+    dumps.clear()
+    executable = compile_for_h200(call, arguments, donate)
+    result = analyse(executable, dumps, pages.shape, KERNELS[case.op])
+    return dict(as_row(case.name, result))
+
+
+def compile_step(name: str, T: int, R: int, dumps: Dumps) -> dict[str, Any]:
+    """Compile the engine's whole step for Llama-3.1-8B in bfloat16, contexts of 4096."""
+    model = gpu_models.MODELS["8b"]
+    step, shapes = gpu_models.step_call(model, T, R, 4096, jnp.bfloat16)
+    dumps.clear()
+    executable = compile_for_h200(step, shapes, donate=(0,))
+    kernels = ("paged_decode", "ragged_attention", "kv_write")
+    result = analyse(executable, dumps, shapes[0].kv[0][0].shape, kernels)
+    return dict(as_row(name, result))
+
+
+def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
+    """The part that runs in the environment: compile everything, write after every case."""
+    dumps = Dumps(folder / "xla", folder / "mosaic")
+    jobs = [(case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()]
+    for name, T, R in (("step 8b decode 64 rows", 64, 64), ("step 8b mixed 2048 tokens", 2048, 64)):
+        jobs.append((name, lambda n=name, t=T, r=R: compile_step(n, t, r, dumps)))
+    rows: list[dict[str, Any]] = []
+    for name, job in jobs:
+        if not re.search(only, name):
+            continue
+        try:
+            rows.append(job())
+        except Exception as error:  # a case that does not compile is a result, not the end
+            rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
+        out.write_text(json.dumps(rows))
+        print(name, rows[-1].get("error", "")[:300], file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run_inside(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))

@@ -66,7 +66,8 @@ class Runner:
         )
         self.num_compiles = 0
         self.stages: dict[str, float] = {}
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._listener: Any = self._on_event
+        jax.monitoring.register_event_duration_secs_listener(self._listener)
         self._graphdef, state = nnx.split(model)
         self._leaves, self._treedef = jax.tree.flatten(state)
         self.dtype = self._leaves[0].dtype
@@ -142,12 +143,16 @@ class Runner:
         """Compile every bucket, make the cache, and run each program once on padding."""
         started = time.perf_counter()
         buckets = sorted(self.buckets, reverse=True)
-        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+        pool = ThreadPoolExecutor(_COMPILE_THREADS)
+        try:
             compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
             for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
                 self._steps[bucket] = step
                 if on_progress is not None:
                     on_progress("compile", done, len(buckets))
+        finally:
+            # An interrupt must not wait for the programs that have not been started.
+            pool.shutdown(wait=True, cancel_futures=True)
         self.stages["compile"] = time.perf_counter() - started
         started = time.perf_counter()
         self.reset()
@@ -192,7 +197,7 @@ class Runner:
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         if self._leaves:
-            jax.monitoring.unregister_event_duration_listener(self._on_event)
+            jax.monitoring.unregister_event_duration_listener(self._listener)
         self._state = None
         self._leaves = []
         self._steps = {}

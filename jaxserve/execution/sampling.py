@@ -116,8 +116,11 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
     warm = batch.temperature > 0
     temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
     scaled = logits / temperature[:, None]
-    probs = jnp.exp(scaled - scaled.max(axis=1, keepdims=True))
-    probs = jnp.where(probs >= batch.min_p[:, None].astype(probs.dtype), probs, 0)
+    top = scaled.max(axis=1, keepdims=True)
+    probs = jnp.exp(scaled - top)
+    # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
+    likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (scaled == top)
+    probs = jnp.where(likely, probs, 0)
     keys = _ordered_bits(scaled)
     probs = lax.cond(
         jnp.any(batch.top_k > 0),

@@ -46,7 +46,7 @@ class PagePool:
         ref_count: int32[P], sequences holding each page.
         key_of: the key under which each page is cached, or None.
         page_of: the inverse of `key_of`.
-        num_releases: grows whenever pages become free.
+        num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -54,7 +54,7 @@ class PagePool:
             raise ValueError(f"a pool needs at least 2 pages (one is the null page): {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_releases = 0
+        self.num_changes = 0
         self.num_evictions = 0
         self.reset()
 
@@ -68,7 +68,7 @@ class PagePool:
         self._blank = np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)
         self._num_blank = self.num_pages - 1
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self.num_releases += 1
+        self.num_changes += 1
 
     @property
     def num_free(self) -> int:
@@ -136,7 +136,7 @@ class PagePool:
         idle = pages[self.ref_count[pages] == 0]
         if not len(idle):
             return
-        self.num_releases += 1
+        self.num_changes += 1
         cached = self._cached[idle]
         blank = idle[~cached]
         self._blank[self._num_blank : self._num_blank + len(blank)] = blank[::-1]
@@ -151,6 +151,7 @@ class PagePool:
             if page_of.setdefault(key, page) == page:
                 key_of[page] = key
         self._cached[pages] = [key_of[page] is not None for page in pages]
+        self.num_changes += 1
 
     def clear_cache(self) -> None:
         """Forget what unheld pages cache, and every key; held pages stay held."""
@@ -161,7 +162,7 @@ class PagePool:
         self.page_of.clear()
         self.key_of = [None] * self.num_pages
         self._cached[:] = False
-        self.num_releases += 1
+        self.num_changes += 1
 
     def check(self, held: np.ndarray) -> None:
         """Verify the pool against `held`, int32[P]: how many sequences list each page.

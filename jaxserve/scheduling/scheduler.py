@@ -209,12 +209,12 @@ class Scheduler:
             sequence = self.waiting.peek()
             if sequence is None or num_running >= self.max_running:
                 break
-            if sequence.blocked_at == self.pool.num_releases and num_running:
+            if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
             hits = self._cached_pages(sequence)
             known = len(sequence.token_ids)
             if not self._fits(known, hits, num_running):
-                sequence.blocked_at = self.pool.num_releases
+                sequence.blocked_at = self.pool.num_changes
                 break
             self.waiting.pop()
             cached = len(hits) * self.pool.page_size

@@ -26,7 +26,7 @@ class Sequence:
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps it took part in.
-        blocked_at: the pool's release count when it last did not fit (see Scheduler).
+        blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 
     request: Request

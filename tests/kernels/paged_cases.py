@@ -13,7 +13,7 @@ FP8 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass
 class PagedCall:
-    """Arguments of one attention call; ``ragged`` and ``decode`` give them in the order of the ops."""
+    """Arguments of one attention call; ``ragged`` and ``decode`` list them as the ops take them."""
 
     q: jax.Array
     k_pages: jax.Array
@@ -59,6 +59,8 @@ def paged_call(
     dtype=jnp.float32,
     page_dtype=None,
     padding: int = 0,
+    tokens: int | None = None,
+    num_pages: int | None = None,
     pages_per_row: int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -70,6 +72,7 @@ def paged_call(
 ) -> PagedCall:
     """A call with rows of (queries, positions), page ids shuffled, ``padding`` tokens at the end.
 
+    ``tokens`` and ``num_pages`` fix T and P: calls of different content then share a compilation.
     Pages nobody owns, the end of each last page, pages wholly before a row's window and padding
     queries are NaN; table entries a row does not need name arbitrary pages. ``shared`` makes every
     row begin with the same pages where two rows are long enough.
@@ -78,7 +81,7 @@ def paged_call(
     page_dtype = page_dtype or dtype
     needed = [-(-length // page_size) for _, length in rows]
     width = pages_per_row or max(1, *needed)
-    num_pages = sum(needed) + 3
+    num_pages = num_pages or sum(needed) + 3
     ids = list(rng.permutation(num_pages))
     table = rng.integers(0, num_pages, (len(rows), width))
     shape = (num_pages, kv_heads, page_size, head_dim)
@@ -102,7 +105,7 @@ def paged_call(
             k[page, :, :written] = rng.normal(size=(kv_heads, written, head_dim))
             v[page, :, :written] = rng.normal(size=(kv_heads, written, head_dim))
     starts = np.concatenate([[0], np.cumsum([queries for queries, _ in rows])])
-    tokens = max(int(starts[-1]) + padding, 1)
+    tokens = tokens or max(int(starts[-1]) + padding, 1)
     q = rng.normal(size=(tokens, heads, head_dim))
     q[starts[-1] :] = np.nan
     scaled = jnp.asarray(rng.uniform(0.5, 2.0, (2, kv_heads)), jnp.float32)

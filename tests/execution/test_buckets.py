@@ -1,0 +1,87 @@
+"""Padded shapes: every plan has a bucket, and little of it is padding."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.execution.batch import pack
+from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+
+SLOTS, BUDGET = 24, 200
+
+
+def plan_of(slots: list[int], starts: list[int], counts: list[int]) -> StepPlan:
+    return StepPlan(
+        np.array(slots, np.int32),
+        np.array(starts, np.int32),
+        np.array(counts, np.int32),
+        np.ones(len(slots), bool),
+        np.ones(len(slots), np.int64),
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 16, 17, 32, 100, 256, 8192])
+def test_ladders_reach_their_limit(limit: int) -> None:
+    for sizes in (default_decode_sizes(limit), default_token_sizes(limit)):
+        assert sizes[-1] == limit and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1
+        assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=SLOTS))
+def test_every_plan_fits_its_bucket(counts: list[int]) -> None:
+    buckets = BucketSet(SLOTS, BUDGET)
+    while sum(counts) > BUDGET:
+        counts = [max(1, count // 2) for count in counts]
+    plan = plan_of(list(range(len(counts))), [0] * len(counts), counts)
+    bucket = buckets.pick(plan)
+    assert bucket in set(buckets)
+    assert bucket.num_rows >= len(plan) and bucket.num_tokens >= plan.total_tokens
+    assert bucket.decode_only == all(count == 1 for count in counts)
+    smaller = [b for b in buckets if b.decode_only == bucket.decode_only and b < bucket]
+    assert all(b.num_tokens < plan.total_tokens for b in smaller)
+
+
+def test_sizes_that_do_not_reach_are_refused() -> None:
+    with pytest.raises(ValueError, match="decode_sizes must be positive and reach 24"):
+        BucketSet(SLOTS, BUDGET, decode_sizes=[8])
+    with pytest.raises(ValueError, match="token_sizes must be positive and reach 200"):
+        BucketSet(SLOTS, BUDGET, token_sizes=[0, 100])
+
+
+def test_packing_lays_rows_out() -> None:
+    slots = SlotTable(4, 32, 4)
+    slots.tokens[:] = np.arange(32)
+    slots.num_known[:] = [10, 6, 0, 8, 0]
+    slots.page_table[:, 0] = [7, 8, 9, 5, 0]
+    plan = plan_of([3, 0, 1], [8, 6, 2], [1, 4, 3])
+    plan.samples[2] = False
+    batch = pack(plan, slots, BucketSet(4, 12, token_sizes=[12]).pick(plan))
+    # Slot 3 knows 8 tokens, so the one at position 8 is on the device only.
+    assert batch.tokens.tolist() == [NO_TOKEN, 6, 7, 8, 9, 2, 3, 4, 0, 0, 0, 0]
+    assert batch.positions.tolist() == [8, 6, 7, 8, 9, 2, 3, 4, 0, 0, 0, 0]
+    assert batch.row_of_token.tolist()[:8] == [0, 1, 1, 1, 1, 2, 2, 2]
+    assert batch.query_start.tolist() == [0, 1, 5, 8, 8]
+    assert batch.kv_len.tolist() == [9, 10, 5, 0]
+    assert batch.slots.tolist() == [3, 0, 1, 4] and batch.sample_slots.tolist() == [3, 0, 4, 4]
+    assert batch.sample_index.tolist()[:3] == [0, 4, 7]
+    assert batch.page_table[:, 0].tolist() == [5, 7, 8, 0]
+
+
+def test_a_batch_shares_no_memory_with_the_tables() -> None:
+    """XLA may still read a batch after the tables have moved on."""
+    slots = SlotTable(4, 32, 4)
+    plan = plan_of([0, 1], [0, 0], [1, 1])
+    batch = pack(plan, slots, BucketSet(4, 4).pick(plan))
+    for value in vars(batch).values():
+        assert not any(
+            np.shares_memory(value, column)
+            for column in (*vars(slots).values(), *vars(plan).values())
+            if isinstance(column, np.ndarray)
+        )

@@ -1,0 +1,91 @@
+"""The compiled kernels against the reference in float32, NaN wherever they may not read."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_cases import FP8, assert_close, paged_call
+
+from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
+
+RAGGED_ROWS = [(300, 1000), (1, 2500), (0, 0), (1, 1), (7, 70), (128, 128), (1, 0)]
+DECODE_ROWS = [(1, n) for n in (1, 15, 16, 17, 64, 65, 0, 1000, 5000)]
+OPTIONS = {"window": 100, "soft_cap": 5.0, "sinks": True}
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32, "fp8": FP8}
+
+
+def _setup(dtype: str, head_dim: int, options: dict) -> dict:
+    fp8 = dtype == "fp8"
+    return {
+        "dtype": jnp.bfloat16 if fp8 else DTYPES[dtype],
+        "page_dtype": DTYPES[dtype],
+        "scales": fp8,
+        "head_dim": head_dim,
+        "heads": 8,
+        "kv_heads": 2,
+        **options,
+    }
+
+
+def _ragged(implementation: str, setup: dict) -> None:
+    call = paged_call(RAGGED_ROWS, padding=9, **setup)
+    actual = ragged_paged_attention(*call.ragged, **call.options, implementation=implementation)
+    wide = call.wide()
+    expected = reference.ragged_paged_attention(*wide.ragged, **wide.options)
+    assert_close(actual, expected, call.q.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), list(itertools.product(DTYPES, (64, 80, 96, 128, 256)))
+)
+def test_triton_ragged(dtype: str, head_dim: int, options: dict) -> None:
+    _ragged("triton", _setup(dtype, head_dim, options))
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mosaic_ragged(dtype: str, head_dim: int, page_size: int, options: dict) -> None:
+    _ragged("mosaic_gpu", {**_setup(dtype, head_dim, options), "page_size": page_size})
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), list(itertools.product(DTYPES, (64, 80, 96, 128, 256)))
+)
+def test_triton_decode(dtype: str, head_dim: int, options: dict) -> None:
+    call = paged_call(DECODE_ROWS, **_setup(dtype, head_dim, options))
+    actual = paged_decode_attention(*call.decode, **call.options, implementation="triton")
+    wide = call.wide()
+    expected = reference.paged_decode_attention(*wide.decode, **wide.options)
+    assert_close(actual, expected, call.q.dtype)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 7, 16])
+def test_triton_page_sizes_and_groups(page_size: int, group: int) -> None:
+    setup = _setup("bfloat16", 128, {"page_size": page_size, "heads": 2 * group})
+    _ragged("triton", setup)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_kv_write_is_exact_and_in_place(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    new = [jnp.asarray(rng.normal(size=(64, 8, 128)) * 200, jnp.bfloat16) for _ in range(2)]
+    slots = jnp.asarray(rng.permutation(200)[:64] - 10, jnp.int32)
+    zeros = [jnp.zeros((12, 8, 16, 128), DTYPES[dtype]) for _ in range(2)]
+    expected = reference.kv_write(*new, *zeros, slots)
+    pages = [jnp.zeros_like(z) for z in zeros]
+    where = [p.unsafe_buffer_pointer() for p in pages]
+    actual = jax.jit(kv_write, donate_argnums=(2, 3))(*new, *pages, slots)
+    assert [a.unsafe_buffer_pointer() for a in actual] == where
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert bool((mine.astype(jnp.float32) == theirs.astype(jnp.float32)).all())

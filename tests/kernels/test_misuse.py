@@ -1,0 +1,155 @@
+"""A wrong call is refused with the name of the argument at fault."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    check_page_table,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+)
+from pallas_kernels.arguments import Case
+from pallas_kernels.implementation import choose
+
+
+def zeros(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def good() -> dict:
+    """Arguments of a correct ragged call: T=5, R=2, P=4, S=16, M=2, N=4, K=2, H=16."""
+    return {
+        "q": zeros(5, 4, 16),
+        "k_pages": zeros(4, 2, 16, 16),
+        "v_pages": zeros(4, 2, 16, 16),
+        "page_table": zeros(2, 2, dtype=jnp.int32),
+        "query_start": jnp.asarray([0, 2, 5], jnp.int32),
+        "kv_len": jnp.asarray([2, 9], jnp.int32),
+    }
+
+
+WRONG = {
+    "q of rank 2": ({"q": zeros(5, 64)}, r"q has 2 dimensions .* \[T,N,H\]"),
+    "int q": ({"q": zeros(5, 4, 16, dtype=jnp.int32)}, "q has dtype int32; allowed: bfloat16"),
+    "head dim": ({"q": zeros(5, 4, 32)}, "q has head dim 32; expected that of k_pages, 16"),
+    "heads": ({"q": zeros(5, 3, 16)}, "q has N = 3 heads; expected a multiple of the K = 2"),
+    "no tokens": ({"q": zeros(0, 4, 16)}, "q has no tokens"),
+    "int pages": ({"k_pages": zeros(4, 2, 16, 16, dtype=jnp.int8)}, "k_pages has dtype int8"),
+    "v shape": ({"v_pages": zeros(4, 2, 8, 16)}, "v_pages has shape"),
+    "v dtype": ({"v_pages": zeros(4, 2, 16, 16, dtype=jnp.bfloat16)}, "v_pages has dtype bfloat16"),
+    "table dtype": ({"page_table": zeros(2, 2)}, "page_table has dtype float32; allowed: int32"),
+    "table rank": ({"page_table": zeros(2, dtype=jnp.int32)}, "page_table has 1 dimensions"),
+    "lengths": ({"kv_len": zeros(3, dtype=jnp.int32)}, r"kv_len has shape \(3,\); expected \[R\]"),
+    "starts": ({"query_start": zeros(2, dtype=jnp.int32)}, r"query_start has shape \(2,\)"),
+    "window": ({"window": 0}, "window is 0; expected None or a positive int"),
+    "soft cap": ({"soft_cap": -1.0}, "soft_cap is -1.0"),
+    "scale": ({"scale": float("nan")}, "scale is nan"),
+    "sinks": ({"sinks": zeros(2)}, r"sinks has shape \(2,\); expected \[N\] = \(4,\)"),
+    "one scale": ({"k_scale": zeros(2)}, "k_scale and v_scale must be given together"),
+    "scale shape": ({"k_scale": zeros(3), "v_scale": zeros(2)}, r"k_scale has shape \(3,\)"),
+    "name": ({"implementation": "cuda"}, "implementation is 'cuda'; allowed: auto, mosaic_gpu"),
+    "no gpu": ({"implementation": "triton"}, "triton needs a GPU and the platform is cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_ragged_refuses(name: str) -> None:
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(**{**good(), **change})
+
+
+def test_decode_refuses_another_number_of_rows() -> None:
+    arguments = good()
+    del arguments["query_start"]
+    with pytest.raises(ValueError, match="q has 5 rows; expected the R = 2 rows of page_table"):
+        paged_decode_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": zeros(5, 3, 16)}, "k has shape"),
+        ({"v": zeros(5, 2, 16, dtype=jnp.bfloat16)}, "v has dtype bfloat16"),
+        ({"slot_mapping": zeros(4, dtype=jnp.int32)}, "slot_mapping has shape"),
+        ({"slot_mapping": zeros(5)}, "slot_mapping has dtype float32"),
+    ],
+)
+def test_kv_write_refuses(change: dict, message: str) -> None:
+    arguments = {
+        "k": zeros(5, 2, 16),
+        "v": zeros(5, 2, 16),
+        "k_pages": zeros(4, 2, 16, 16),
+        "v_pages": zeros(4, 2, 16, 16),
+        "slot_mapping": zeros(5, dtype=jnp.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        kv_write(**{**arguments, **change})
+
+
+def gpu_case(**change) -> Case:
+    fields = {
+        "op": "decode",
+        "platform": "gpu",
+        "query_dtype": jnp.dtype(jnp.bfloat16),
+        "page_dtype": jnp.dtype(jnp.bfloat16),
+        "T": 8,
+        "R": 8,
+        "P": 1024,
+        "S": 16,
+        "M": 64,
+        "N": 32,
+        "K": 8,
+        "H": 128,
+    }
+    return Case(**{**fields, **change})
+
+
+FP8_ARRAY = {"page_dtype": jnp.dtype(jnp.float8_e4m3fn), "P": 3 * 2**31 // 2 // (8 * 16 * 128)}
+
+
+@pytest.mark.parametrize(
+    ("requested", "change", "message"),
+    [
+        ("triton", {"S": 24}, "page size S = 24; allowed: (16, 32, 64, 128)"),
+        ("triton", {"H": 72}, "head dim is 72; allowed: multiples of 16"),
+        ("triton", {"N": 136}, "17 heads per kv head; allowed: 1 to 16"),
+        ("triton", {"query_dtype": jnp.dtype(jnp.float64)}, "dtypes are float64"),
+        ("triton", FP8_ARRAY, "one-byte page arrays from 2 to 4 GiB are not addressable"),
+        ("mosaic_gpu", {}, "no mosaic_gpu kernel for decode"),
+        ("mosaic_gpu", {"op": "ragged", "H": 96}, "head dim is 96; allowed: 64, 128 or 256"),
+        ("mosaic_gpu", {"op": "ragged", **FP8_ARRAY}, "allowed: bfloat16 or float16 for both"),
+    ],
+)
+def test_named_implementation_never_falls_through(
+    requested: str, change: dict, message: str
+) -> None:
+    case = gpu_case(**change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose(requested, case)
+    assert choose("auto", case) in ("triton", "xla")
+
+
+def test_auto_follows_the_table() -> None:
+    assert choose("auto", gpu_case()) == "triton"
+    assert choose("auto", gpu_case(S=24)) == "xla"
+    assert choose("auto", gpu_case(platform="cpu")) == "xla"
+    assert choose("auto", gpu_case(platform="tpu")) == "xla"
+
+
+def test_page_table_check_names_the_entry() -> None:
+    table, lengths = np.array([[0, 1], [3, 99]]), np.array([20, 16])
+    check_page_table(table, lengths, num_pages=4, page_size=16)
+    with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 99; allowed: 0 to P-1 = 3"):
+        check_page_table(table, np.array([20, 17]), num_pages=4, page_size=16)
+    with pytest.raises(ValueError, match=r"kv_len\[0\] is 33; allowed: 0 to M\*S = 32"):
+        check_page_table(table, np.array([33, 0]), num_pages=4, page_size=16)
+    with pytest.raises(ValueError, match="row 1 has 4 queries but kv_len 3"):
+        check_page_table(table, np.array([1, 3]), 4, 16, query_start=np.array([0, 1, 5]))

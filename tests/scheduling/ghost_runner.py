@@ -1,0 +1,193 @@
+"""A device without a model: each KV cell holds a digest of the prefix it was computed from.
+
+What a real step would read from the cache is compared, position by position, with what the
+sequence's own prefix must have left there. No floats and no programs, so thousands of schedules a
+minute; and a page that is lost, shared wrongly or reused too early shows at the first read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.buckets import BucketSet
+from jaxserve.request import Request
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+
+EMPTY = 0
+GARBAGE = 1
+ALPHABET = (0, 1)
+
+
+def root_digest(cache_salt: str) -> int:
+    """What the first token of a sequence is computed from."""
+    return hash((crc32(cache_salt.encode()), 7))
+
+
+def extend(digest: int, token: int) -> int:
+    """Digest of a prefix with one more token; what is computed from garbage is garbage."""
+    return GARBAGE if digest in (EMPTY, GARBAGE) else hash((digest, token))
+
+
+def draw(seed: int, digest: int, banned: tuple[int, ...]) -> int:
+    """The next token: a pure function of seed and prefix, over two tokens so that prefixes meet."""
+    token = hash((seed, digest, 3)) >> 11 & 1
+    return 1 - token if token in banned and 1 - token not in banned else token
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A request served alone, by iterating `draw`.
+
+    Attributes:
+        tokens: prompt and output.
+        digests: int64[len(tokens)], what each position's cell must hold.
+        stopped: whether a stop token ended it, not its length.
+    """
+
+    tokens: list[int]
+    digests: np.ndarray
+    stopped: bool
+
+
+def oracle(request: Request) -> Expected:
+    """Serve a request alone, without pages, steps or neighbours."""
+    prompt = request.prompt_token_ids.tolist()
+    tokens, digests, stopped = list(prompt), [], False
+    digest = root_digest(request.cache_salt)
+    for token in prompt:
+        digest = extend(digest, token)
+        digests.append(digest)
+    while not stopped and len(tokens) < request.max_length:
+        early = len(tokens) < len(prompt) + request.sampling.min_tokens
+        token = draw(request.seed, digest, request.stop_token_ids if early else ())
+        tokens.append(token)
+        digest = extend(digest, token)
+        digests.append(digest)
+        stopped = token in request.stop_token_ids and not early
+    return Expected(tokens, np.array(digests, np.int64), stopped)
+
+
+@dataclass(frozen=True)
+class GhostStep:
+    """A submitted step: its plan, i32[R] tokens and bool[R] ok."""
+
+    plan: StepPlan
+    token_ids: np.ndarray
+    ok: np.ndarray
+
+
+class GhostRunner:
+    """Executes packed steps in the order of their submission.
+
+    Args:
+        slots: the slot table; the runner looks up whose prefix a row must read.
+        buckets: padded shapes.
+        num_pages: pages of the ghost cache, the null page included.
+    """
+
+    def __init__(self, slots: SlotTable, buckets: BucketSet, num_pages: int) -> None:
+        self.slots = slots
+        self.buckets = buckets
+        self.num_cells = num_pages * slots.page_size
+        self.expected: dict[object, Expected] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Lose everything."""
+        self._cells = np.full(self.num_cells, EMPTY, np.int64)
+        self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
+        self._poisoned: set[tuple[int, int]] = set()
+
+    def submit(self, plan: StepPlan, poison: int | None = None) -> GhostStep:
+        """Run a step; `poison` is a row whose values become NaN from this step on."""
+        bucket = self.buckets.pick(plan)
+        batch = pack(plan, self.slots, bucket)
+        assert len(batch.tokens) == bucket.num_tokens and len(batch.slots) == bucket.num_rows
+        owners = list(zip(plan.slots.tolist(), plan.generations.tolist(), strict=True))
+        if poison is not None:
+            self._poisoned.add(owners[poison])
+        poisoned = np.array([owner in self._poisoned for owner in owners])
+        _check_padding(batch, len(plan), self.slots.num_slots, bucket.decode_only)
+        self._write(batch, poisoned)
+        token_ids = self._read(batch, poisoned)
+        self._last_token[batch.sample_slots[: len(plan)]] = token_ids
+        # What a padding row computes means nothing; it must do no harm whatever it is.
+        padding = plan.slots == self.slots.num_slots
+        return GhostStep(plan, token_ids, ~poisoned & ~padding)
+
+    def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
+        """The cells of a row's positions, int32[len(positions)], through its page table."""
+        size = self.slots.page_size
+        pages = batch.page_table[row, positions // size]
+        null = batch.slots[row] == self.slots.num_slots
+        assert np.all((pages == 0) == null), "a real row uses the null page, or a null row another"
+        return pages * size + positions % size
+
+    def _write(self, batch: StepBatch, poisoned: np.ndarray) -> None:
+        """Compute and store all tokens of all rows; rows see the cache as it was before."""
+        writes: dict[int, int] = {}
+        for row in range(len(poisoned)):
+            first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+            slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
+            positions = batch.positions[first:last]
+            assert last > first, "a row without tokens"
+            assert np.array_equal(positions, np.arange(kv_len - last + first, kv_len))
+            assert np.all(batch.row_of_token[first:last] == row)
+            cells = self._cells_of(batch, row, positions)
+            if slot == self.slots.num_slots:
+                continue
+            digest = self._digest_before(batch, row, int(positions[0]))
+            if poisoned[row]:
+                digest = GARBAGE
+            tokens = batch.tokens[first:last]
+            tokens = np.where(tokens == NO_TOKEN, self._last_token[slot], tokens)
+            assert np.isin(tokens, ALPHABET).all(), "a token from nowhere"
+            for cell, token in zip(cells.tolist(), tokens.tolist(), strict=True):
+                assert cell not in writes, "two tokens of one step in one cell"
+                digest = writes[cell] = extend(digest, token)
+        self._cells[list(writes.keys())] = list(writes.values())
+
+    def _digest_before(self, batch: StepBatch, row: int, position: int) -> int:
+        if position == 0:
+            sequence = self.slots.sequences[int(batch.slots[row])]
+            return root_digest(sequence.request.cache_salt)
+        return int(self._cells[self._cells_of(batch, row, np.array([position - 1]))[0]])
+
+    def _read(self, batch: StepBatch, poisoned: np.ndarray) -> np.ndarray:
+        """Check every position that the rows attend to; the tokens drawn, int32[R]."""
+        token_ids = np.zeros(len(poisoned), np.int32)
+        for row in range(len(poisoned)):
+            slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
+            if slot == self.slots.num_slots or poisoned[row]:
+                continue
+            expected = self.expected[self.slots.sequences[slot]]
+            found = self._cells[self._cells_of(batch, row, np.arange(kv_len))]
+            assert kv_len < self.slots.stop_length[slot], "computed what only a next token needs"
+            # After a stop token, unknown as yet to the host, nobody reads what is computed.
+            length = min(kv_len, len(expected.digests))
+            assert np.array_equal(found[:length], expected.digests[:length]), (
+                f"slot {slot} reads what is not its prefix: {found} for {expected.digests[:kv_len]}"
+            )
+            early = kv_len < batch.min_length[row]
+            stops = tuple(batch.stop_token_ids[row].tolist()) if early else ()
+            seed = int(batch.seed[row, 0]) << 32 | int(batch.seed[row, 1])
+            token_ids[row] = draw(seed, int(found[-1]), stops)
+        return token_ids
+
+
+def _check_padding(batch: StepBatch, num_rows: int, null_slot: int, decode_only: bool) -> None:
+    """Rows past the plan's own nothing, read nothing and keep no token."""
+    num_tokens = int(batch.query_start[num_rows])
+    assert np.all(batch.query_start[num_rows:] == num_tokens)
+    assert np.all(batch.slots[num_rows:] == null_slot)
+    assert np.all(batch.sample_slots[num_rows:] == null_slot)
+    assert np.all(batch.kv_len[num_rows:] == 0)
+    assert not batch.page_table[num_rows:].any()
+    assert np.array_equal(batch.sample_index[:num_rows], batch.query_start[1 : num_rows + 1] - 1)
+    if decode_only:
+        assert np.array_equal(batch.query_start[:num_rows], np.arange(num_rows))

@@ -1,0 +1,102 @@
+"""A scheduler with a trivial device, for tests that look at one behaviour at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler, StepResult
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+
+DRAWN = 7
+
+
+def prompt(length: int, first: int = 100) -> np.ndarray:
+    """int32[length] of distinct tokens."""
+    return np.arange(first, first + length, dtype=np.int32)
+
+
+class Served:
+    """A scheduler whose device draws `DRAWN` for every row.
+
+    Args:
+        pages: usable pages.
+        slots: slots.
+        page_size: tokens a page.
+        budget: tokens a step; None for plenty.
+        lag: commit each step after the next was scheduled, as the engine does.
+        make: the scheduler's class.
+        options: more arguments of it.
+    """
+
+    def __init__(
+        self, pages=64, slots=4, page_size=4, budget=None, lag=False, make=Scheduler, **options
+    ) -> None:
+        self.pool = PagePool(pages + 1, page_size)
+        self.slots = SlotTable(slots, 256, page_size)
+        tokens = 1024 if budget is None else budget
+        self.scheduler = make(self.pool, self.slots, max_num_batched_tokens=tokens, **options)
+        self.lag = lag
+        self.in_flight: StepPlan | None = None
+        self.num_added = 0
+        self.nan_slots: set[int] = set()
+
+    def add(self, tokens, max_tokens=4, salt="", priority=0, stops=(), min_tokens=0) -> Sequence:
+        """Queue a prompt: its tokens, or its length."""
+        tokens = prompt(tokens) if isinstance(tokens, int) else np.asarray(tokens, np.int32)
+        request = Request(
+            request_id=str(self.num_added),
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+            seed=0,
+            stop_token_ids=stops,
+            max_length=len(tokens) + max_tokens,
+            priority=priority,
+            cache_salt=salt,
+        )
+        sequence = Sequence(request, arrival=self.num_added, token_ids=tokens)
+        self.num_added += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> tuple[StepPlan | None, StepResult | None]:
+        """One step; its plan, and what was committed in it."""
+        plan = self.scheduler.schedule()
+        before, self.in_flight = (self.in_flight, plan) if self.lag else (plan, None)
+        result = None
+        if before is not None:
+            ok = np.array([slot not in self.nan_slots for slot in before.slots.tolist()])
+            result = self.scheduler.commit(before, np.full(len(before), DRAWN, np.int32), ok)
+        self.scheduler.check()
+        return plan, result
+
+    def run(self, steps: int = 1000) -> list[Sequence]:
+        """Step until nothing is left; the sequences in the order of their ends."""
+        ended: list[Sequence] = []
+        while self.scheduler.has_work or self.in_flight is not None:
+            assert steps > 0, "no end in sight"
+            steps -= 1
+            result = self.step()[1]
+            ended += [] if result is None else result.finished
+        self.assert_idle()
+        return ended
+
+    def serve(self, tokens, **options) -> Sequence:
+        """Add one prompt and run until it has ended."""
+        sequence = self.add(tokens, **options)
+        self.run()
+        assert sequence.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        return sequence
+
+    def assert_idle(self) -> None:
+        """Nothing is held."""
+        assert self.pool.num_free == self.pool.num_usable
+        assert self.slots.num_free == self.slots.num_slots
+        self.scheduler.check()
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.scheduler.running_sequences()

@@ -1,0 +1,136 @@
+"""Would the tests notice? Seeds bugs into copies of the scheduler and runs the tests on each.
+
+Run by hand, from the repository's root; takes minutes, and changes nothing in the repository:
+
+    python -m tests.scheduling.mutants [--jobs 2] [--only NAME]
+
+Every bug is tried first on the random schedules that every test run has (the same examples), and
+if those stay clean on the unit tests. A bug whose source text has gone is an error: write it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TIMEOUT_S = 900
+
+
+class Outcome(NamedTuple):
+    """How one bug fared: "machine", "unit tests" or "" where nothing noticed it."""
+
+    name: str
+    killed_by: str
+    seconds: float
+    evidence: str
+
+
+def load_bugs() -> list:
+    """`BUGS` of the module beside this one."""
+    spec = importlib.util.spec_from_file_location("seeded_bugs", HERE / "seeded_bugs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["seeded_bugs"] = module
+    spec.loader.exec_module(module)
+    return list(module.BUGS)
+
+
+def copy_project(target: Path) -> None:
+    """The sources under test, and the tests."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "demo_model", "mutants.py")
+    shutil.copytree(ROOT / "jaxserve", target / "jaxserve", ignore=ignore)
+    shutil.copytree(HERE, target / "tests" / "scheduling", ignore=ignore)
+
+
+def seed_bug(target: Path, file: str, old: str, new: str) -> None:
+    """Replace the one occurrence of `old`."""
+    path = target / "jaxserve" / file
+    text = path.read_text()
+    if text.count(old) != 1:
+        raise SystemExit(f"{file} has {text.count(old)} times, not once:\n{old}")
+    path.write_text(text.replace(old, new))
+
+
+def failure(target: Path, arguments: list[str]) -> str:
+    """Run Python in the copy; the last line of its complaint, or "" if it had none."""
+    environment = os.environ | {"PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=target,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {TIMEOUT_S} s"
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["?"])[-1]
+
+
+def try_bug(bug) -> Outcome:
+    """Copy, seed, run."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder)
+        copy_project(target)
+        if bug is not None:
+            for old, new in bug.edits:
+                seed_bug(target, bug.file, old, new)
+        machine = "tests/scheduling/scheduler_machine.py"
+        options = ["--examples", "500", "--derandomize", "--no-shrink"]
+        killed_by, evidence = "machine", failure(target, [machine, *options])
+        if not evidence:
+            tests = sorted(path.name for path in HERE.glob("test_*.py"))
+            tests.remove("test_scheduler_machine.py")
+            paths = [f"tests/scheduling/{name}" for name in tests]
+            command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+            killed_by, evidence = "unit tests", failure(target, command)
+        killed_by = killed_by if evidence else ""
+    name = "(no bug)" if bug is None else bug.name
+    return Outcome(name, killed_by, time.perf_counter() - started, evidence)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", help="only bugs whose name contains this")
+    arguments = parser.parse_args()
+    bugs = [bug for bug in load_bugs() if (arguments.only or "") in bug.name]
+    clean = try_bug(None)
+    if clean.killed_by:
+        print(f"the tests fail without any bug: {clean.evidence}")
+        return 1
+    outcomes = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for outcome in pool.map(try_bug, bugs):
+            outcomes.append(outcome)
+            verdict = outcome.killed_by or "SURVIVED"
+            print(
+                f"{outcome.name:<48} {verdict:<10} {outcome.seconds:5.1f} s  "
+                f"{outcome.evidence[:80]}",
+                flush=True,
+            )
+    by_machine = sum(outcome.killed_by == "machine" for outcome in outcomes)
+    killed = sum(bool(outcome.killed_by) for outcome in outcomes)
+    print(f"\nrandom schedules noticed {by_machine} of {len(outcomes)} bugs, all tests {killed}")
+    return 0 if killed >= 0.95 * len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

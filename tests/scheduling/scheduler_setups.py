@@ -1,0 +1,70 @@
+"""The configurations under which random schedules are tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.static import StaticScheduler
+
+MAX_MODEL_LEN = 48
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration; `kind` is "continuous", "static" or "padded"."""
+
+    kind: str
+    page_size: int
+    num_tokens: int
+    num_slots: int
+    spare_budget: int
+    threshold: int
+    prefix_caching: bool
+    policy: str
+    asynchronous: bool
+
+    @property
+    def num_pages(self) -> int:
+        """Few enough that preemption is frequent."""
+        return 2 + self.num_tokens // self.page_size
+
+    @property
+    def budget(self) -> int:
+        return self.num_slots + self.spare_budget
+
+    def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
+        """The scheduler under test."""
+        if self.kind == "continuous":
+            return Scheduler(
+                pool,
+                slots,
+                max_num_batched_tokens=self.budget,
+                long_prefill_token_threshold=self.threshold,
+                enable_prefix_caching=self.prefix_caching,
+                policy=self.policy,
+            )
+        return StaticScheduler(
+            pool,
+            slots,
+            max_num_batched_tokens=self.budget,
+            padded=self.kind == "padded",
+        )
+
+
+SETUPS = st.builds(
+    Setup,
+    kind=st.sampled_from(["continuous"] * 6 + ["static", "padded"]),
+    page_size=st.sampled_from([1, 4, 4, 16]),
+    num_tokens=st.integers(8, 64),
+    num_slots=st.integers(1, 6),
+    spare_budget=st.integers(0, 24),
+    threshold=st.sampled_from([0, 0, 1, 3, 8]),
+    prefix_caching=st.sampled_from([True, True, True, False]),
+    policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    asynchronous=st.sampled_from([True, True, True, False]),
+)

@@ -1,0 +1,396 @@
+"""Bugs that a paged scheduler could have, as replacements in its source (see mutants)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """A name, a file under jaxserve/, and (old, new) texts, each old one occurring once."""
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+
+
+def bug(name: str, file: str, *texts: str) -> Bug:
+    return Bug(name, file, tuple(zip(texts[::2], texts[1::2], strict=True)))
+
+
+POOL = "scheduling/page_pool.py"
+SCHEDULER = "scheduling/scheduler.py"
+SLOTS = "scheduling/slot_table.py"
+WAITING = "scheduling/waiting.py"
+STATIC = "scheduling/static.py"
+BATCH = "execution/batch.py"
+
+POOL_BUGS = (
+    bug(
+        "the null page is handed out",
+        POOL,
+        "np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)",
+        "np.arange(self.num_pages - 2, -1, -1, dtype=np.int32)",
+    ),
+    bug("the key of an evicted page stays", POOL, "del page_of[key_of[page]]", "pass"),
+    bug("an evicted page keeps its key", POOL, "            key_of[page] = None\n", ""),
+    bug("an evicted page counts as cached", POOL, "self._cached[pages] = False", "pass"),
+    bug("a hit stays evictable", POOL, "self._evictable.pop(page, None)", "pass"),
+    bug("a hit is not counted", POOL, "self.ref_count[pages] += 1", "pass"),
+    bug("allocated pages are not counted", POOL, "self.ref_count[pages] = 1", "pass"),
+    bug(
+        "a shared page is freed by the first to leave",
+        POOL,
+        "idle = pages[self.ref_count[pages] == 0]",
+        "idle = pages[self.ref_count[pages] <= 1]",
+    ),
+    bug("release loses blank pages", POOL, "self._num_blank += len(blank)", "pass"),
+    bug(
+        "match jumps over a missing page",
+        POOL,
+        "            if page is None:\n                break\n            pages.append(page)",
+        "            if page is not None:\n                pages.append(page)",
+    ),
+    bug(
+        "a key is published twice",
+        POOL,
+        "if page_of.setdefault(key, page) == page:",
+        "page_of[key] = page\n            if True:",
+    ),
+    bug("a page's key leaves out its parent", POOL, "blake2b(parent + data", "blake2b(data"),
+    bug("keys leave out the salt", POOL, "blake2b(cache_salt.encode(), ", "blake2b(b'', "),
+    bug("a lost cache keeps its keys", POOL, "self.page_of.clear()", "pass"),
+    bug(
+        "a lost cache is not forgotten",
+        POOL,
+        "        for page in self._evictable:\n            self._blank",
+        "        return\n        for page in self._evictable:\n            self._blank",
+    ),
+    bug(
+        "the head of a prefix is evicted first",
+        POOL,
+        "dict.fromkeys(reversed(idle[cached].tolist()))",
+        "dict.fromkeys(idle[cached].tolist())",
+    ),
+    bug("the newest page is evicted first", POOL, "popitem(last=False)", "popitem(last=True)"),
+)
+
+SCHEDULE_BUGS = (
+    bug(
+        "pages are released twice",
+        SCHEDULER,
+        "self.pool.release(self.slots.release(slot))",
+        "pages = self.slots.release(slot)\n"
+        "            self.pool.release(pages)\n"
+        "            self.pool.release(pages)",
+    ),
+    bug(
+        "preemption leaks the pages",
+        SCHEDULER,
+        "        self._vacate([slot])\n        self.waiting.push(sequence)",
+        "        self.slots.release(slot)\n"
+        "        self._running = self._running[self._running != slot]\n"
+        "        self.waiting.push(sequence)",
+    ),
+    bug(
+        "an abort in the middle of a prompt leaks the pages",
+        SCHEDULER,
+        "            self._vacate([sequence.slot])\n        return True",
+        "            slot = sequence.slot\n"
+        "            if self.slots.num_computed[slot] < sequence.num_prompt:\n"
+        "                self.slots.release(slot)\n"
+        "                self._running = self._running[self._running != slot]\n"
+        "            else:\n"
+        "                self._vacate([slot])\n"
+        "        return True",
+    ),
+    bug(
+        "what was computed survives preemption",
+        SCHEDULER,
+        "self.slots.num_computed[slot] = cached",
+        "self.slots.num_computed[slot] = cached if sequence.num_cached < 0 else end - 1",
+    ),
+    bug(
+        "a full hit leaves nothing to compute",
+        SCHEDULER,
+        "keys[: (len(sequence.token_ids) - 1) // size]",
+        "keys[: len(sequence.token_ids) // size]",
+    ),
+    bug(
+        "a partial page is published",
+        SCHEDULER,
+        "full = (plan.starts + plan.num_tokens) // size",
+        "full = -(-(plan.starts + plan.num_tokens) // size)",
+    ),
+    bug(
+        "pages of the step in flight are published",
+        SCHEDULER,
+        "full = (plan.starts + plan.num_tokens) // size",
+        "full = table.num_computed[plan.slots] // size",
+    ),
+    bug(
+        "pages are published before they are computed",
+        SCHEDULER,
+        "        table.num_pending[slots] += samples\n",
+        "        table.num_pending[slots] += samples\n"
+        "        for slot in slots.tolist():\n"
+        "            one = table.sequences[slot]\n"
+        "            count = int(table.num_computed[slot]) // self.pool.page_size\n"
+        "            pages = table.page_table[slot, :count].tolist()\n"
+        "            keys = one.page_keys[:count]\n"
+        "            self.pool.publish(pages[: len(keys)], keys)\n",
+    ),
+    bug("pages of a NaN row are published", SCHEDULER, "(plan, live & ok)", "(plan, live)"),
+    bug(
+        "an oversize request is accepted",
+        SCHEDULER,
+        "needed > self.pool.num_usable",
+        "needed > self.pool.num_usable + 1",
+    ),
+    bug(
+        "a request beyond max_model_len is accepted",
+        SCHEDULER,
+        " or length > self.slots.max_model_len",
+        "",
+    ),
+    bug(
+        "the generation check is dropped",
+        SCHEDULER,
+        "live = table.generation[plan.slots] == plan.generations",
+        "live = table.generation[plan.slots] > 0",
+    ),
+    bug(
+        "the head is preempted",
+        SCHEDULER,
+        "self._preempt(int(running[-1]))",
+        "self._preempt(int(running[0]))",
+    ),
+    bug(
+        "a preempted sequence goes to the end of the queue",
+        SCHEDULER,
+        "        self.waiting.push(sequence)\n        self.num_preemptions += 1",
+        "        sequence.arrival += 1000\n"
+        "        self.waiting.push(sequence)\n"
+        "        self.num_preemptions += 1",
+    ),
+    bug(
+        "admission ignores the budget",
+        SCHEDULER,
+        "count = min(known - cached, budget, self.max_row_tokens)",
+        "count = min(known - cached, self.max_row_tokens)",
+    ),
+    bug(
+        "admission ignores the threshold",
+        SCHEDULER,
+        "count = min(known - cached, budget, self.max_row_tokens)",
+        "count = min(known - cached, budget)",
+    ),
+    bug(
+        "a long prompt takes the whole budget",
+        SCHEDULER,
+        "return need - extra + np.clip(spare - before, 0, extra)",
+        "return np.clip(self.max_num_batched_tokens - (np.cumsum(need) - need), 0, need)",
+    ),
+    bug(
+        "the budget is exceeded by one",
+        SCHEDULER,
+        "spare = self.max_num_batched_tokens - int",
+        "spare = self.max_num_batched_tokens + 1 - int",
+    ),
+    bug(
+        "a page is missing at a page's end",
+        SCHEDULER,
+        "short = -(-ends // self.pool.page_size)",
+        "short = ends // self.pool.page_size",
+    ),
+    bug(
+        "growing rows get each other's columns",
+        SCHEDULER,
+        "np.repeat(np.cumsum(counts) - counts, counts)",
+        "np.repeat(np.cumsum(counts) - counts[0], counts)",
+    ),
+    bug(
+        "admission counts hits as free pages",
+        SCHEDULER,
+        "free = self.pool.num_free - self.pool.num_evictable(hits)",
+        "free = self.pool.num_free",
+    ),
+    bug(
+        "admission does not look at free pages",
+        SCHEDULER,
+        "return needed + num_running <= free or num_running == 0",
+        "return True",
+    ),
+    bug(
+        "a blocked sequence waits until all have ended",
+        SCHEDULER,
+        "if sequence.blocked_at == self.pool.num_changes and num_running:",
+        "if sequence.blocked_at >= 0 and num_running:",
+    ),
+    bug(
+        "a blocked sequence does not see pages being cached",
+        POOL,
+        "key_of[page] is not None for page in pages]\n        self.num_changes += 1\n",
+        "key_of[page] is not None for page in pages]\n",
+    ),
+    bug(
+        "a small request overtakes one that waits for pages",
+        SCHEDULER,
+        "                sequence.blocked_at = self.pool.num_changes\n                break\n",
+        "                if len(self.waiting) < 2:\n"
+        "                    break\n"
+        "                first = self.waiting.pop()\n"
+        "                second = self.waiting.peek()\n"
+        "                self.waiting.push(first)\n"
+        "                if second is None or len(second.token_ids) > 1:\n"
+        "                    break\n"
+        "                second.arrival, first.arrival = first.arrival, second.arrival\n"
+        "                break\n",
+    ),
+    bug(
+        "an admitted sequence is last whatever its priority",
+        SCHEDULER,
+        "if self.waiting.by_priority:",
+        "if False:",
+    ),
+    bug(
+        "a token is drawn beyond the last",
+        SCHEDULER,
+        "        need[length >= table.stop_length[running]] = 0\n",
+        "",
+    ),
+)
+
+COMMIT_BUGS = (
+    bug(
+        "a NaN row's token is kept",
+        SCHEDULER,
+        "drawn = live & plan.samples & ok",
+        "drawn = live & plan.samples",
+    ),
+    bug(
+        "rows that draw nothing append a token",
+        SCHEDULER,
+        "drawn = live & plan.samples & ok",
+        "drawn = live & ok",
+    ),
+    bug(
+        "a NaN row does not end its sequence",
+        SCHEDULER,
+        "for slot in plan.slots[live & ~ok].tolist():",
+        "for slot in []:",
+    ),
+    bug(
+        "a NaN in a prompt's chunk is overlooked",
+        SCHEDULER,
+        "for slot in plan.slots[live & ~ok].tolist():",
+        "for slot in plan.slots[live & ~ok & plan.samples].tolist():",
+    ),
+    bug(
+        "min_tokens is ignored",
+        SCHEDULER,
+        "        is_stop &= known >= table.min_length[slots]\n",
+        "",
+    ),
+    bug(
+        "one token too many",
+        SCHEDULER,
+        "(known + 1 >= table.stop_length[slots])",
+        "(known >= table.stop_length[slots])",
+    ),
+    bug(
+        "a pending token stays pending",
+        SCHEDULER,
+        "        table.num_pending[slots] -= 1\n",
+        "",
+    ),
+    bug(
+        "an ended sequence can be ended again",
+        SCHEDULER,
+        "        if sequence.finish_reason is not None:\n            return False\n",
+        "",
+    ),
+    bug(
+        "stop tokens end nothing",
+        SCHEDULER,
+        "ends = is_stop | (known",
+        "ends = (known",
+    ),
+)
+
+TABLE_BUGS = (
+    bug(
+        "generations repeat",
+        SLOTS,
+        "        self._generations += 1\n",
+        "        self._generations = 1\n",
+    ),
+    bug("a released slot keeps its generation", SLOTS, "self.generation[slot] = 0", "pass"),
+    bug(
+        "a new sequence inherits a pending token",
+        SLOTS,
+        "        self.num_pending[slot] = 0\n",
+        "",
+    ),
+    bug("slots are lost", SLOTS, "self._free.append(slot)", "pass"),
+    bug(
+        "tokens of a preempted sequence are a view",
+        SLOTS,
+        "self.tokens[slot, : self.num_known[slot]].copy()",
+        "self.tokens[slot, : self.num_known[slot]]",
+    ),
+    bug(
+        "preemption loses the newest token",
+        SLOTS,
+        "self.tokens[slot, : self.num_known[slot]].copy()",
+        "self.tokens[slot, : max(sequence.num_prompt, self.num_known[slot] - 1)].copy()",
+    ),
+    bug(
+        "stop tokens of the slot's last sequence stay",
+        SLOTS,
+        "        self.stop_token_ids[slot] = NO_TOKEN\n        if stops:",
+        "        if stops:",
+    ),
+    bug("an aborted sequence still counts as waiting", WAITING, "_num_dead += 1", "_num_dead += 0"),
+    bug(
+        "an aborted sequence is admitted",
+        WAITING,
+        "if sequence.finish_reason is None:\n                return sequence",
+        "if True:\n                return sequence",
+    ),
+    bug("priority is ignored", WAITING, "sequence.request.priority if self.by_priority", "0 if 0"),
+)
+
+OTHER_BUGS = (
+    bug(
+        "a token in flight is read from the table",
+        BATCH,
+        "known = where < slots.num_known[owner]",
+        "known = where <= slots.num_known[owner]",
+    ),
+    bug(
+        "a static batch is refilled",
+        STATIC,
+        "        if self.num_running:\n            return take\n",
+        "        if self.num_running == self.batch_size:\n            return take\n",
+    ),
+    bug(
+        "a static batch holds pages for its prompts only",
+        STATIC,
+        "self._place(sequence, [], 0, length)",
+        "self._place(sequence, [], 0, len(sequence.token_ids))",
+    ),
+    bug(
+        "padding rows are taken for a sequence's",
+        STATIC,
+        "_NO_GENERATION = -1",
+        "_NO_GENERATION = 0",
+    ),
+    bug(
+        "a step of padding alone is lost",
+        STATIC,
+        "return padding if plan is None else _joined(plan, padding)",
+        "return None if plan is None else _joined(plan, padding)",
+    ),
+)
+
+BUGS = (*POOL_BUGS, *SCHEDULE_BUGS, *COMMIT_BUGS, *TABLE_BUGS, *OTHER_BUGS)

@@ -1,0 +1,135 @@
+"""PagePool: what is handed out, what is found again, what is forgotten first."""
+
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+
+from jaxserve.scheduling.page_pool import NULL_PAGE, PagePool
+
+
+def key(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=16).digest()
+
+
+def cached(pool: PagePool, names: str) -> np.ndarray:
+    """Allocate a page for each letter, publish it under that letter, release all at once."""
+    pages = pool.allocate(len(names))
+    for page, name in zip(pages.tolist(), names, strict=True):
+        pool.publish([page], [key(name)])
+    pool.release(pages)
+    return pages
+
+
+def found(pool: PagePool, names: str) -> str:
+    """Which of the letters are cached."""
+    return "".join(name for name in names if pool.match([key(name)]))
+
+
+def test_the_null_page_is_never_handed_out_and_every_other_page_once():
+    pool = PagePool(9, 4)
+    assert pool.num_usable == pool.num_free == 8
+    assert sorted(pool.allocate(8).tolist()) == list(range(1, 9))
+    assert pool.num_free == 0 and NULL_PAGE == 0
+    with pytest.raises(AssertionError):
+        pool.allocate(1)
+
+
+def test_a_pool_of_the_null_page_alone_is_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        PagePool(1, 4)
+
+
+def test_blank_pages_go_before_cached_ones():
+    pool = PagePool(7, 4)
+    cached(pool, "abc")
+    pool.allocate(3)
+    assert found(pool, "abc") == "abc" and pool.num_evictions == 0
+    pool.allocate(1)
+    assert len(found(pool, "abc")) == 2 and pool.num_evictions == 1
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head():
+    pool = PagePool(4, 4)
+    cached(pool, "abc")
+    for left in ("ab", "a", ""):
+        pool.allocate(1)
+        assert found(pool, "abc") == left
+
+
+def test_what_was_released_first_is_evicted_first():
+    pool = PagePool(5, 4)
+    cached(pool, "ab")
+    cached(pool, "cd")
+    pool.allocate(2)
+    assert found(pool, "abcd") == "cd"
+
+
+def test_a_hit_renews_a_page():
+    pool = PagePool(5, 4)
+    cached(pool, "ab")
+    cached(pool, "cd")
+    pages = pool.match([key("a"), key("b")])
+    pool.share(pages)
+    pool.release(np.array(pages, np.int32))
+    pool.allocate(2)
+    assert found(pool, "abcd") == "ab"
+
+
+def test_a_shared_page_is_free_only_when_the_last_holder_lets_go():
+    pool = PagePool(3, 4)
+    pages = pool.allocate(2)
+    pool.publish([int(pages[0])], [key("a")])
+    pool.share(pool.match([key("a")]))
+    pool.release(pages)
+    assert pool.num_free == 1
+    pool.release(pages[:1])
+    assert pool.num_free == 2 and found(pool, "a") == "a"
+
+
+def test_sharing_takes_a_page_out_of_reach_of_eviction():
+    pool = PagePool(4, 4)
+    cached(pool, "abc")
+    pages = pool.match([key("c")])
+    assert pool.num_evictable(pages) == 1
+    pool.share(pages)
+    assert pool.num_evictable(pages) == 0 and pool.num_free == 2
+    assert pages[0] not in pool.allocate(2).tolist()
+    assert found(pool, "abc") == "c"
+
+
+def test_match_ends_at_the_first_page_that_is_missing():
+    pool = PagePool(5, 4)
+    pages = cached(pool, "ac").tolist()
+    assert pool.match([key("a"), key("b"), key("c")]) == pages[:1]
+
+
+def test_a_key_keeps_its_first_page():
+    pool = PagePool(5, 4)
+    pages = pool.allocate(2).tolist()
+    pool.publish([pages[0]], [key("a")])
+    pool.publish([pages[1]], [key("a")])
+    assert pool.match([key("a")]) == pages[:1]
+    pool.check(pool.ref_count.copy())
+
+
+def test_clearing_the_cache_forgets_keys_and_keeps_holders():
+    pool = PagePool(6, 4)
+    cached(pool, "ab")
+    held = pool.allocate(2)
+    pool.publish([int(held[0])], [key("c")])
+    pool.clear_cache()
+    assert found(pool, "abc") == "" and pool.num_free == 3
+    pool.check(pool.ref_count.copy())
+    pool.release(held)
+    assert pool.num_free == pool.num_usable and found(pool, "abc") == ""
+    pool.check(pool.ref_count.copy())
+
+
+def test_check_names_what_is_wrong():
+    pool = PagePool(5, 4)
+    pages = pool.allocate(2)
+    with pytest.raises(AssertionError, match="reference counts differ"):
+        pool.check(np.zeros(5, np.int32))
+    pool.release(pages)
+    pool.check(np.zeros(5, np.int32))

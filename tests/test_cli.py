@@ -1,0 +1,194 @@
+"""The `jaxserve` command, as a user runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxserve
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.cli import ENGINE_FIELDS, SAMPLING_FIELDS, field_help, main, make_parser
+from tests.engine.checkpoint import save_checkpoint
+
+ROOT = Path(__file__).parent.parent
+# Few and small programs, so that they compile quickly.
+SMALL = (
+    "--max-num-seqs 4 --max-num-batched-tokens 32 --decode-sizes 4 --token-sizes 32 "
+    "--max-model-len 64"
+).split()
+
+
+def start(*arguments: str, **options) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", *arguments],
+        **{"cwd": ROOT, "stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, **options},
+    )
+
+
+def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    process = start(*arguments)
+    out, err = process.communicate(stdin, timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest.fixture(scope="module")
+def only_config(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "config.json").write_bytes((Path(checkpoint) / "config.json").read_bytes())
+    return str(folder)
+
+
+def test_prompts_go_through_the_chat_template(checkpoint: str) -> None:
+    asked = "--temperature 0 --max-tokens 4 --ignore-eos --json --model".split()
+    code, out, err = run("generate", *asked, checkpoint, *SMALL, "hi", "-", stdin="[red]hé\n")
+    assert (code, err) == (0, "")
+    first, second = map(json.loads, out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("hi", "[red]hé\n")
+    bos, end, user, bot = range(4)
+    middle = first["prompt_token_ids"][2:-2]
+    assert first["prompt_token_ids"] == [bos, user, *middle, end, bot]
+    assert len(middle) == 2 and len(second["prompt_token_ids"]) == 4 + len("[red]hé\n".encode())
+    [choice] = first["outputs"]
+    assert len(choice["token_ids"]) == 4 and choice["finish_reason"] == "length"
+    assert first["finished"] and first["error"] is None
+
+
+def test_raw_text_several_choices_and_plain_output(checkpoint: str) -> None:
+    asked = "--no-chat --n 2 --seed 5 --max-tokens 6 --ignore-eos --model".split()
+    code, out, err = run("generate", *asked, checkpoint, *SMALL, "[bold]say[/bold]")
+    assert (code, err) == (0, "")
+    assert out.startswith("> [bold]say[/bold]\n1: ")
+    assert "\n2: " in out and "\x1b" not in out
+
+
+def test_token_ids_without_a_tokenizer(only_config: str, capsys: pytest.CaptureFixture) -> None:
+    asked = "--skip-tokenizer-init --load-format dummy --json --max-tokens 3 --ignore-eos".split()
+    argv = ["generate", *asked, "--model", only_config, *SMALL, "1,2 3", "4"]
+    assert main(argv) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt_token_ids"] for record in records] == [[1, 2, 3], [4]]
+    assert [len(record["outputs"][0]["token_ids"]) for record in records] == [3, 3]
+
+
+BAD_INPUT = {
+    "no prompt": ([], "the following arguments are required: PROMPT"),
+    "unknown flag": (["--modle", "x", "hi"], "unrecognized arguments: --modle"),
+    "abbreviated flag": (["--max-tok", "3", "hi"], "unrecognized arguments: --max-tok"),
+    "not a number": (["--top-k", "many", "hi"], "invalid int value: 'many'"),
+    "not a list": (["--decode-sizes", "1;2", "hi"], "'1;2' is not a list like 1,2,4"),
+    "not a choice": (["--load-format", "zip", "hi"], "choose from"),
+    "out of range": (["--top-p", "1.5", "hi"], "top_p must be in (0, 1], got 1.5"),
+    "bad engine setting": (["--block-size", "0", "hi"], "block_size must be from 1 to 1024"),
+    "no folder": (["--model", "/no/such", "hi"], "'/no/such' is not a folder"),
+    "no checkpoint": (["--model", "CONFIG", "hi"], "there is no tokenizer.json"),
+    "not token ids": (["--skip-tokenizer-init", "hi"], "'hi' is not token ids like 1,2,3"),
+    "too long a context": (
+        ["--model", "CONFIG", "--max-model-len", "4096", "hi"],
+        "max_model_len (4096) is beyond the 256 positions",
+    ),
+    "no template": (
+        ["--model", "RAW", "--chat", *SMALL, "hi"],
+        "this model has no chat template",
+    ),
+    "too long a prompt": (
+        ["--model", "RAW", *SMALL, "x" * 64],
+        "prompt has 64 tokens; at most 63 leave room for an answer",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: str, only_config: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """By placeholder: a folder without tokenizer and weights, and one without chat template."""
+    raw = tmp_path_factory.mktemp("raw")
+    for path in Path(checkpoint).iterdir():
+        if path.name != "chat_template.jinja":
+            (raw / path.name).write_bytes(path.read_bytes())
+    return {"CONFIG": only_config, "RAW": str(raw)}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_2(
+    case: str, folders: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    arguments, message = BAD_INPUT[case]
+    try:
+        code = main(["generate", *(folders.get(word, word) for word in arguments)])
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and message in err, err
+
+
+def test_errors_of_a_real_process_are_no_tracebacks() -> None:
+    code, out, err = run("generate", "--model", "/no/such", "hi")
+    assert (code, out) == (2, "")
+    assert err == "jaxserve: error: model: '/no/such' is not a folder with a checkpoint\n"
+
+
+def test_control_c_ends_it_quietly() -> None:
+    process = start("generate", "-")
+    assert process.stdin is not None
+    # More than a pipe holds: once it is written, the command has begun to read its prompt.
+    process.stdin.write("x" * (1 << 20))
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in (*ENGINE_FIELDS, *SAMPLING_FIELDS):
+        assert f" --{name.replace('_', '-')}" in shown
+    assert "tokens in a page of KV cache. (default: 16)" in shown
+    assert "--no-chat sends the text as it is" in shown
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_every_field_is_documented(cls: type) -> None:
+    assert set(field_help(cls)) == {field.name for field in dataclasses.fields(cls)}
+
+
+def test_options_become_values_of_the_fields_types() -> None:
+    words = (
+        "--no-enable-prefix-caching --check-invariants --decode-sizes 1,2,8 --max-model-len 64 "
+        "--gpu-memory-utilization 0.5 --tokenizer some/where --dtype bfloat16 "
+        "--scheduling-policy priority --stop a --stop b --top-p 0.5 --max-tokens 7 --no-chat x"
+    )
+    arguments = vars(make_parser().parse_args(["generate", *words.split()]))
+    given = {name: arguments[name] for name in ENGINE_FIELDS if name in arguments}
+    assert EngineConfig(**given) == EngineConfig(
+        enable_prefix_caching=False,
+        check_invariants=True,
+        decode_sizes=(1, 2, 8),
+        max_model_len=64,
+        gpu_memory_utilization=0.5,
+        tokenizer="some/where",
+        dtype="bfloat16",
+        scheduling_policy="priority",
+    )
+    given = {name: arguments[name] for name in SAMPLING_FIELDS if name in arguments}
+    assert SamplingParams(**given) == SamplingParams(stop=["a", "b"], top_p=0.5, max_tokens=7)
+    assert arguments["chat"] is False and arguments["prompts"] == ["x"]
