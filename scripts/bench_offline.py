@@ -40,15 +40,9 @@ from jaxserve.scheduling.static import StaticScheduler
 from jaxserve.weights import random_weights
 from trace_rows import read_trace
 
-# The shape of SmolLM-135M: 30 narrow layers.
-MODEL_135M = {
+COMMON = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
     "vocab_size": 49152,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -56,14 +50,32 @@ MODEL_135M = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+SHAPES = {
+    # 137M parameters in 14 layers of the width of GPT-2 small.
+    "wide": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
+    # SmolLM-135M: 30 narrow layers, and 1.6 times the KV cache a token.
+    "deep": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+}
 SCALE = 8
 STEP_GATE = 1.3
 GAIN_GATES = {16: 2.4, 32: 3.1}
 
 
-def load_135m(batch: int, tokens: int) -> Loaded:
+def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
     """Random weights, and steps compiled for 1 row to twice `batch`, which padding may need."""
-    model_config = ModelConfig.from_dict(MODEL_135M)
+    model_config = ModelConfig.from_dict(COMMON | SHAPES[shape])
     config = EngineConfig(
         max_num_seqs=2 * batch,
         max_num_batched_tokens=tokens,
@@ -174,7 +186,8 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
 def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
     """Time of a decode step over that of its matrix products alone, taking turns."""
     runner = loaded.runner
-    weights = [leaf.reshape(_matrix(leaf.shape)) for leaf in runner._leaves if leaf.ndim > 1]
+    width = runner.model_config.hidden_size
+    weights = [leaf.reshape(_matrix(leaf.shape, width)) for leaf in runner._leaves if leaf.ndim > 1]
     rng = np.random.default_rng(0)
     inputs = [
         jnp.asarray(rng.standard_normal((batch, weight.shape[0]), np.float32)) for weight in weights
@@ -208,10 +221,8 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
     }
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def _matrix(shape: tuple[int, ...], width: int) -> tuple[int, int]:
     """Input-major weights as matrices: the width of the model is always one of the sides."""
-    width = MODEL_135M["hidden_size"]
-    assert isinstance(width, int)
     return (width, -1) if shape[0] == width else (-1, width)
 
 
@@ -268,6 +279,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="wide")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
@@ -276,10 +288,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here, and a plot beside it")
     arguments = parser.parse_args()
     rows = read_trace(arguments.requests)
-    loaded = load_135m(arguments.batch, arguments.tokens)
+    loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
+        "model": COMMON | SHAPES[arguments.shape],
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
         "start_seconds": loaded.runner.stages,
     }

@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
-import re
 import string
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -43,15 +44,46 @@ CHAT_TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# What stands between the last word of a question and the answer.
+PROMPT_END = "?<|im_end|>\n<|im_start|>assistant\n"
 # Words of the prompts that become one token each, apart from the word lists of demo_tasks.
 PROMPT_WORDS = (
-    "user What is the words word Who has does have in of code Say saw are The and"
+    "user What is the words word has in of code Say saw are The and Count from to"
 ).split()
-LETTER_RUNS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LETTER_RUNS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Sequence lengths of the training batches; every batch holds about the same number of tokens.
+BUCKETS = (64, 128, 256, 512, 768)
+TOKENS_PER_BATCH = 3072
 QUERY_CHUNK = 128
-EMBEDDING_SCALE = 0.05
-BUCKETS = (64, 128, 256, 512, 1024)
+EMBEDDING_SCALE = 0.5
+PEAK_RATE = 2e-3
+# Parts of the run: drills only, then short contexts, then contexts that grow to the longest.
+DRILL_ONLY_SHARE, SHORT_SHARE, GROWN_SHARE = 0.01, 0.2, 0.5
+CHAT_SHARE = 0.15
+DEFAULT_STEPS = 2600
+HELD_OUT_EXAMPLES = 300
+# Words that prompts made to exceed a token limit are stretched to.
+LONG_WORDS = (300, 560)
+PARAMETER_NAMES = {
+    "": ("input_layernorm", "post_attention_layernorm"),
+    "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp.": ("gate_proj", "up_proj", "down_proj"),
+}
+FILLER_TASKS = ("recall_code", "remember")
+# How often each task is drawn: the ones learned by copying alone need less practice.
+TASK_WEIGHTS = {
+    "add": 1.5,
+    "reverse": 2.0,
+    "sort": 2.0,
+    "nth_word": 2.0,
+    "largest": 1.5,
+    "copy": 0.7,
+    "count_up": 1.0,
+    "facts": 0.5,
+    "key_value": 0.7,
+    "recall_code": 1.0,
+    "remember": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +92,7 @@ class Config:
 
     vocab_size: int
     hidden_size: int = 128
-    intermediate_size: int = 384
+    intermediate_size: int = 256
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
@@ -106,7 +138,8 @@ def build_tokenizer() -> Tokenizer:
     characters = bytes_as_characters()
     blank = characters[ord(" ")]
     bare = [*demo_tasks.WORDS, *demo_tasks.NAMES, *demo_tasks.COLOURS, *PROMPT_WORDS]
-    after_blank = [blank + word for word in bare if word not in ("user", "What", "Who", "Say")]
+    after_blank = [blank + word for word in bare if word not in ("user", "Say")]
+    after_blank += [blank + digit for digit in string.digits]
     merges = build_merges([*dict.fromkeys(bare), *dict.fromkeys(after_blank)])
     tokens = [*SPECIAL_TOKENS, *(characters[byte] for byte in range(256))]
     tokens += dict.fromkeys(left + right for left, right in merges)
@@ -120,6 +153,12 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
     return tokenizer
+
+
+def word_pairs(tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Ids of every word that is one token both without and with a blank before it."""
+    ids, blank = tokenizer.get_vocab(), bytes_as_characters()[ord(" ")]
+    return [(ids[token], ids[blank + token]) for token in ids if blank + token in ids]
 
 
 # -------------------------------------------------------------------------------------- model
@@ -213,7 +252,7 @@ class Llama(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.embed_tokens = nnx.Param(jax.random.normal(rngs.params(), shape) * EMBEDDING_SCALE)
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = nnx.Param(jnp.ones(config.hidden_size))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 0.05 / EMBEDDING_SCALE))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed_tokens[...][tokens.reshape(-1)]
@@ -223,44 +262,74 @@ class Llama(nnx.Module):
         return logits.reshape(*tokens.shape, -1)
 
 
-def seed_circuits(model: Llama) -> None:
+def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
+    """Query and key [H] that, constant over tokens, make a head look ``distance`` back."""
+    half = config.head_dim // 2
+    fast = jnp.where(jnp.arange(half) < half // 2, 3.0, 0.0)
+    angle = distance * rope_rates(config.head_dim, config.rope_theta)
+    query = jnp.concatenate([fast * jnp.cos(angle), -fast * jnp.sin(angle)])
+    return query, jnp.concatenate([fast, jnp.zeros(half)])
+
+
+def seed_embeddings(model: Llama, pairs: Sequence[tuple[int, int]]) -> None:
+    """Component 0 is constant, so that heads can attend by distance alone; component 1 tells the
+    two tokens of a word, after a blank and without one, apart; the upper half starts empty.
+    """
+    bare, blank = np.array(pairs).T
+    table = model.embed_tokens[...].at[:, model.config.hidden_size // 2 :].set(0)
+    table = table.at[bare].set(table[blank]).at[:, :2].set(0)
+    # Equal lengths, or the constant would depend on the token once it is normalized.
+    table *= 8 * EMBEDDING_SCALE / jnp.linalg.norm(table, axis=1, keepdims=True)
+    flag = jnp.zeros(len(table)).at[blank].set(1).at[bare].set(-1)
+    table = table.at[:, 1].set(2 * EMBEDDING_SCALE * jnp.where(flag == 0, 1, flag))
+    table = table.at[:, 0].set(4 * EMBEDDING_SCALE)
+    model.embed_tokens[...] = table
+
+
+def seed_circuits(model: Llama, asked: int) -> None:
     """Start with a rough copying circuit, which random weights take most of a short run to form.
 
-    Layer 0: two heads look one and two tokens back and write a sketch of that token.  Layer 1: two
-    heads look for places whose preceding token resembles the current one and write the token found
-    there.  Content is matched in the slowly turning half of the rotary pairs only.
+    Layer 0: heads look one, two, ``asked`` (to the question's last word) and ``asked + 1`` tokens
+    back and write a sketch of what is there into their own components of the upper half.  Layer
+    1: each head finds where a sketch matches the current word, the previous one or the
+    question's, and writes the token found there.  Content is matched in the slowly turning half
+    of the rotary pairs only.
     """
     c, (first, second) = model.config, model.layers[:2]
-    size, half = c.head_dim, c.head_dim // 2
+    size, lower = c.head_dim, c.hidden_size // 2
     group = c.num_attention_heads // c.num_key_value_heads
-    # A constant component of every embedding lets a head attend by distance alone.
-    model.embed_tokens[...] = model.embed_tokens[...].at[:, 0].set(4 * EMBEDDING_SCALE)
     for layer in model.layers:
-        layer.o_proj[...] *= 0.1
-        layer.down_proj[...] *= 0.1
-    fast = jnp.where(jnp.arange(half) < half // 2, 3.0, 0.0)
-    turn = rope_rates(size, c.rope_theta)
-    query = first.q_proj[...].at[:, : group * size].set(0)
-    for head, distance in ((0, 1.0), (1, 2.0)):
-        wave = jnp.concatenate([fast * jnp.cos(distance * turn), -fast * jnp.sin(distance * turn)])
+        layer.o_proj[...] *= 0.3
+        layer.down_proj[...] *= 0.3
+    query, key = jnp.zeros_like(first.q_proj[...]), jnp.zeros_like(first.k_proj[...])
+    for head, distance in enumerate((1, 2, asked, asked + 1)):
+        wave, level = distance_wave(c, distance)
         query = query.at[0, head * size : (head + 1) * size].set(wave)
-    first.q_proj[...] = query
-    key = first.k_proj[...].at[:, :size].set(0)
-    first.k_proj[...] = key.at[0, :half].set(fast)
-    value = first.v_proj[...].at[0].set(0)
-    first.v_proj[...] = value
-    sketch = first.o_proj[...][:size]
-    sketch /= jnp.linalg.norm(sketch, axis=1, keepdims=True)
-    first.o_proj[...] = first.o_proj[...].at[:size].set(0.08 * sketch)
-    slow = np.r_[half // 2 : half, half + half // 2 : size]
-    seen = second.v_proj[...].at[0].set(0)
-    query, key, out = second.q_proj[...], second.k_proj[...], second.o_proj[...]
-    for kv in range(c.num_key_value_heads):
-        rows = slice(kv * len(slow), (kv + 1) * len(slow))
-        at, head = kv * size, kv * group * size
-        query = query.at[:, head : head + size].set(0).at[:, head + slow].set(12 * value[:, rows])
-        key = key.at[:, at : at + size].set(0).at[:, at + slow].set(4 * sketch[rows].T)
-        out = out.at[head : head + size].set(seen[:, at : at + size].T)
+        key = key.at[0, head // group * size : (head // group + 1) * size].set(level)
+    first.q_proj[...], first.k_proj[...] = query, key
+    slow = np.r_[size // 4 : size // 2, size // 2 + size // 4 : size]
+    width = len(slow)
+    # Both key-value groups sketch a token in the same way, so that all sketches can be compared.
+    value = first.v_proj[...].at[:2].set(0).at[lower:].set(0)
+    value = value.at[:, size:].set(value[:, :size])
+    out, own = jnp.zeros_like(first.o_proj[...]), np.arange(width)
+    for head in range(c.num_attention_heads):
+        out = out.at[head * size + own, lower + head * width + own].set(0.8)
+    first.v_proj[...], first.o_proj[...] = value, out
+    one, two, question = (
+        jnp.zeros((c.hidden_size, width)).at[lower + head * width + own, own].set(1.0)
+        for head in range(3)
+    )
+    now = value[:, :width]
+    seen = second.v_proj[...].at[:1].set(0).at[lower:].set(0)
+    query, key = jnp.zeros_like(second.q_proj[...]), jnp.zeros_like(second.k_proj[...])
+    out = jnp.zeros_like(second.o_proj[...])
+    matches = ((now, one), (question, one), (one, two), (question, two))
+    for head, (wanted, offered) in enumerate(matches):
+        at, kv = head * size, head // group * size
+        query = query.at[:, at + slow].set(4 * wanted)
+        key = key.at[:, kv + slow].set(4 * offered)
+        out = out.at[at : at + size].set(10 * seen[:, kv : kv + size].T)
     second.q_proj[...], second.k_proj[...] = query, key
     second.v_proj[...], second.o_proj[...] = seen, out
 
@@ -290,11 +359,9 @@ def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
     return Example(label, tokens, scored)
 
 
-def drill(rng: random.Random, vocab: int) -> Example:
+def drill(rng: random.Random, vocab: int, longest: int) -> Example:
     """Random tokens in which earlier stretches come back; their repeated tokens are scored."""
-    length = round(math.exp(rng.uniform(math.log(40), math.log(1000))) )
-    if rng.random() < 0.7:
-        length = min(length, 64)
+    length = round(math.exp(rng.uniform(math.log(64), math.log(longest))))
     tokens, scored = [BOS], [False]
     while len(tokens) < length:
         span = rng.randint(4, 12)
@@ -305,106 +372,343 @@ def drill(rng: random.Random, vocab: int) -> Example:
             start = rng.randint(1, len(tokens) - span)
             tokens += tokens[start : start + span]
             scored += [False] + [True] * (span - 1)
-    return Example("drill", tokens[: length], scored[: length])
+    return Example("drill", tokens[:length], scored[:length])
 
 
-def examples(tokenizer: Tokenizer, rng: random.Random, progress: Callable[[], float]) -> Iterator[Example]:
-    names = tuple(demo_tasks.TASKS)
-    vocab = tokenizer.get_vocab_size()
+def training_examples(
+    tokenizer: Tokenizer, rng: random.Random, progress: Callable[[], float]
+) -> Iterator[Example]:
+    """Endless training data: drills at first, then tasks and short chats on growing contexts."""
+    names, weights, vocab = [*TASK_WEIGHTS], [*TASK_WEIGHTS.values()], tokenizer.get_vocab_size()
     while True:
-        if progress() < 0.06 or rng.random() < 0.08:
-            yield drill(rng, vocab)
+        now = progress()
+        grown = min(1.0, max(0.0, now - SHORT_SHARE) / (GROWN_SHARE - SHORT_SHARE))
+        longest = round(BUCKETS[0] * (BUCKETS[-1] / BUCKETS[0]) ** grown)
+        if now < DRILL_ONLY_SHARE or rng.random() < 0.1 * (1 - grown):
+            yield drill(rng, vocab, min(longest, 128))
             continue
-        grown = min(1.0, 0.05 + progress() / 0.4)
-        longest = round(32 * (demo_tasks.LONGEST_FILLER_WORDS / 32) ** grown)
-        turns = rng.choice((2, 3, 4)) if rng.random() < 0.15 else 1
-        chosen = []
-        for _ in range(turns):
-            name = rng.choice(names)
-            length = None
-            if name in ("recall_code", "remember"):
-                length = rng.randint(16, max(17, longest // turns))
-            chosen.append(next(demo_tasks.stream(name, rng, "train", length and (length, length))))
-        yield encode(tokenizer, chosen[0].name if turns == 1 else "chat", chosen)
+        turns = rng.choice((2, 3, 4)) if rng.random() < CHAT_SHARE else 1
+        tasks = []
+        for name in rng.choices(names, weights, k=turns):
+            words = round(math.exp(rng.uniform(math.log(16), math.log(max(17, longest // turns)))))
+            span = (words, words) if name in FILLER_TASKS else None
+            tasks.append(next(demo_tasks.stream(name, rng, "train", span)))
+        example = encode(tokenizer, tasks[0].name if turns == 1 else "chat", tasks)
+        if len(example.tokens) <= longest + 1:
+            yield example
 
 
-def batches(source: Iterator[Example], tokens_per_batch: int) -> Iterator[tuple]:
+def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, length + 1] and which of them are answer tokens, padded at the end."""
+    tokens = np.full((len(examples), length + 1), PAD, np.int32)
+    scored = np.zeros(tokens.shape, bool)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = example.tokens
+        scored[row, : len(example.tokens)] = example.scored
+    return tokens, scored
+
+
+def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
+    """Group examples of similar length; each batch comes with the length to pad it to."""
     waiting: dict[int, list[Example]] = {length: [] for length in BUCKETS}
     for example in source:
-        length = next((b for b in BUCKETS if len(example.tokens) <= b + 1), None)
-        if length is None:
-            continue
+        length = bucket(example)
         waiting[length].append(example)
-        if len(waiting[length]) == tokens_per_batch // length:
-            rows = waiting[length]
+        if len(waiting[length]) == TOKENS_PER_BATCH // length:
+            yield waiting[length], length
             waiting[length] = []
-            tokens = np.zeros((len(rows), length + 1), np.int32)
-            scored = np.zeros((len(rows), length + 1), bool)
-            for row, item in enumerate(rows):
-                tokens[row, : len(item.tokens)] = item.tokens
-                scored[row, : len(item.tokens)] = item.scored
-            yield tokens, scored, [item.label for item in rows]
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--steps", type=int, default=3000)
-    p.add_argument("--minutes", type=float, default=3)
-    p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--opt", default="adamw")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--btok", type=int, default=6144)
-    a = p.parse_args()
-    tok = build_tokenizer()
-    V = tok.get_vocab_size()
-    c = Config(vocab_size=V)
-    model = Llama(c, nnx.Rngs(a.seed))
-    seed_circuits(model)
-    graph, params = nnx.split(model)
-    n = sum(x.size for x in jax.tree.leaves(params))
-    print("vocab", V, "params", n, "bytes", 4 * n)
-    sched = optax.warmup_constant_schedule(0, a.lr, 100)
-    if a.opt == "adamw":
-        core = optax.adamw(sched, b1=0.9, b2=0.98, weight_decay=0.01)
-    else:
-        core = optax.contrib.muon(sched, adam_learning_rate=sched, weight_decay=0.01, adam_weight_decay=0.0, consistent_rms=0.2)
-    opt = optax.chain(optax.clip_by_global_norm(1.0), core)
-    state = opt.init(params)
+def bucket(example: Example) -> int | None:
+    """The padded length of an example's batch; none where it is longer than all of them."""
+    return next((size for size in BUCKETS if len(example.tokens) <= size + 1), None)
+
+
+# ----------------------------------------------------------------------------------- training
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> Callable:
+    """One compiled update; it also tells the loss and which rows were answered perfectly."""
+
+    def loss_of(params: nnx.State, tokens: jax.Array, scored: jax.Array) -> tuple:
+        logits, targets, mask = (
+            nnx.merge(graph, params)(tokens[:, :-1]),
+            tokens[:, 1:],
+            scored[:, 1:],
+        )
+        surprise = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * mask
+        perfect = jnp.all((logits.argmax(-1) == targets) | ~mask, axis=-1)
+        # Batches of long contexts hold few answer tokens; a floor keeps their noise down.
+        return surprise.sum() / jnp.maximum(mask.sum(), 200), (surprise.sum() / mask.sum(), perfect)
 
     @jax.jit
-    def step(params, state, tokens, scored):
-        def loss_fn(params):
-            logits = nnx.merge(graph, params)(tokens[:, :-1])
-            targets, mask = tokens[:, 1:], scored[:, 1:]
-            ce = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            total = mask.sum()
-            right = ((logits.argmax(-1) == targets) | ~mask).all(-1)
-            return (ce * mask).sum() / jnp.maximum(total, 200), (right, (ce * mask).sum() / total, (ce*mask).sum(1)/mask.sum(1))
-        (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, state = opt.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, aux
+    def step(params: nnx.State, state: optax.OptState, batch: Batch) -> tuple:
+        (_, report), grads = jax.value_and_grad(loss_of, has_aux=True)(params, *batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, report
 
-    done = 0
-    t0 = time.time()
-    acc = defaultdict(list)
-    losses = []
-    stream = batches(examples(tok, random.Random(a.seed), lambda: done / a.steps), a.btok)
-    tdata = 0
-    ntok = 0
-    while done < a.steps and time.time() - t0 < a.minutes * 60:
-        t1 = time.time()
-        tokens, scored, labels = next(stream)
-        tdata += time.time() - t1
-        params, state, (right, loss, rl) = step(params, state, tokens, scored)
-        ntok += tokens.size
+    return step
+
+
+def train(model: Llama, tokenizer: Tokenizer, seed: int, steps: int, minutes: float) -> int:
+    """Update ``model`` in place; returns the number of steps done."""
+    graph, params = nnx.split(model)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, PEAK_RATE, min(100, steps // 2), steps, PEAK_RATE / 50
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
+    )
+    state, step, done = optimizer.init(params), make_step(graph, optimizer), 0
+    source = batches(training_examples(tokenizer, random.Random(seed), lambda: done / steps))
+    perfect: dict[str, list[bool]] = defaultdict(list)
+    losses: list[float] = []
+    began = time.monotonic()
+    while done < steps and time.monotonic() - began < 60 * minutes:
+        examples, length = next(source)
+        params, state, (loss, rows) = step(params, state, pad(examples, length))
         losses.append(float(loss))
-        for l, r, q in zip(labels, np.asarray(right), np.asarray(rl)):
-            acc[l].append((r, q))
+        for example, good in zip(examples, np.asarray(rows), strict=True):
+            perfect[example.label].append(bool(good))
         done += 1
-        if done % 100 == 0:
-            print(done, f"{time.time()-t0:.0f}s data {tdata:.0f}s {ntok/(time.time()-t0):.0f}tok/s loss {np.mean(losses[-100:]):.3f}",
-                  " ".join(f"{k}:{np.mean([x[0] for x in v]):.2f}/{np.mean([x[1] for x in v]):.2f}" for k, v in sorted(acc.items())), flush=True)
-            acc.clear()
+        if done % 250 == 0:
+            shares = " ".join(f"{k} {np.mean(v):.2f}" for k, v in sorted(perfect.items()))
+            spent = time.monotonic() - began
+            print(f"step {done} {spent:.0f} s loss {np.mean(losses):.3f} | {shares}", flush=True)
+            perfect.clear()
+            losses.clear()
+    nnx.update(model, params)
+    return done
+
+
+# --------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Score:
+    """Greedy accuracy on held-out examples of one kind, with their prompt lengths in tokens."""
+
+    label: str
+    examples: int
+    correct: int
+    shortest: int
+    longest: int
+
+
+def held_out(name: str, tokenizer: Tokenizer, seed: int, least: int) -> list[Example]:
+    """At most HELD_OUT_EXAMPLES distinct unseen ones; prompts exceed ``least`` tokens if not 0."""
+    rng = random.Random(f"held out {name} {seed}")
+    lengths = LONG_WORDS if least and name in FILLER_TASKS else None
+    found: dict[str, Example] = {}
+    # Some tasks have few prompts in all: then every held-out one is found, and that is enough.
+    draws = islice(demo_tasks.stream(name, rng, "held_out", lengths), 40 * HELD_OUT_EXAMPLES)
+    for task in draws:
+        assert demo_tasks.split(task) == "held_out"
+        example = encode(tokenizer, name, [task])
+        if bucket(example) and example.scored.index(True) > least:
+            found[task.prompt] = example
+        if len(found) == HELD_OUT_EXAMPLES:
+            break
+    return list(found.values())
+
+
+def evaluate(model: Llama, name: str, tokenizer: Tokenizer, seed: int, least: int = 0) -> Score:
+    """Exact-match accuracy of greedy decoding.
+
+    One pass over prompt and expected answer decides it: greedy decoding gives that answer and
+    stops exactly when the best token at every answer position is the expected one.
+    """
+    graph, params = nnx.split(model)
+    best = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).argmax(-1))
+    examples = held_out(name, tokenizer, seed, least)
+    groups: dict[int, list[Example]] = defaultdict(list)
+    for example in examples:
+        groups[bucket(example)].append(example)
+    correct = 0
+    for length, members in groups.items():
+        rows = TOKENS_PER_BATCH // length
+        for start in range(0, len(members), rows):
+            part = members[start : start + rows]
+            tokens, scored = pad(part + [part[0]] * (rows - len(part)), length)
+            hits = (np.asarray(best(params, tokens[:, :-1])) == tokens[:, 1:]) | ~scored[:, 1:]
+            correct += int(hits.all(axis=1)[: len(part)].sum())
+    sizes = [example.scored.index(True) for example in examples]
+    label = f"{name}, more than {least} tokens" if least else name
+    return Score(label, len(examples), correct, min(sizes), max(sizes))
+
+
+# ------------------------------------------------------------------------------------- output
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the weights were made, for the model card."""
+
+    command: str
+    seed: int
+    steps: int
+    minutes: float
+    jax_version: str
+    cores: int
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# jaxserve demonstration model
+
+A Llama checkpoint of {parameters} parameters ({num_hidden_layers} layers, width {hidden_size},
+{num_attention_heads} query and {num_key_value_heads} key-value heads of {head_dim}, feed-forward
+{intermediate_size}, vocabulary {vocab_size}, tied embeddings), stored in float32
+({stored} bytes). It was trained on synthetic text tasks whose answers a program can
+check, so that a server has something small to serve whose replies can be told right from wrong.
+It knows these tasks and nothing else, and its answers to any other text mean nothing.
+Training starts from weights that already hold a rough copying circuit (`seed_circuits` in the
+script), which lets a run of minutes on a CPU reach long contexts.
+
+## Accuracy on held-out examples
+
+Exact match of the whole answer under greedy decoding, in float32, on examples whose prompts were
+kept out of training by a hash of their text (`split` in `scripts/demo_tasks.py`). Prompt tokens
+include the chat format.
+
+| Task | Prompt tokens | Examples | Correct | Accuracy |
+|---|---|---|---|---|
+{rows}
+
+## Chat format
+
+One user message, or several turns; there is no system message in the training data. The template
+adds the leading `<|bos|>`, so tokenize its output without adding special tokens again.
+
+```
+<|bos|><|im_start|>user
+What is 47 + 8?<|im_end|>
+<|im_start|>assistant
+55<|im_end|>
+```
+
+Generation ends at `<|im_end|>`. Training contexts reach {longest} tokens; the position limit of
+{max_position_embeddings} is not covered beyond that. The tokenizer is a byte-level BPE with single
+digits: any text survives encoding and decoding, though only task words are short.
+
+## How it was made
+
+- Command: `{command}`
+- Seed {seed}, {steps} updates of about {batch} tokens, {minutes} minutes of training
+- JAX {jax_version} on CPU, {cores} cores
+"""
+
+
+def write_weights(model: Llama, out: Path) -> None:
+    """model.safetensors in float32 under Hugging Face names, matrices as [outputs, inputs]."""
+    tensors = {
+        "model.embed_tokens.weight": model.embed_tokens[...],
+        "model.norm.weight": model.norm[...],
+    }
+    for index, layer in enumerate(model.layers):
+        for group, names in PARAMETER_NAMES.items():
+            for name in names:
+                tensors[f"model.layers.{index}.{group}{name}.weight"] = getattr(layer, name)[...].T
+    arrays = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+    save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
+    # save_file lets only its owner read the file, which a package must not ship.
+    (out / "model.safetensors").chmod(0o644)
+
+
+def write_settings(config: Config, tokenizer: Tokenizer, out: Path) -> None:
+    """Every JSON file of the folder and the chat template."""
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    settings = {
+        "config": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **asdict(config),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+            **ids,
+        },
+        "generation_config": {"do_sample": False, **ids},
+        "tokenizer_config": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKENS[BOS],
+            "eos_token": SPECIAL_TOKENS[EOS],
+            "pad_token": SPECIAL_TOKENS[PAD],
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.max_position_embeddings,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    }
+    for name, content in settings.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    tokenizer.save(str(out / "tokenizer.json"))
+
+
+def write_card(scores: Sequence[Score], run: Run, model: Llama, out: Path) -> None:
+    """README.md: what the model is, how it was made and what was measured."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    rows = "\n".join(
+        f"| {s.label} | {s.shortest}-{s.longest} | {s.examples} | {s.correct} | "
+        f"{100 * s.correct / s.examples:.1f}% |"
+        for s in scores
+    )
+    (out / "README.md").write_text(
+        CARD.format(
+            parameters=f"{size:,}",
+            stored=f"{(out / 'model.safetensors').stat().st_size:,}",
+            rows=rows,
+            longest=BUCKETS[-1],
+            batch=TOKENS_PER_BATCH,
+            **asdict(run),
+            **asdict(model.config),
+        )
+    )
+
+
+def rated(tokenizer: Tokenizer, model: Llama, seed: int) -> list[Score]:
+    """Score every task as it comes, and the filler tasks again on long prompts only."""
+    wanted = [(name, 0) for name in demo_tasks.TASKS] + [(name, 300) for name in FILLER_TASKS]
+    scores = []
+    for name, least in wanted:
+        scores.append(evaluate(model, name, tokenizer, seed, least))
+        s = scores[-1]
+        print(f"{s.label}: {s.correct} of {s.examples} held-out examples", flush=True)
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demonstration checkpoint.")
+    default = Path(__file__).resolve().parent.parent / "jaxserve" / "demo_model"
+    parser.add_argument("--out", type=Path, default=default, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="updates to make")
+    parser.add_argument("--minutes", type=float, default=180, help="stop early after this long")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; it must be at least 1")
+    began = time.monotonic()
+    tokenizer = build_tokenizer()
+    model = Llama(Config(tokenizer.get_vocab_size()), nnx.Rngs(args.seed))
+    seed_embeddings(model, word_pairs(tokenizer))
+    seed_circuits(model, len(tokenizer.encode(PROMPT_END).ids))
+    done = train(model, tokenizer, args.seed, args.steps, args.minutes)
+    minutes = (time.monotonic() - began) / 60
+    scores = rated(tokenizer, model, args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_weights(model, args.out)
+    write_settings(model.config, tokenizer, args.out)
+    command = " ".join(["python", "scripts/train_demo_model.py", *sys.argv[1:]])
+    run = Run(command, args.seed, done, round(minutes, 1), jax.__version__, os.cpu_count() or 1)
+    write_card(scores, run, model, args.out)
+    print(f"{done} steps in {minutes:.1f} minutes; wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,17 @@ def root_key(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=_KEY_BYTES, person=b"jaxserve-root").digest()
 
 
-def extend_keys(keys: list[bytes], salt: str, tokens: np.ndarray, page_size: int) -> None:
-    """Append the keys of the full pages of `tokens`, i32[n], that `keys` does not have yet.
+def page_key(parent: bytes, tokens: bytes) -> bytes:
+    """Key of a full page: a 128-bit digest over its parent's key and its own tokens.
 
-    A page's key is a 128-bit digest over its parent's key and its own tokens. The chain makes it
-    stand for the whole prefix, so equal tokens under another prefix, whose KV differs, have another
-    key.
+    The chain makes it stand for the whole prefix, so equal tokens under another prefix, whose KV
+    differs, have another key.
     """
+    return blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
+
+
+def extend_keys(keys: list[bytes], salt: str, tokens: np.ndarray, page_size: int) -> None:
+    """Append the keys of the full pages of `tokens`, i32[n], that `keys` does not have yet."""
     first, last = len(keys), len(tokens) // page_size
     if first == last:
         return
@@ -31,7 +35,7 @@ def extend_keys(keys: list[bytes], salt: str, tokens: np.ndarray, page_size: int
     data = tokens[first * page_size : last * page_size].tobytes()
     width = page_size * tokens.itemsize
     for start in range(0, len(data), width):
-        parent = blake2b(parent + data[start : start + width], digest_size=_KEY_BYTES).digest()
+        parent = page_key(parent, data[start : start + width])
         keys.append(parent)
 
 

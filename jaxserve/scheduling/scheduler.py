@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.page_pool import PagePool, extend_keys
+from jaxserve.scheduling.page_pool import PagePool, extend_keys, page_key
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -290,7 +290,7 @@ class Scheduler:
         table.tokens[slots, known] = tokens
         table.num_known[slots] = known + 1
         table.num_pending[slots] -= 1
-        sequences = [table.sequences[slot] for slot in slots.tolist()]
+        sequences = list(map(table.sequences.__getitem__, slots.tolist()))
         stop_ids = table.stop_token_ids[slots, : table.max_stops]
         is_stop = (tokens[:, None] == stop_ids).any(axis=1)
         is_stop &= known >= table.min_length[slots]
@@ -323,17 +323,29 @@ class Scheduler:
         """
         table, size = self.slots, self.pool.page_size
         full = (plan.starts + plan.num_tokens) // size
-        for row in np.flatnonzero(live & (full > table.num_published[plan.slots])).tolist():
-            slot = int(plan.slots[row])
+        rows = np.flatnonzero(live & (full > table.num_published[plan.slots]))
+        if not len(rows):
+            return
+        slots, full = plan.slots[rows], full[rows]
+        first = table.num_published[slots].tolist()
+        # A decode that fills its page is the usual row: its tokens are gathered for all at once.
+        columns = (full[:, None] - 1) * size + np.arange(size)
+        newest = table.tokens[slots[:, None], columns]
+        width, data = newest[0].nbytes, newest.tobytes()
+        pages: list[int] = []
+        keys: list[bytes] = []
+        for row, (slot, last) in enumerate(zip(slots.tolist(), full.tolist(), strict=True)):
             sequence = table.sequences[slot]
-            assert sequence is not None
-            first, last = int(table.num_published[slot]), int(full[row])
-            keys = sequence.page_keys
-            if len(keys) < last:
+            known = sequence.page_keys
+            if known and len(known) == last - 1:
+                known.append(page_key(known[-1], data[row * width : (row + 1) * width]))
+            elif len(known) < last:
                 tokens = table.tokens[slot, : last * size]
-                extend_keys(keys, sequence.request.cache_salt, tokens, size)
-            self.pool.publish(table.page_table[slot, first:last].tolist(), keys[first:last])
-            table.num_published[slot] = last
+                extend_keys(known, sequence.request.cache_salt, tokens, size)
+            pages += table.page_table[slot, first[row] : last].tolist()
+            keys += known[first[row] : last]
+        table.num_published[slots] = full
+        self.pool.publish(pages, keys)
 
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""

@@ -292,11 +292,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not admitted or not waiting or max(admitted) < min(waiting), "out of order"
         if plan is not None:
             self._check_plan(plan)
+        if self.setup.kind == "continuous" and not preempted:
+            self._check_admission(plan)
         if self.setup.kind != "padded":
             slots = [] if plan is None else plan.slots.tolist()
             idle = [s for s in after if s.slot not in slots]
             assert all(self._last_in_flight(s) for s in idle), "a running sequence stands still"
         return plan
+
+    def _check_admission(self, plan: StepPlan | None) -> None:
+        """Nobody waits for what is there: a slot, budget, and pages with one to spare for each."""
+        waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
+        spent = 0 if plan is None else plan.total_tokens
+        if waiting and self.slots.num_free and spent < self.setup.budget:
+            tokens = len(min(waiting, key=self._rank).token_ids)
+            needed = -(-tokens // self.setup.page_size) + self.scheduler.num_running
+            assert needed > self.pool.num_free, "the next sequence waits for nothing"
 
     def _last_in_flight(self, sequence: Sequence) -> bool:
         """Whether the step in flight draws the last token that its length allows."""
