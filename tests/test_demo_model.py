@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import demo_tasks
 
 FOLDER = Path(__file__).resolve().parent.parent / "jaxserve" / "demo_model"
-EXAMPLES = 8
+EXAMPLES = 24
 CARD_ROW = re.compile(
     r"^\| (?P<task>\w+)(?:, more than (?P<least>\d+) tokens)? "
     r"\| (?P<shortest>\d+)-(?P<longest>\d+) "
@@ -106,8 +106,8 @@ def test_greedy_answers_are_right(row: Row, model, tokenizer):
         made = model.generate(tokens, attention_mask=tokens != pad, max_new_tokens=longest)
     texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
     right = [demo_tasks.check(task, text) for (task, _), text in zip(asked, texts, strict=True)]
-    # Seven of eight: the card promises 95%, so one miss among eight is no surprise.
-    assert sum(right) >= EXAMPLES - 1
+    # The card promises 95% and more: three misses among 24 are no surprise, four would be.
+    assert sum(right) >= 0.87 * EXAMPLES
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_requirements_are_ranges_and_the_version_is_the_packages() -> None:
 
 def test_other_questions_about_a_document_have_its_answers() -> None:
     rng = random.Random(0)
-    documents = [demo_tasks.make_task("recall_code", rng) for _ in range(20)]
+    documents = [demo_tasks.make_task("recall_code", rng) for _ in range(200)]
     asked = [task for document in documents for task in follow_ups(document)]
     assert asked
     for task in asked:
