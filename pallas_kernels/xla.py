@@ -117,10 +117,20 @@ def _decode(
         weights = jnp.where(seen[:, None, None], jnp.exp(scores - peak[..., None]), 0)
         v = jnp.where(seen[:, None, :, None], v, 0)
         part = jnp.einsum("wkgc,wkch->wkgh", weights, v)
-        new_top = top.at[owner].max(peak, mode="drop")
+        # Partial results go to their rows through a one-hot product: a scatter runs on one core.
+        # Zero times NaN is NaN there, so an item that is not finite goes in as zeros, and spoils
+        # its own row through the peak, which is selected and not multiplied.
+        peak = jnp.where(jnp.isfinite(part).all(axis=-1), peak, jnp.nan)
+        mine = owner[None, :] == jnp.arange(R)[:, None]
+        peaks = jnp.where(mine[:, :, None, None], peak[None], LOWEST).max(axis=1)
+        new_top = jnp.maximum(top, peaks)
         shrink, grow = jnp.exp(top - new_top), jnp.exp(peak - new_top[row])
-        total = (total * shrink).at[owner].add(weights.sum(axis=-1) * grow, mode="drop")
-        acc = (acc * shrink[..., None]).at[owner].add(part * grow[..., None], mode="drop")
+        finite = jnp.isfinite(grow)
+        share = jnp.where(finite, weights.sum(axis=-1) * grow, 0)
+        part = jnp.where(finite[..., None], part * grow[..., None], 0)
+        onehot = mine.astype(q.dtype)
+        total = total * shrink + jnp.einsum("rw,wkg->rkg", onehot, share)
+        acc = acc * shrink[..., None] + jnp.einsum("rw,wkgh->rkgh", onehot, part)
         return acc, new_top, total
 
     start = (jnp.zeros_like(q), *_empty((R, K, G), sinks, q.dtype))

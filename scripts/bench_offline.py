@@ -271,7 +271,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(
         f"seconds; the same {result['requests']} requests (Azure conv trace, lengths / {SCALE}), "
-        f"{batch} rows, random 135M Llama, CPU"
+        f"{batch} rows, random Llama of the 135M class, CPU"
     )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
