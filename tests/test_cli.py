@@ -141,7 +141,10 @@ def test_errors_of_a_real_process_are_no_tracebacks() -> None:
 
 
 def test_control_c_ends_it_quietly() -> None:
+    # A shell's background job ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start("generate", "-")
+    signal.signal(signal.SIGINT, before)
     assert process.stdin is not None
     # More than a pipe holds: once it is written, the command has begun to read its prompt.
     process.stdin.write("x" * (1 << 20))
