@@ -85,7 +85,6 @@ class Runner:
     def _size_cache(self) -> int:
         """Pages that the configured memory holds."""
         config = self.config
-        assert config.max_model_len
         device = jax.devices()[0]
         if config.num_gpu_blocks_override is not None:
             pages = config.num_gpu_blocks_override
@@ -98,14 +97,14 @@ class Runner:
             temporary = self._compile(largest, num_pages=64).memory_analysis().temp_size_in_bytes
             share = config.gpu_memory_utilization * stats["bytes_limit"]
             pages = int(share - stats["bytes_in_use"] - temporary) // self.page_bytes
-        needed = -(-config.max_model_len // config.block_size) + 1
         if pages < 2:
             raise InvalidRequest(
                 f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
                 "raise gpu_memory_utilization or kv_cache_memory_bytes",
                 "kv_cache_memory_bytes",
             )
-        return min(pages, 2**31 // config.block_size - 1) if pages >= needed else pages
+        # Cells of the cache are numbered with 32 bits.
+        return min(pages, 2**31 // config.block_size - 1)
 
     def _shapes(self, num_pages: int) -> DeviceState:
         config = self.config
