@@ -191,7 +191,7 @@ class Board:
             return "◆", SHARED
         if owner >= 0:
             return "■", colour_of(owner)
-        return ("▫", DIM) if pool.key_of[page] is not None else ("·", DARK)
+        return ("▫", DIM) if pool.is_cached[page] else ("·", DARK)
 
     def _answers(self, width: int, height: int) -> list[Text]:
         ended = self.scene.ended

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from hashlib import blake2b
-from typing import Any
+from collections import deque
 
 import numpy as np
 
+from jaxserve.scheduling.page_keys import KEY
+
 NULL_PAGE = 0
-_KEY_BYTES = 16
-
-
-def root_key(cache_salt: str) -> bytes:
-    """The parent of a sequence's first page: pages are shared within one salt only."""
-    return blake2b(cache_salt.encode(), digest_size=_KEY_BYTES, person=b"jaxserve-root").digest()
-
-
-def page_key(parent: bytes, tokens: bytes) -> bytes:
-    """Key of a full page: a 128-bit digest over its parent's key and its own tokens.
-
-    The chain makes it stand for the whole prefix, so equal tokens under another prefix, whose KV
-    differs, have another key.
-    """
-    return blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
-
-
-def extend_keys(keys: list[bytes], salt: str, tokens: np.ndarray, page_size: int) -> None:
-    """Append the keys of the full pages of `tokens`, i32[n], that `keys` does not have yet."""
-    first, last = len(keys), len(tokens) // page_size
-    if first == last:
-        return
-    parent = keys[-1] if keys else root_key(salt)
-    data = tokens[first * page_size : last * page_size].tobytes()
-    width = page_size * tokens.itemsize
-    for start in range(0, len(data), width):
-        parent = page_key(parent, data[start : start + width])
-        keys.append(parent)
+_NOWHERE = -1
 
 
 class PagePool:
@@ -48,7 +21,8 @@ class PagePool:
 
     Attributes:
         ref_count: int32[P], sequences holding each page.
-        key_of: the key under which each page is cached, or None.
+        is_cached: bool[P], whether the page's content can be found by its key.
+        key_of: KEY[P], the key of each cached page.
         page_of: the inverse of `key_of`.
         num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
     """
@@ -65,19 +39,23 @@ class PagePool:
     def reset(self) -> None:
         """Forget every holder and every cached key."""
         self.ref_count = np.zeros(self.num_pages, np.int32)
-        self.key_of: list[Any] = [None] * self.num_pages
+        self.is_cached = np.zeros(self.num_pages, bool)
+        self.key_of = np.zeros(self.num_pages, KEY)
         self.page_of: dict[bytes, int] = {}
-        self._cached = np.zeros(self.num_pages, bool)
         # A stack whose top is its end; low page ids are handed out first.
         self._blank = np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)
         self._num_blank = self.num_pages - 1
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # Free cached pages wait in `_queue[_head:_tail]`, the first to be evicted first. An
+        # entry is void unless `_place_of[page]` is its own place: pages leave by that alone.
+        self._queue = np.zeros(2 * self.num_pages, np.int32)
+        self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
+        self._head = self._tail = self._num_evictable = 0
         self.num_changes += 1
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can hand out."""
-        return self._num_blank + len(self._evictable)
+        return self._num_blank + self._num_evictable
 
     @property
     def num_usable(self) -> int:
@@ -87,26 +65,61 @@ class PagePool:
     def allocate(self, count: int) -> np.ndarray:
         """`count` pages, each held once; int32[count]. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate beyond num_free"
-        blank = min(count, self._num_blank)
-        self._num_blank -= blank
-        pages = self._blank[self._num_blank : self._num_blank + blank][::-1]
-        if blank < count:
-            pages = np.concatenate([pages, np.array(self._evict(count - blank), np.int32)])
-        else:
-            pages = pages.copy()
+        if count > self._num_blank:
+            self._evict(count - self._num_blank)
+        self._num_blank -= count
+        pages = self._blank[self._num_blank : self._num_blank + count][::-1].copy()
         self.ref_count[pages] = 1
         return pages
 
-    def _evict(self, count: int) -> list[int]:
-        """Take the `count` cached pages that were released first from the cache."""
-        popitem, page_of, key_of = self._evictable.popitem, self.page_of, self.key_of
-        pages = [popitem(last=False)[0] for _ in range(count)]
-        for page in pages:
-            del page_of[key_of[page]]
-            key_of[page] = None
-        self._cached[pages] = False
+    def _evict(self, count: int) -> None:
+        """Make blank the `count` cached pages that were released first.
+
+        And one in 64 of the others with them, since a call costs more than a page does.
+        """
+        count += (self._num_evictable - count) // 64
+        pages = self._next_evictable(count)
+        self._place_of[pages] = _NOWHERE
+        self._num_evictable -= count
+        deque(map(self.page_of.__delitem__, self.key_of[pages].tolist()), maxlen=0)
+        self.is_cached[pages] = False
         self.num_evictions += count
-        return pages
+        self._add_blank(pages)
+
+    def _add_blank(self, pages: np.ndarray) -> None:
+        self._blank[self._num_blank : self._num_blank + len(pages)] = pages[::-1]
+        self._num_blank += len(pages)
+
+    def _next_evictable(self, count: int) -> np.ndarray:
+        """Move the queue's head past its first `count` pages; returns them."""
+        found: list[np.ndarray] = []
+        while count:
+            end = min(self._head + count, self._tail)
+            entries = self._queue[self._head : end]
+            valid = entries[self._place_of[entries] == np.arange(self._head, end)]
+            self._head = end
+            found.append(valid)
+            count -= len(valid)
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _make_evictable(self, pages: np.ndarray) -> None:
+        """Put pages at the end of the queue."""
+        if self._tail + len(pages) > len(self._queue):
+            entries = self._queue[self._head : self._tail]
+            kept = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
+            self._queue[: len(kept)] = kept
+            self._place_of[kept] = np.arange(len(kept))
+            self._head, self._tail = 0, len(kept)
+        end = self._tail + len(pages)
+        self._queue[self._tail : end] = pages
+        self._place_of[pages] = np.arange(self._tail, end)
+        self._tail = end
+        self._num_evictable += len(pages)
+
+    def _evictable(self) -> np.ndarray:
+        """The free cached pages, the first to be evicted first."""
+        entries = self._queue[self._head : self._tail]
+        return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 
     def match(self, keys: list[bytes]) -> list[int]:
         """Pages that cache the longest prefix of `keys`; nobody's hold on them changes."""
@@ -127,8 +140,8 @@ class PagePool:
         """Hold cached pages once more."""
         if not pages:
             return
-        for page in pages:
-            self._evictable.pop(page, None)
+        self._num_evictable -= self.num_evictable(pages)
+        self._place_of[pages] = _NOWHERE
         self.ref_count[pages] += 1
 
     def release(self, pages: np.ndarray) -> None:
@@ -141,31 +154,34 @@ class PagePool:
         if not len(idle):
             return
         self.num_changes += 1
-        cached = self._cached[idle]
+        cached = self.is_cached[idle]
         blank = idle[~cached]
-        self._blank[self._num_blank : self._num_blank + len(blank)] = blank[::-1]
-        self._num_blank += len(blank)
+        self._add_blank(blank)
         if len(blank) < len(idle):
-            self._evictable.update(dict.fromkeys(reversed(idle[cached].tolist())))
+            self._make_evictable(idle[cached][::-1])
 
-    def publish(self, pages: list[int], keys: list[bytes]) -> None:
-        """Offer full, computed pages to later prefixes; a key already cached stays as it is."""
-        page_of, key_of = self.page_of, self.key_of
-        for page, key in zip(pages, keys, strict=True):
-            if page_of.setdefault(key, page) == page:
-                key_of[page] = key
-        self._cached[pages] = [key_of[page] is not None for page in pages]
+    def publish(self, pages: np.ndarray, keys: np.ndarray) -> None:
+        """Offer full, computed pages, i32[n], to later prefixes under their keys, KEY[n].
+
+        A key that is cached already stays with its page.
+        """
+        offered = pages.tolist()
+        owners = list(map(self.page_of.setdefault, keys.tolist(), offered))
+        if owners != offered:
+            new = np.equal(owners, pages)
+            pages, keys = pages[new], keys[new]
+        self.key_of[pages] = keys
+        self.is_cached[pages] = True
         self.num_changes += 1
 
     def clear_cache(self) -> None:
         """Forget what unheld pages cache, and every key; held pages stay held."""
-        for page in self._evictable:
-            self._blank[self._num_blank] = page
-            self._num_blank += 1
-        self._evictable.clear()
+        pages = self._evictable()
+        self._add_blank(pages)
+        self._place_of[pages] = _NOWHERE
+        self._head = self._tail = self._num_evictable = 0
         self.page_of.clear()
-        self.key_of = [None] * self.num_pages
-        self._cached[:] = False
+        self.is_cached[:] = False
         self.num_changes += 1
 
     def check(self, held: np.ndarray) -> None:
@@ -175,9 +191,10 @@ class PagePool:
             AssertionError: naming the invariant that does not hold.
         """
         blank = self._blank[: self._num_blank]
-        evictable = np.fromiter(self._evictable, np.int32, len(self._evictable))
+        evictable = self._evictable()
         assert self.ref_count[NULL_PAGE] == 0, "the null page is held"
-        assert self.key_of[NULL_PAGE] is None, "the null page is cached"
+        assert not self.is_cached[NULL_PAGE], "the null page is cached"
+        assert self._num_evictable == len(evictable), "evictable pages are miscounted"
         assert np.array_equal(self.ref_count, held), "reference counts differ from the tables"
         free = np.concatenate([blank, evictable])
         assert len(np.unique(free)) == len(free), "a page is free twice"
@@ -185,8 +202,8 @@ class PagePool:
         assert np.all(self.ref_count[free] == 0), "a free page is held"
         in_use = int(np.count_nonzero(self.ref_count))
         assert len(free) + in_use == self.num_usable, "pages were lost"
-        assert not self._cached[blank].any(), "a blank page caches something"
-        assert self._cached[evictable].all(), "an evictable page caches nothing"
-        keyed = {page: key for page, key in enumerate(self.key_of) if key is not None}
-        assert {key: page for page, key in keyed.items()} == self.page_of, "keys not inverse"
-        assert np.array_equal(np.flatnonzero(self._cached), sorted(keyed)), "cached flags differ"
+        assert not self.is_cached[blank].any(), "a blank page caches something"
+        assert self.is_cached[evictable].all(), "an evictable page caches nothing"
+        cached = np.flatnonzero(self.is_cached)
+        keyed = dict(zip(self.key_of[cached].tolist(), cached.tolist(), strict=True))
+        assert keyed == self.page_of, "keys and cached pages differ"

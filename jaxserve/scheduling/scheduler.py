@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.page_pool import PagePool, extend_keys, page_key
+from jaxserve.scheduling.page_keys import PageKeys
+from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -71,6 +72,7 @@ class Scheduler:
             raise ValueError("max_num_batched_tokens must be at least the number of slots")
         self.pool = pool
         self.slots = slots
+        self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
         self.waiting = WaitingQueue(policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
@@ -157,20 +159,19 @@ class Scheduler:
             take = self._share_budget()
             running, table = self._running, self.slots
             ends = table.num_computed[running] + take
-            short = -(-ends // self.pool.page_size) - table.num_pages[running]
-            np.maximum(short, 0, out=short)
-            total = int(short.sum())
+            held = table.num_pages[running]
+            growing = np.flatnonzero(ends > held * self.pool.page_size)
+            counts = -(-ends[growing] // self.pool.page_size) - held[growing]
+            total = int(counts.sum())
             if total <= self.pool.num_free:
                 break
             self._preempt(int(running[-1]))
             preempted = True
         if total:
-            growing = np.flatnonzero(short)
-            slots, counts = running[growing], short[growing]
-            owner = np.repeat(slots, counts)
-            nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-            table.page_table[owner, table.num_pages[owner] + nth] = self.pool.allocate(total)
-            table.num_pages[slots] += counts
+            slots, held = running[growing], held[growing]
+            owner, nth = _each(slots, held, held + counts)
+            table.page_table[owner, nth] = self.pool.allocate(total)
+            table.num_pages[slots] = held + counts
         return take, preempted
 
     def _share_budget(self) -> np.ndarray:
@@ -180,10 +181,13 @@ class Scheduler:
         need = np.minimum(length - table.num_computed[running], self.max_row_tokens)
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
+        if int(need.sum()) <= self.max_num_batched_tokens:
+            return need
         extra = np.maximum(need - 1, 0)
         before = np.cumsum(extra) - extra
         spare = self.max_num_batched_tokens - int(np.count_nonzero(need))
-        return need - extra + np.clip(spare - before, 0, extra)
+        granted = np.minimum(np.maximum(spare - before, 0), extra)
+        return need - extra + granted
 
     def _preempt(self, slot: int) -> None:
         """Send a running sequence back to wait; it will recompute, or hit its own pages."""
@@ -268,9 +272,11 @@ class Scheduler:
         """Pages of the longest cached prefix that leaves at least one token to compute."""
         if not self.enable_prefix_caching:
             return []
-        size, keys = self.pool.page_size, sequence.page_keys
-        extend_keys(keys, sequence.request.cache_salt, sequence.token_ids, size)
-        return self.pool.match(keys[: (len(sequence.token_ids) - 1) // size])
+        tokens = sequence.token_ids
+        if sequence.prefix_keys is None:
+            sequence.prefix_keys = self.page_keys.prefix(sequence.request.cache_salt, tokens)
+        keys = sequence.prefix_keys.keys[: (len(tokens) - 1) // self.pool.page_size]
+        return self.pool.match(keys.tolist())
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a step's results: append tokens, publish full pages, end what has ended.
@@ -302,7 +308,7 @@ class Scheduler:
                 sequence.stop_token = int(tokens[index])
             sequence.finish_reason = FinishReason.STOP if is_stop[index] else FinishReason.LENGTH
             finished.append(sequence)
-        for slot in plan.slots[live & ~ok].tolist():
+        for slot in () if ok.all() else plan.slots[live & ~ok].tolist():
             sequence = table.sequences[slot]
             sequence.finish_reason = FinishReason.ERROR
             finished.append(sequence)
@@ -321,31 +327,33 @@ class Scheduler:
 
         Every token of them is known by now: the newest was drawn by an earlier step.
         """
-        table, size = self.slots, self.pool.page_size
-        full = (plan.starts + plan.num_tokens) // size
-        rows = np.flatnonzero(live & (full > table.num_published[plan.slots]))
-        if not len(rows):
+        table = self.slots
+        full = (plan.starts + plan.num_tokens) // self.pool.page_size
+        first = table.num_published[plan.slots]
+        rows = live & (full > first)
+        slots, first, full = plan.slots[rows], first[rows], full[rows]
+        if not len(slots):
             return
-        slots, full = plan.slots[rows], full[rows]
-        first = table.num_published[slots].tolist()
-        # A decode that fills its page is the usual row: its tokens are gathered for all at once.
-        columns = (full[:, None] - 1) * size + np.arange(size)
-        newest = table.tokens[slots[:, None], columns]
-        width, data = newest[0].nbytes, newest.tobytes()
-        pages: list[int] = []
-        keys: list[bytes] = []
-        for row, (slot, last) in enumerate(zip(slots.tolist(), full.tolist(), strict=True)):
-            sequence = table.sequences[slot]
-            known = sequence.page_keys
-            if known and len(known) == last - 1:
-                known.append(page_key(known[-1], data[row * width : (row + 1) * width]))
-            elif len(known) < last:
-                tokens = table.tokens[slot, : last * size]
-                extend_keys(known, sequence.request.cache_salt, tokens, size)
-            pages += table.page_table[slot, first[row] : last].tolist()
-            keys += known[first[row] : last]
+        self._make_keys(slots, full)
+        owner, nth = _each(slots, first, full)
         table.num_published[slots] = full
-        self.pool.publish(pages, keys)
+        self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
+
+    def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
+        """Make the keys of each slot's first `full` pages, as far as they are missing.
+
+        Admission made those of the known tokens, so that a page a slot is usually all.
+        """
+        table, size = self.slots, self.pool.page_size
+        while len(slots := slots[(short := table.num_keys[slots] < full)]):
+            full = full[short]
+            page = table.num_keys[slots]
+            columns = page[:, None] * size + np.arange(size)
+            tokens = table.tokens[slots[:, None], columns]
+            keys, states = self.page_keys.extend(table.key_state[slots], page, tokens)
+            table.page_keys[slots, page] = keys
+            table.key_state[slots] = states
+            table.num_keys[slots] = page + 1
 
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""
@@ -374,3 +382,10 @@ class Scheduler:
             assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
         if not self.has_work:
             assert self.pool.num_free == self.pool.num_usable, "idle, and pages are held"
+
+
+def _each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every (slot, n) with first <= n < last, slot by slot, as two arrays."""
+    counts = last - first
+    owner = np.repeat(slots, counts)
+    return owner, np.arange(len(owner)) + np.repeat(last - np.cumsum(counts), counts)

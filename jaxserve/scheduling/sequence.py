@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduling.page_keys import PrefixKeys
 
 NO_SLOT = -1
 
@@ -22,7 +23,7 @@ class Sequence:
     Attributes:
         arrival: position in the order of arrival, unique.
         token_ids: int32[tokens known], valid while waiting and after the end.
-        page_keys: chained digests of its full pages, as far as they were needed.
+        prefix_keys: keys of the full pages of `token_ids`, once they were needed.
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps it took part in.
@@ -34,7 +35,7 @@ class Sequence:
     token_ids: np.ndarray
     index: int = 0
     seed: int = 0
-    page_keys: list[bytes] = field(default_factory=list)
+    prefix_keys: PrefixKeys | None = None
     slot: int = NO_SLOT
     num_cached: int = -1
     num_failures: int = 0

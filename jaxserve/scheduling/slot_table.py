@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxserve.request import MAX_STOP_TOKEN_IDS
+from jaxserve.scheduling.page_keys import KEY, LANES
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 NO_TOKEN = -1
@@ -26,6 +28,8 @@ class SlotTable:
         num_pending: 1 where a step in flight samples a token not read yet, else 0.
         num_computed: tokens whose KV is in the cache once every submitted step has run.
         num_published: full pages offered to the prefix cache.
+        page_keys [slots + 1, M], num_keys: keys of full pages, as far as they have been made.
+        key_state [u64 x 4]: what extends them (see PageKeys).
         stop_length: known tokens at which the sequence ends for length.
         min_length: tokens before which it may not end.
         generation [i64]: changes whenever the slot gets another sequence.
@@ -39,7 +43,7 @@ class SlotTable:
         self.max_pages = -(-max_model_len // page_size)
         rows = num_slots + 1
 
-        def column(*shape: int, dtype: type = np.int32) -> np.ndarray:
+        def column(*shape: int, dtype: npt.DTypeLike = np.int32) -> np.ndarray:
             return np.zeros((rows, *shape), dtype)
 
         self.page_table = column(self.max_pages)
@@ -49,6 +53,9 @@ class SlotTable:
         self.num_pending = column()
         self.num_computed = column()
         self.num_published = column()
+        self.page_keys = column(self.max_pages, dtype=KEY)
+        self.num_keys = column()
+        self.key_state = column(LANES, dtype=np.uint64)
         self.stop_length = column()
         self.min_length = column()
         self.generation = column(dtype=np.int64)
@@ -85,6 +92,12 @@ class SlotTable:
         self.num_pending[slot] = 0
         self.num_computed[slot] = 0
         self.num_published[slot] = 0
+        prefix, sequence.prefix_keys = sequence.prefix_keys, None
+        self.num_keys[slot] = 0
+        if prefix is not None:
+            self.num_keys[slot] = len(prefix.keys)
+            self.page_keys[slot, : len(prefix.keys)] = prefix.keys
+            self.key_state[slot] = prefix.state
         request = sequence.request
         sampling = request.sampling
         self.stop_length[slot] = request.max_length

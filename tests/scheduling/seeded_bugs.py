@@ -2,81 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Bug(NamedTuple):
-    """A name, a file under jaxserve/, and a text that occurs once in it, with its replacement.
-
-    `only_slow` marks what makes no result wrong and ends every sequence, only later or at a
-    greater cost: random schedules do not measure that, unit tests do.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    only_slow: bool = False
-
-
-POOL = "scheduling/page_pool.py"
-SCHEDULER = "scheduling/scheduler.py"
-SLOTS = "scheduling/slot_table.py"
-WAITING = "scheduling/waiting.py"
-STATIC = "scheduling/static.py"
-BATCH = "execution/batch.py"
-
-POOL_BUGS = (
-    Bug(
-        "the null page is handed out",
-        POOL,
-        "np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)",
-        "np.arange(self.num_pages - 2, -1, -1, dtype=np.int32)",
-    ),
-    Bug("the key of an evicted page stays", POOL, "del page_of[key_of[page]]", "pass"),
-    Bug("an evicted page keeps its key", POOL, "            key_of[page] = None\n", ""),
-    Bug("an evicted page counts as cached", POOL, "self._cached[pages] = False", "pass"),
-    Bug("a hit stays evictable", POOL, "self._evictable.pop(page, None)", "pass"),
-    Bug("a hit is not counted", POOL, "self.ref_count[pages] += 1", "pass"),
-    Bug("allocated pages are not counted", POOL, "self.ref_count[pages] = 1", "pass"),
-    Bug(
-        "a shared page is freed by the first to leave",
-        POOL,
-        "idle = pages[self.ref_count[pages] == 0]",
-        "idle = pages[self.ref_count[pages] <= 1]",
-    ),
-    Bug("release loses blank pages", POOL, "self._num_blank += len(blank)", "pass"),
-    Bug(
-        "match jumps over a missing page",
-        POOL,
-        "            if page is None:\n                break\n            pages.append(page)",
-        "            if page is not None:\n                pages.append(page)",
-    ),
-    Bug(
-        "a key is published twice",
-        POOL,
-        "if page_of.setdefault(key, page) == page:",
-        "page_of[key] = page\n            if True:",
-    ),
-    Bug("a page's key leaves out its parent", POOL, "blake2b(parent + data", "blake2b(data"),
-    Bug("keys leave out the salt", POOL, "blake2b(cache_salt.encode(), ", "blake2b(b'', "),
-    Bug("a lost cache keeps its keys", POOL, "self.page_of.clear()", "pass"),
-    Bug(
-        "a lost cache is not forgotten",
-        POOL,
-        "        for page in self._evictable:\n            self._blank",
-        "        return\n        for page in self._evictable:\n            self._blank",
-    ),
-    Bug(
-        "the head of a prefix is evicted first",
-        POOL,
-        "dict.fromkeys(reversed(idle[cached].tolist()))",
-        "dict.fromkeys(idle[cached].tolist())",
-        only_slow=True,
-    ),
-    Bug(
-        "the newest page is evicted first", POOL, "popitem(last=False)", "popitem(last=True)", True
-    ),
+from tests.scheduling.seeded_pool_bugs import (
+    BATCH,
+    POOL,
+    POOL_BUGS,
+    SCHEDULER,
+    SLOTS,
+    STATIC,
+    WAITING,
+    Bug,
 )
 
 SCHEDULE_BUGS = (
@@ -116,20 +50,20 @@ SCHEDULE_BUGS = (
     Bug(
         "a full hit leaves nothing to compute",
         SCHEDULER,
-        "keys[: (len(sequence.token_ids) - 1) // size]",
-        "keys[: len(sequence.token_ids) // size]",
+        "keys[: (len(tokens) - 1) // self.pool.page_size]",
+        "keys[: len(tokens) // self.pool.page_size]",
     ),
     Bug(
         "a partial page is published",
         SCHEDULER,
-        "full = (plan.starts + plan.num_tokens) // size",
-        "full = -(-(plan.starts + plan.num_tokens) // size)",
+        "full = (plan.starts + plan.num_tokens) // self.pool.page_size",
+        "full = -(-(plan.starts + plan.num_tokens) // self.pool.page_size)",
     ),
     Bug(
         "pages of the step in flight are published",
         SCHEDULER,
-        "full = (plan.starts + plan.num_tokens) // size",
-        "full = table.num_computed[plan.slots] // size",
+        "full = (plan.starts + plan.num_tokens) // self.pool.page_size",
+        "full = table.num_computed[plan.slots] // self.pool.page_size",
     ),
     Bug(
         "pages are published before they are computed",
@@ -137,11 +71,10 @@ SCHEDULE_BUGS = (
         "        table.num_pending[slots] += samples\n",
         "        table.num_pending[slots] += samples\n"
         "        for slot in slots.tolist():\n"
-        "            one = table.sequences[slot]\n"
         "            count = int(table.num_computed[slot]) // self.pool.page_size\n"
-        "            pages = table.page_table[slot, :count].tolist()\n"
-        "            keys = one.page_keys[:count]\n"
-        "            self.pool.publish(pages[: len(keys)], keys)\n",
+        "            count = min(count, int(table.num_keys[slot]))\n"
+        "            pages = table.page_table[slot, :count]\n"
+        "            self.pool.publish(pages, table.page_keys[slot, :count])\n",
     ),
     Bug("pages of a NaN row are published", SCHEDULER, "(plan, live & ok)", "(plan, live)"),
     Bug(
@@ -190,7 +123,7 @@ SCHEDULE_BUGS = (
     Bug(
         "a long prompt takes the whole budget",
         SCHEDULER,
-        "return need - extra + np.clip(spare - before, 0, extra)",
+        "return need - extra + granted",
         "return np.clip(self.max_num_batched_tokens - (np.cumsum(need) - need), 0, need)",
     ),
     Bug(
@@ -202,14 +135,14 @@ SCHEDULE_BUGS = (
     Bug(
         "a page is missing at a page's end",
         SCHEDULER,
-        "short = -(-ends // self.pool.page_size)",
-        "short = ends // self.pool.page_size",
+        "growing = np.flatnonzero(ends > held * self.pool.page_size)",
+        "growing = np.flatnonzero(ends > (held + 1) * self.pool.page_size)",
     ),
     Bug(
         "growing rows get each other's columns",
         SCHEDULER,
-        "np.repeat(np.cumsum(counts) - counts, counts)",
-        "np.repeat(np.cumsum(counts) - counts[0], counts)",
+        "np.repeat(last - np.cumsum(counts), counts)",
+        "np.repeat(last - np.cumsum(counts)[0], counts)",
     ),
     Bug(
         "admission counts hits as free pages",
@@ -232,8 +165,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a blocked sequence does not see pages being cached",
         POOL,
-        "key_of[page] is not None for page in pages]\n        self.num_changes += 1\n",
-        "key_of[page] is not None for page in pages]\n",
+        "self.is_cached[pages] = True\n        self.num_changes += 1\n",
+        "self.is_cached[pages] = True\n",
         only_slow=True,
     ),
     Bug(
@@ -278,14 +211,14 @@ COMMIT_BUGS = (
     Bug(
         "a NaN row does not end its sequence",
         SCHEDULER,
-        "for slot in plan.slots[live & ~ok].tolist():",
+        "for slot in () if ok.all() else plan.slots[live & ~ok].tolist():",
         "for slot in []:",
     ),
     Bug(
         "a NaN in a prompt's chunk is overlooked",
         SCHEDULER,
-        "for slot in plan.slots[live & ~ok].tolist():",
-        "for slot in plan.slots[live & ~ok & plan.samples].tolist():",
+        "plan.slots[live & ~ok].tolist()",
+        "plan.slots[live & ~ok & plan.samples].tolist()",
     ),
     Bug(
         "min_tokens is ignored",

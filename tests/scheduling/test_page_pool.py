@@ -1,22 +1,25 @@
 """PagePool: what is handed out, what is found again, what is forgotten first."""
 
-from hashlib import blake2b
-
 import numpy as np
 import pytest
 
+from jaxserve.scheduling.page_keys import KEY
 from jaxserve.scheduling.page_pool import NULL_PAGE, PagePool
 
 
+def keys(names: str) -> np.ndarray:
+    """A key for each letter."""
+    return np.array([name.encode() * KEY.itemsize for name in names], f"S{KEY.itemsize}").view(KEY)
+
+
 def key(name: str) -> bytes:
-    return blake2b(name.encode(), digest_size=16).digest()
+    return keys(name).tolist()[0]
 
 
 def cached(pool: PagePool, names: str) -> np.ndarray:
     """Allocate a page for each letter, publish it under that letter, release all at once."""
     pages = pool.allocate(len(names))
-    for page, name in zip(pages.tolist(), names, strict=True):
-        pool.publish([page], [key(name)])
+    pool.publish(pages, keys(names))
     pool.release(pages)
     return pages
 
@@ -65,6 +68,33 @@ def test_what_was_released_first_is_evicted_first():
     assert found(pool, "abcd") == "cd"
 
 
+def test_a_large_cache_is_evicted_ahead_and_in_order():
+    pool = PagePool(1001, 4)
+    pages = pool.allocate(1000)
+    names = np.arange(2000, dtype=np.uint64).view(KEY)
+    pool.publish(pages, names)
+    pool.release(pages[500:])
+    pool.release(pages[:500])
+    pool.allocate(1)
+    assert pool.num_evictions == 1 + 999 // 64
+    assert not pool.is_cached[pages[1000 - pool.num_evictions :]].any()
+    assert pool.is_cached[pages[: 1000 - pool.num_evictions]].all()
+    assert pool.num_free == 999
+
+
+def test_the_queue_of_evictable_pages_survives_endless_sharing():
+    pool = PagePool(5, 4)
+    cached(pool, "abcd")
+    for name in "abcd" * 20 + "dcb":
+        pages = pool.match([key(name)])
+        pool.share(pages)
+        pool.release(np.array(pages, np.int32))
+        pool.check(np.zeros(5, np.int32))
+    for left in ("bcd", "bc", "b", ""):
+        pool.allocate(1)
+        assert found(pool, "abcd") == left
+
+
 def test_a_hit_renews_a_page():
     pool = PagePool(5, 4)
     cached(pool, "ab")
@@ -79,7 +109,7 @@ def test_a_hit_renews_a_page():
 def test_a_shared_page_is_free_only_when_the_last_holder_lets_go():
     pool = PagePool(3, 4)
     pages = pool.allocate(2)
-    pool.publish([int(pages[0])], [key("a")])
+    pool.publish(pages[:1], keys("a"))
     pool.share(pool.match([key("a")]))
     pool.release(pages)
     assert pool.num_free == 1
@@ -106,10 +136,11 @@ def test_match_ends_at_the_first_page_that_is_missing():
 
 def test_a_key_keeps_its_first_page():
     pool = PagePool(5, 4)
-    pages = pool.allocate(2).tolist()
-    pool.publish([pages[0]], [key("a")])
-    pool.publish([pages[1]], [key("a")])
-    assert pool.match([key("a")]) == pages[:1]
+    pages = pool.allocate(4)
+    pool.publish(pages[:1], keys("a"))
+    pool.publish(pages[1:], keys("abb"))
+    assert pool.match([key("a"), key("b")]) == [pages[0], pages[2]]
+    assert pool.is_cached[pages].tolist() == [True, False, True, False]
     pool.check(pool.ref_count.copy())
 
 
@@ -117,7 +148,7 @@ def test_clearing_the_cache_forgets_keys_and_keeps_holders():
     pool = PagePool(6, 4)
     cached(pool, "ab")
     held = pool.allocate(2)
-    pool.publish([int(held[0])], [key("c")])
+    pool.publish(held[:1], keys("c"))
     pool.clear_cache()
     assert found(pool, "abc") == "" and pool.num_free == 3
     pool.check(pool.ref_count.copy())

@@ -1,0 +1,140 @@
+"""Bugs of the page pool and of page keys; and what a bug is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """A name, a file under jaxserve/, and a text that occurs once in it, with its replacement.
+
+    `only_slow` marks what makes no result wrong and ends every sequence, only later or at a
+    greater cost: random schedules do not measure that, unit tests do.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    only_slow: bool = False
+
+
+POOL = "scheduling/page_pool.py"
+KEYS = "scheduling/page_keys.py"
+SCHEDULER = "scheduling/scheduler.py"
+SLOTS = "scheduling/slot_table.py"
+WAITING = "scheduling/waiting.py"
+STATIC = "scheduling/static.py"
+BATCH = "execution/batch.py"
+
+POOL_BUGS = (
+    Bug(
+        "the null page is handed out",
+        POOL,
+        "np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)",
+        "np.arange(self.num_pages - 2, -1, -1, dtype=np.int32)",
+    ),
+    Bug(
+        "the key of an evicted page stays",
+        POOL,
+        "        deque(map(self.page_of.__delitem__, self.key_of[pages].tolist()), maxlen=0)\n",
+        "",
+    ),
+    Bug(
+        "an evicted page counts as cached",
+        POOL,
+        "self.is_cached[pages] = False\n        self.num_evictions",
+        "self.num_evictions",
+    ),
+    Bug(
+        "a hit stays evictable",
+        POOL,
+        "self._place_of[pages] = _NOWHERE\n        self.ref_count[pages] += 1",
+        "self.ref_count[pages] += 1",
+    ),
+    Bug(
+        "hits still count as evictable",
+        POOL,
+        "        self._num_evictable -= self.num_evictable(pages)\n",
+        "",
+    ),
+    Bug(
+        "the queue keeps old places when it is tidied",
+        POOL,
+        "            self._place_of[kept] = np.arange(len(kept))\n",
+        "",
+    ),
+    Bug("a page is published under its neighbour's key", POOL, "= keys\n", "= keys[::-1]\n"),
+    Bug("a hit is not counted", POOL, "self.ref_count[pages] += 1", "pass"),
+    Bug("allocated pages are not counted", POOL, "self.ref_count[pages] = 1", "pass"),
+    Bug(
+        "a shared page is freed by the first to leave",
+        POOL,
+        "idle = pages[self.ref_count[pages] == 0]",
+        "idle = pages[self.ref_count[pages] <= 1]",
+    ),
+    Bug("release loses blank pages", POOL, "        self._add_blank(blank)\n", ""),
+    Bug(
+        "match jumps over a missing page",
+        POOL,
+        "            if page is None:\n                break\n            pages.append(page)",
+        "            if page is not None:\n                pages.append(page)",
+    ),
+    Bug(
+        "a key is published twice",
+        POOL,
+        "if owners != offered:",
+        "if False:",
+    ),
+    Bug(
+        "a page's key leaves out its parent",
+        KEYS,
+        "        np.cumsum(states, axis=0, out=states)\n",
+        "",
+    ),
+    Bug(
+        "a generated page's key leaves out its parent",
+        KEYS,
+        "states = states + _sums",
+        "states = _sums",
+    ),
+    Bug("keys leave out the salt", KEYS, "if salt:", "if False:"),
+    Bug("keys leave out the position", KEYS, "self._of_tokens[page]", "self._of_tokens[0 * page]"),
+    Bug(
+        "a slot keeps its last sequence's keys",
+        SLOTS,
+        "self.num_keys[slot] = len(prefix.keys)",
+        "self.num_keys[slot] = max(self.num_keys[slot], len(prefix.keys))",
+    ),
+    Bug(
+        "keys survive a preemption",
+        SLOTS,
+        "prefix, sequence.prefix_keys = sequence.prefix_keys, None",
+        "prefix = sequence.prefix_keys",
+    ),
+    Bug("a lost cache keeps its keys", POOL, "self.page_of.clear()", "pass"),
+    Bug(
+        "a lost cache is not forgotten",
+        POOL,
+        "        pages = self._evictable()\n        self._add_blank",
+        "        return\n        pages = self._evictable()\n        self._add_blank",
+    ),
+    Bug(
+        "the head of a prefix is evicted first",
+        POOL,
+        "self._make_evictable(idle[cached][::-1])",
+        "self._make_evictable(idle[cached])",
+        only_slow=True,
+    ),
+    Bug(
+        "released pages go ahead of those that wait",
+        POOL,
+        "        self._num_evictable += len(pages)\n",
+        "        self._num_evictable += len(pages)\n"
+        "        entries = self._evictable()[::-1]\n"
+        "        self._tail = self._head + len(entries)\n"
+        "        self._queue[self._head : self._tail] = entries\n"
+        "        self._place_of[entries] = np.arange(self._head, self._tail)\n",
+        only_slow=True,
+    ),
+)
