@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import jaxserve
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.server.settings import ServerConfig
 
 BAD_INPUT, INTERRUPTED = 2, 130
 DEFAULT_MAX_TOKENS = 256
@@ -107,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
+    add_serve(commands.add_parser)
     return parser
 
 
@@ -140,6 +143,38 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
     add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
     parser.set_defaults(run=generate)
+
+
+def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve serve`."""
+    parser = add_parser(
+        "serve",
+        allow_abbrev=False,
+        help="answer OpenAI's HTTP API",
+        description="Serve models over HTTP, as the OpenAI client and others like it expect.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="[NAME=]DIR",
+        help="checkpoint folders, each with the name to serve it by (default: the bundled model)",
+    )
+    server = parser.add_argument_group("server")
+    add_fields(server, ServerConfig, [field.name for field in dataclasses.fields(ServerConfig)])
+    engine = parser.add_argument_group("engine", "For each model.")
+    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    parser.set_defaults(run=serve)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve serve`."""
+    fields = [field.name for field in dataclasses.fields(ServerConfig)]
+    config = ServerConfig(**_given(arguments, fields))
+    settings = _given(arguments, [*ENGINE_FIELDS, "seed"])
+    # Imported late: it needs the `serve` extra, and brings JAX with it.
+    module = importlib.import_module("jaxserve.server.serve")
+    plans = module.plan_models(arguments.models, settings, config)
+    return module.serve(plans, config)
 
 
 def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -20,6 +20,10 @@ class InvalidRequest(JaxserveError, ValueError):
         self.parameter = parameter
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for an answer within the model's length."""
+
+
 class UnsupportedModel(JaxserveError, ValueError):
     """A model whose architecture or configuration jaxserve does not compute."""
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta
+from jaxserve.engine.delta import Delta
 from jaxserve.engine.llm import Prompt, prompt_parts
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.execution.runner import OnProgress
+from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
 
 
 class AsyncLLM:
@@ -22,12 +24,16 @@ class AsyncLLM:
 
     Args:
         config: what to serve.
+        on_progress: told about the start.
     """
 
-    def __init__(self, config: EngineConfig | Loaded) -> None:
-        self._thread = EngineThread(config)
+    def __init__(
+        self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
+    ) -> None:
+        self._thread = EngineThread(config, on_progress)
         # The caller's request ids, and the engine's for the same requests.
         self._internal: dict[str, str] = {}
+        self._delivery: Delivery | None = None
 
     async def generate(
         self,
@@ -48,34 +54,50 @@ class AsyncLLM:
             EngineClosed, EngineDead: the engine takes no requests.
         """
         text, body = prompt_parts(prompt)
-        request = self._thread.request(
-            body, sampling_params, priority=priority, cache_salt=cache_salt
-        )
+        request = self.request(body, sampling_params, priority=priority, cache_salt=cache_salt)
         name = request.request_id if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def hand_over(delta: Delta) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, delta)
-
-        unfinished = request.sampling.n
         prompt_token_ids = request.prompt_token_ids.tolist()
-        self._thread.add(request, hand_over)
+        stream = self.open([request])
         self._internal[name] = request.request_id
         try:
-            while unfinished:
-                deltas = [await inbox.get()]
-                while not inbox.empty():
-                    deltas.append(inbox.get_nowait())
-                unfinished -= sum(delta.finish_reason is not None for delta in deltas)
-                output = RequestOutput(name, text, prompt_token_ids)
-                yield _merged(output, deltas, not unfinished)
+            finished = False
+            while not finished:
+                deltas = await stream.take()
+                finished = stream.is_finished
+                yield _merged(RequestOutput(name, text, prompt_token_ids), deltas, finished)
         finally:
             del self._internal[name]
-            if unfinished:
-                self._thread.abort(request.request_id)
+            stream.close()
+
+    def request(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Check a prompt (text or token ids) and its settings, for `open`; starts nothing.
+
+        Raises: as `generate`.
+        """
+        return self._thread.request(
+            prompt, sampling_params, priority=priority, cache_salt=cache_salt
+        )
+
+    def open(self, requests: Iterable[Request], max_unread: int | None = None) -> Stream:
+        """Start requests, and stream what all of them draw to the running event loop.
+
+        Args:
+            requests: from `request`.
+            max_unread: tokens that may lie unread before the requests are paused.
+        """
+        loop = asyncio.get_running_loop()
+        if self._delivery is None or self._delivery.loop is not loop:
+            self._delivery = Delivery(loop)
+        return Stream(self._thread, self._delivery, requests, max_unread)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its stream ends with finish_reason "abort". Unknown ids: nothing."""
@@ -86,6 +108,15 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Counts of the engine as of now."""
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
+
+    async def check(self) -> None:
+        """Verify every page, slot and counter; AssertionError names what is wrong."""
+        await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
+
+    @property
+    def thread(self) -> EngineThread:
+        """The engine's thread, for who must not wait for it."""
+        return self._thread
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None with skip_tokenizer_init."""

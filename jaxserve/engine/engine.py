@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text import Detokenizer
@@ -27,23 +28,6 @@ _log = logging.getLogger(__name__)
 MAX_STEP_FAILURES = 3
 
 MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
-
-
-@dataclass
-class Delta:
-    """What is new about one completion of a request."""
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
-    num_cached_tokens: int
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-
-Sink = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
@@ -172,18 +156,45 @@ class Engine:
         tail = request.prompt_token_ids[-16:].tolist()
         return Detokenizer(self.tokenizer, tail, request.sampling)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now; its sink is told. False if there is no such request."""
-        lives = self._by_request.get(request_id)
-        if lives is None:
+    def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
+        """End a request now; its sink is told why. False if there is no such request."""
+        lives = list(self._by_request.get(request_id, []))
+        if not lives or (waiting_only and any(one.sequence.num_cached >= 0 for one in lives)):
             return False
-        for live in list(lives):
-            self._end(live, FinishReason.ABORT)
+        for live in lives:
+            self._end(live, FinishReason.ABORT, error)
         return True
+
+    def pause(self, request_id: str) -> None:
+        """Take slots and pages from a request until `resume`, which computes its tokens again.
+
+        For the scheduler it has ended; the token of a step in flight is dropped, and drawn again.
+        """
+        for live in self._by_request.get(request_id, []):
+            self.scheduler.finish(live.sequence, FinishReason.ABORT)
+            self._suspects.discard(live.sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Queue a paused request again, behind all that have come by now."""
+        for live in self._by_request.get(request_id, []):
+            if live.sequence.finish_reason is None:
+                continue
+            del self._live[live.sequence]
+            live.sequence = replace(
+                live.sequence, arrival=self._num_arrivals, finish_reason=None, blocked_at=-1
+            )
+            self._num_arrivals += 1
+            self._live[live.sequence] = live
+            self.scheduler.add(live.sequence)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes whenever the engine gets on: steps committed, and steps lost."""
+        return self._num_steps, self._num_failed_steps
 
     def step(self) -> None:
         """Schedule and submit a step, and commit the one submitted before it.

@@ -12,7 +12,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta
+from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.thread import EngineThread

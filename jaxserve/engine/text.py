@@ -53,7 +53,7 @@ class Tokenizer:
             )
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
@@ -61,7 +61,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -6,12 +6,15 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta, Engine, Sink
+from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.errors import EngineClosed, EngineDead
 from jaxserve.execution.runner import OnProgress
@@ -38,6 +41,8 @@ class EngineThread:
         self._dead: BaseException | None = None
         self._numbers = itertools.count()
         self._process = os.getpid()
+        self._idle = True
+        self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -78,16 +83,37 @@ class EngineThread:
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored, and so is a closed engine: all have ended."""
+        self._tell(self.engine.abort, [request_id])
 
-        def abort() -> None:
-            self.engine.abort(request_id)
+    def abort_waiting(self, request_id: str, error: str) -> None:
+        """End a request, with a reason, unless it has started."""
+        self._tell(partial(self.engine.abort, error=error, waiting_only=True), [request_id])
+
+    def pause(self, request_ids: Iterable[str]) -> None:
+        """Take slots and pages from requests until `resume`; those that have ended are ignored."""
+        self._tell(self.engine.pause, list(request_ids))
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        """Let paused requests go on where they were."""
+        self._tell(self.engine.resume, list(request_ids))
+
+    def _tell(self, function: Callable[[str], Any], request_ids: list[str]) -> None:
+        def run() -> None:
+            for request_id in request_ids:
+                function(request_id)
 
         if self.is_alive():
-            self._post(abort)
+            self._post(run)
 
     def is_alive(self) -> bool:
         """Whether requests in progress still advance."""
         return self._thread.is_alive() and os.getpid() == self._process and not self._closing
+
+    def standstill(self) -> float:
+        """Seconds since a step was last submitted or read; 0 while there is nothing to do."""
+        if self._idle and not self._inbox:
+            return 0.0
+        return time.monotonic() - self._moved_at
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between steps, and return its result."""
@@ -130,7 +156,10 @@ class EngineThread:
         try:
             while self._take_messages():
                 if self.engine.has_work:
+                    before = self.engine.progress
                     self.engine.step()
+                    if self.engine.progress != before:
+                        self._moved_at = time.monotonic()
         except BaseException as error:
             _log.critical("the engine ended on an error", exc_info=error)
             self._dead = error
@@ -145,7 +174,10 @@ class EngineThread:
         """Handle what has come in; waits while there is nothing to do. False once closing."""
         with self._wake:
             while not (self._inbox or self._closing or self.engine.has_work):
+                self._idle = True
                 self._wake.wait()
+            if self._idle:
+                self._idle, self._moved_at = False, time.monotonic()
             if self._closing:
                 return False
             messages = list(self._inbox)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
     MAX_CACHE_SALT_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -96,7 +96,7 @@ def make_request(
     ids = check_token_ids(prompt_token_ids, limits.vocab_size)
     longest = limits.max_model_len - 1
     if len(ids) > longest:
-        raise InvalidRequest(
+        raise PromptTooLong(
             f"prompt has {len(ids)} tokens; at most {longest} leave room for an answer within "
             f"max_model_len ({limits.max_model_len})",
             "prompt",

@@ -1,0 +1,127 @@
+"""Stream: what the engine's thread has drawn, handed to one consumer on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.thread import EngineThread
+from jaxserve.request import Request
+
+
+class Stream:
+    """The deltas of some requests, in the order in which they were drawn.
+
+    A stream whose reader falls behind is paused: its requests give up their slots and pages,
+    and go on where they were once the reader has caught up.
+
+    Args:
+        thread: serves the requests; they start at once.
+        delivery: brings the deltas to this event loop.
+        requests: already checked (see `EngineThread.request`).
+        max_unread: tokens that may lie unread before the requests are paused; None for no bound.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        delivery: Delivery,
+        requests: Iterable[Request],
+        max_unread: int | None = None,
+    ) -> None:
+        self.requests = list(requests)
+        self._thread = thread
+        self._unfinished = {one.request_id: one.sampling.n for one in self.requests}
+        self._deltas: list[Delta] = []
+        self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
+        self._max_unread = max_unread
+        self._num_unread = 0
+        self.is_paused = False
+        try:
+            for request in self.requests:
+                thread.add(request, lambda delta: delivery.put(self, delta))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every completion has ended; what came last may still be unread."""
+        return not self._unfinished
+
+    async def take(self) -> list[Delta]:
+        """What has come since the last call, at least one delta; waits for it.
+
+        Raises:
+            Exception: what `fail` was given. Nothing comes after that.
+        """
+        while not self._deltas and self._failure is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._failure is not None:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        self._num_unread = 0
+        if self.is_paused:
+            self.is_paused = False
+            self._thread.resume(self._unfinished)
+        return deltas
+
+    def put(self, delta: Delta) -> None:
+        """Take in a delta; only on the event loop."""
+        self._deltas.append(delta)
+        self._num_unread += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            left = self._unfinished.get(delta.request_id, 0) - 1
+            if left > 0:
+                self._unfinished[delta.request_id] = left
+            else:
+                self._unfinished.pop(delta.request_id, None)
+        limit = self._max_unread
+        if limit is not None and self._num_unread > limit and not self.is_paused:
+            self.is_paused = True
+            self._thread.pause(self._unfinished)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error of the consumer's own making, such as a deadline."""
+        self._failure = error
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        for request_id in self._unfinished:
+            self._thread.abort(request_id)
+        self._unfinished = {}
+
+
+class Delivery:
+    """Brings deltas from the engine's thread to an event loop, many in one go.
+
+    Waking a loop costs a system call, so it is done once for all that comes before it awakes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._deltas: deque[tuple[Stream, Delta]] = deque()
+        self._lock = threading.Lock()
+        self._is_called = False
+
+    def put(self, stream: Stream, delta: Delta) -> None:
+        """Pass on a delta; from any thread."""
+        self._deltas.append((stream, delta))
+        with self._lock:
+            if not self._is_called:
+                self.loop.call_soon_threadsafe(self._deliver)
+                self._is_called = True
+
+    def _deliver(self) -> None:
+        with self._lock:
+            self._is_called = False
+        while self._deltas:
+            stream, delta = self._deltas.popleft()
+            stream.put(delta)

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's endpoints, and Anthropic's, over AsyncLLM."""

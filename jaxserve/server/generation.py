@@ -1,0 +1,198 @@
+"""Generation: all that one HTTP request makes the engine draw."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from jaxserve.engine.delta import Delta
+from jaxserve.errors import Overloaded
+from jaxserve.request import FinishReason, Request
+from jaxserve.server.errors import ApiError
+from jaxserve.server.observed import Observed
+from jaxserve.server.protocol import PromptTokensDetails, Usage
+from jaxserve.server.served import ServedModel, prompt_tokens
+
+
+@dataclass
+class Part:
+    """What is new about one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Choice:
+    """One completion so far; `index` counts over all prompts of the request."""
+
+    index: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """The completions of some prompts, drawn together. Use it as a context manager.
+
+    Args:
+        model: draws them.
+        requests: one for each prompt, already checked.
+
+    Attributes:
+        choices: all of them, n for each prompt, in the order of the prompts.
+
+    Raises:
+        Overloaded: the queue is full; nothing has been started.
+    """
+
+    def __init__(self, model: ServedModel, requests: Listing[Request]) -> None:
+        self.model = model
+        self.requests = list(requests)
+        self.created = int(time.time())
+        self.choices = [
+            Choice(0, request.prompt_token_ids.tolist())
+            for request in requests
+            for _ in range(request.sampling.n)
+        ]
+        for index, choice in enumerate(self.choices):
+            choice.index = index
+        self._first: dict[str, int] = {}
+        at = 0
+        for request in requests:
+            self._first[request.request_id] = at
+            at += request.sampling.n
+        self._cached = dict.fromkeys(self._first, 0)
+        self._admission = model.admission
+        self._live = len(self.choices)
+        self._unstarted = {one.request_id: prompt_tokens([one]) for one in requests}
+        self._observed: Observed = model.observed
+        try:
+            self._admission.check(self._live, sum(self._unstarted.values()))
+        except Overloaded:
+            self._observed.refused += 1
+            raise
+
+    def __enter__(self) -> Self:
+        config, loop = self.model.config, asyncio.get_running_loop()
+        self._opened = self._last = time.monotonic()
+        self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
+        self._admission.num_live += self._live
+        self._admission.num_prompt_tokens += sum(self._unstarted.values())
+        self._timers = [
+            loop.call_later(config.queue_timeout, self._expire_queue),
+            loop.call_later(config.request_timeout, self._expire),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._stream.close()
+        self._admission.num_live -= self._live
+        self._admission.num_prompt_tokens -= sum(self._unstarted.values())
+        self._live, self._unstarted = 0, {}
+        if any(choice.finish_reason is None for choice in self.choices):
+            self._observed.ended("abort" if kind is asyncio.CancelledError else "error", 1)
+
+    def _expire_queue(self) -> None:
+        seconds = self.model.config.queue_timeout
+        for request_id in self._unstarted:
+            self.model.llm.thread.abort_waiting(request_id, f"waited {seconds:g} s for a free slot")
+
+    def _expire(self) -> None:
+        seconds = self.model.config.request_timeout
+        self._stream.fail(
+            ApiError(504, f"the request took longer than {seconds:g} s", code="request_timeout")
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended, and all of it was taken."""
+        return self._live == 0
+
+    async def take(self) -> list[Part]:
+        """What is new: at most one part for each choice. Waits until there is something.
+
+        Raises:
+            ApiError: the request failed as a whole, or took too long.
+        """
+        parts: dict[int, Part] = {}
+        for delta in await self._stream.take():
+            self._apply(delta, parts)
+        self._observe(parts)
+        return list(parts.values())
+
+    def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
+        request_id = delta.request_id
+        if request_id in self._unstarted:
+            self._admission.num_prompt_tokens -= self._unstarted.pop(request_id)
+        if delta.finish_reason is FinishReason.ERROR:
+            raise ApiError(500, delta.error or "the engine failed", code="engine_error")
+        if delta.finish_reason is FinishReason.ABORT:
+            raise self._aborted(delta)
+        self._cached[request_id] = max(self._cached[request_id], delta.num_cached_tokens)
+        index = self._first[request_id] + delta.index
+        choice = self.choices[index]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        part = parts.get(index)
+        if part is None:
+            part = parts[index] = Part(index, delta.text, delta.token_ids)
+        else:
+            part.text += delta.text
+            part.token_ids = part.token_ids + delta.token_ids
+        if delta.finish_reason is not None:
+            choice.finish_reason = part.finish_reason = str(delta.finish_reason)
+            choice.stop_reason = part.stop_reason = delta.stop_reason
+            self._live -= 1
+            self._admission.num_live -= 1
+
+    def _aborted(self, delta: Delta) -> ApiError:
+        if delta.error is not None:
+            return ApiError(503, delta.error, code="queue_timeout", headers={"retry-after": "1"})
+        return ApiError(503, "the request was ended by the server", code="aborted")
+
+    def _observe(self, parts: dict[int, Part]) -> None:
+        now = time.monotonic()
+        count = sum(len(part.token_ids) for part in parts.values())
+        self._observed.tokens(
+            now - self._opened, now - self._last, count, self._last == self._opened
+        )
+        self._last = now
+        for part in parts.values():
+            if part.finish_reason is not None:
+                choice = self.choices[part.index]
+                self._observed.ended(part.finish_reason, 1)
+                self._observed.finished(
+                    now - self._opened, len(choice.prompt_token_ids), len(choice.token_ids)
+                )
+
+    async def run(self) -> None:
+        """Wait for the end of every choice.
+
+        Raises: as `take`.
+        """
+        while not self.is_finished:
+            await self.take()
+
+    def usage(self) -> Usage:
+        """Counts so far: each prompt once, the tokens of every choice."""
+        prompts = sum(len(request.prompt_token_ids) for request in self.requests)
+        drawn = sum(len(choice.token_ids) for choice in self.choices)
+        details = PromptTokensDetails(sum(self._cached.values()))
+        return Usage(prompts, drawn, prompts + drawn, details)

@@ -1,0 +1,66 @@
+"""What a server says about itself: liveness, readiness, models, version."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import jaxserve
+from jaxserve.server.answers import json_response
+from jaxserve.server.errors import ApiError
+from jaxserve.server.served import Models, ServedModel
+
+
+async def health(request: Request) -> Response:
+    """200 while every engine lives and gets on with its work, 503 otherwise.
+
+    Asks no engine: one that hangs cannot hang this.
+    """
+    limit = request.app.state.config.health_timeout
+    for model in request.app.state.models.all:
+        thread = model.llm.thread
+        if not thread.is_alive():
+            raise ApiError(503, f"the engine of {model.name} has ended", code="engine_dead")
+        seconds = thread.standstill()
+        if seconds > limit:
+            raise ApiError(
+                503, f"the engine of {model.name} has not moved for {seconds:.0f} s", code="stalled"
+            )
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken, 503 while the server stops or its queues are full."""
+    if request.app.state.lifecycle.is_draining:
+        raise ApiError(503, "the server is stopping", code="shutting_down")
+    models: Models = request.app.state.models
+    if all(model.admission.is_full for model in models.all):
+        raise ApiError(503, "the queue is full", code="queue_full")
+    return await health(request)
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": jaxserve.__version__})
+
+
+async def list_models(request: Request) -> Response:
+    models: Models = request.app.state.models
+    cards = [_card(model, name) for model in models.all for name in model.names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def get_model(request: Request) -> Response:
+    name = request.path_params["model"]
+    return json_response(_card(request.app.state.models.find(name), name))
+
+
+def _card(model: ServedModel, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "jaxserve",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.limits.max_model_len,
+    }

@@ -1,0 +1,119 @@
+"""ServerConfig: what a server may be told. Standard library only: the command line reads it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import exact_int, finite_float
+
+# Field and its range, of integers and of seconds.
+_COUNTS = {
+    "port": (0, 65535),
+    "max_connections": (1, 2**20),
+    "max_body_bytes": (1, 2**30),
+    "max_json_depth": (1, 500),
+    "max_json_nodes": (1, 10**8),
+    "max_prompts": (1, 4096),
+    "max_unread_tokens": (1, 2**20),
+}
+_SECONDS = (
+    *("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"),
+    *("queue_timeout", "request_timeout", "drain_timeout", "health_timeout"),
+)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A server's settings; names follow vLLM's where it has them. Times are in seconds.
+
+    Args:
+        host: address to listen on. Any other than loopback needs an api_key, or insecure.
+        port: to listen on; 0 takes a free one.
+        served_model_name: names that requests may call the model by; the first is what
+            answers carry. Only with one model.
+        api_key: keys of which every request must bring one, as `Authorization: Bearer` or
+            `x-api-key`; only /health is open without. Also read from JAXSERVE_API_KEY.
+        insecure: listen beyond loopback although there is no api_key.
+        allowed_origins: origins of pages elsewhere that may call this server.
+        allowed_hosts: names, besides loopback's own, that requests to a loopback address
+            may give as Host.
+        strict: refuse fields that the server does not know, instead of ignoring them.
+        share_prefix_cache: let requests with different keys hit each other's cached prefixes.
+        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot by default;
+            beyond that requests are answered 429.
+        max_queued_prompt_tokens: prompt tokens that may wait to be computed, by default as
+            many as 64 full steps take; beyond that requests are answered 429.
+        queue_timeout: how long a request may wait for its start.
+        request_timeout: how long a request may take in all.
+        write_timeout: how long a client may read nothing of what is ready for it.
+        max_unread_tokens: tokens that a stream holds for a slow reader before it is paused.
+        header_timeout: how long a client may take to send a request's headers.
+        body_timeout: how long a client may take to send a request's body.
+        keep_alive_timeout: how long an idle connection is kept.
+        drain_timeout: how long running requests may go on after SIGTERM.
+        health_timeout: how long the engine may stand still before /health says so.
+        max_connections: connections open at once.
+        max_body_bytes: size of a request's body.
+        max_json_depth: nesting of a request's JSON.
+        max_json_nodes: values and commas in a request's JSON.
+        max_prompts: completions (prompts times n) of one request.
+
+    Raises:
+        InvalidRequest: (a ValueError) on construction, naming the field.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] | list[str] | None = None
+    api_key: tuple[str, ...] | list[str] | None = None
+    insecure: bool = False
+    allowed_origins: tuple[str, ...] | list[str] | None = None
+    allowed_hosts: tuple[str, ...] | list[str] | None = None
+    strict: bool = False
+    share_prefix_cache: bool = False
+    max_num_queued_reqs: int | None = None
+    max_queued_prompt_tokens: int | None = None
+    queue_timeout: float = 60.0
+    request_timeout: float = 600.0
+    write_timeout: float = 30.0
+    max_unread_tokens: int = 1000
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    keep_alive_timeout: float = 5.0
+    drain_timeout: float = 30.0
+    health_timeout: float = 10.0
+    max_connections: int = 2048
+    max_body_bytes: int = 8 << 20
+    max_json_depth: int = 64
+    max_json_nodes: int = 250_000
+    max_prompts: int = 64
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _COUNTS.items():
+            exact_int(getattr(self, name), name, low, high)
+        for name in ("max_num_queued_reqs", "max_queued_prompt_tokens"):
+            if getattr(self, name) is not None:
+                exact_int(getattr(self, name), name, 0, 2**31 - 1)
+        for name in _SECONDS:
+            if finite_float(getattr(self, name), name) <= 0:
+                raise InvalidRequest(f"{name} must be more than 0 seconds", name)
+        if any(not key for key in self.api_key or ()):
+            raise InvalidRequest("api_key must not be empty", "api_key")
+        if not (self.is_local or self.api_key or self.insecure):
+            raise InvalidRequest(
+                f"host {self.host!r} can be reached from elsewhere: set --api-key, or --insecure "
+                "to serve everyone",
+                "host",
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
