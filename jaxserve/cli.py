@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxserve
-from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.config import EngineConfig, api_keys_from_environment, prepare_process
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.server.plans import plan_models
 from jaxserve.server.settings import ServerConfig
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -169,12 +170,17 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Run `jaxserve serve`."""
     fields = [field.name for field in dataclasses.fields(ServerConfig)]
-    config = ServerConfig(**_given(arguments, fields))
-    settings = _given(arguments, [*ENGINE_FIELDS, "seed"])
-    # Imported late: it needs the `serve` extra, and brings JAX with it.
-    module = importlib.import_module("jaxserve.server.serve")
-    plans = module.plan_models(arguments.models, settings, config)
-    return module.serve(plans, config)
+    asked: dict[str, Any] = {"api_key": api_keys_from_environment() or None}
+    try:
+        config = ServerConfig(**asked | _given(arguments, fields))
+        plans = plan_models(arguments.models, _given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        # Imported late: it needs the `serve` extra, and brings JAX with it.
+        module = importlib.import_module("jaxserve.server.serve")
+        return module.serve(plans, config)
+    except ModuleNotFoundError as error:
+        raise _CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
+    except (ValueError, OSError) as error:  # settings, files or a port that are not right
+        raise _CommandError(str(error)) from error
 
 
 def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

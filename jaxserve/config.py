@@ -42,6 +42,7 @@ class EngineConfig:
         gpu_memory_utilization: share of GPU memory for weights, KV cache and temporaries.
         kv_cache_memory_bytes: bytes of KV cache; on CPU 1 GiB by default, or less where
             fewer pages could ever be used.
+        memory_share: of the KV cache's memory, what this engine takes where several are served.
         num_gpu_blocks_override: number of pages, instead of either of the above.
         enable_prefix_caching: reuse the pages of equal prefixes.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
@@ -70,6 +71,7 @@ class EngineConfig:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    memory_share: float = 1.0
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -94,6 +96,8 @@ class EngineConfig:
         exact_int(self.long_prefill_token_threshold, "long_prefill_token_threshold", 0, 2**22)
         exact_int(self.block_size, "block_size", 1, 1024)
         exact_int(self.seed, "seed", 0, 2**64 - 1)
+        if not 0.0 < finite_float(self.memory_share, "memory_share") <= 1.0:
+            raise ValueError(f"memory_share must be in (0, 1], got {self.memory_share}")
         share = finite_float(self.gpu_memory_utilization, "gpu_memory_utilization")
         if not 0.05 <= share <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
@@ -153,15 +157,22 @@ class EngineConfig:
         """
         assert self.max_num_seqs and self.max_model_len
         if self.kv_cache_memory_bytes is not None:
-            return self.kv_cache_memory_bytes // page_bytes
+            return int(self.kv_cache_memory_bytes * self.memory_share) // page_bytes
         pages_a_sequence = -(-self.max_model_len // self.block_size)
         useful = 2 * self.max_num_seqs * pages_a_sequence + 1
-        return max(min(_CPU_KV_BYTES // page_bytes, useful), pages_a_sequence + 1)
+        return max(
+            min(int(_CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
+        )
 
 
 def bundled_model() -> Path:
     """Folder of the checkpoint that comes with the package."""
     return Path(__file__).parent / "demo_model"
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    """Keys in JAXSERVE_API_KEY, separated by commas."""
+    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
 def user_cache_dir() -> Path | None:

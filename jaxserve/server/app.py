@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -40,30 +42,46 @@ def routes() -> list[BaseRoute]:
     ]
 
 
-def make_app(
-    models: Models,
-    config: ServerConfig,
-    more_routes: list[BaseRoute] | None = None,
-    open_paths: frozenset[str] = frozenset(),
-) -> Starlette:
-    """The ASGI application.
+class App:
+    """The ASGI application and what its endpoints share.
+
+    An endpoint finds this object as `request.app.state.served`.
 
     Args:
-        models: what is served; available to endpoints as `request.app.state.models`.
-        config: as `request.app.state.config`.
+        models: what is served.
+        config: the limits.
         more_routes: of pages and the like.
         open_paths: paths that need no API key.
     """
-    app = Starlette(
-        routes=[*routes(), *(more_routes or [])],
-        middleware=[Middleware(Guard, config=config, open_paths=open_paths)],
-        exception_handlers={HTTPException: _http_error},
-    )
-    app.router.redirect_slashes = False
-    app.state.models = models
-    app.state.config = config
-    app.state.lifecycle = Lifecycle()
-    return app
+
+    def __init__(
+        self,
+        models: Models,
+        config: ServerConfig,
+        more_routes: Iterable[BaseRoute] = (),
+        open_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        self.models = models
+        self.config = config
+        self.lifecycle = Lifecycle()
+        middleware = [Middleware(Guard, config=config, open_paths=open_paths)]
+        if config.allowed_origins:
+            middleware.insert(
+                0,
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(config.allowed_origins),
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                ),
+            )
+        self.asgi = Starlette(
+            routes=[*routes(), *more_routes],
+            middleware=middleware,
+            exception_handlers={HTTPException: _http_error},
+        )
+        self.asgi.router.redirect_slashes = False
+        self.asgi.state.served = self
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -29,8 +29,9 @@ class Call:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.models: Models = request.app.state.models
-        self.config: ServerConfig = request.app.state.config
+        self._served = request.app.state.served
+        self.models: Models = self._served.models
+        self.config: ServerConfig = self._served.config
         self.renamed: dict[str, str] = request.scope["jaxserve.renamed"]
 
     def parse(self, schema: type[T]) -> T:
@@ -63,6 +64,8 @@ class Call:
             InvalidRequest: more than one request may ask for.
             Overloaded: more than the queue holds now.
         """
+        if self._served.lifecycle.is_draining:
+            raise ApiError(503, "the server is stopping", code="shutting_down")
         most = self.config.max_prompts
         if completions > most:
             raise InvalidRequest(

@@ -86,6 +86,7 @@ class Generation:
         config, loop = self.model.config, asyncio.get_running_loop()
         self._opened = self._last = time.monotonic()
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
+        self.model.active.add(self)
         self._admission.num_live += self._live
         self._admission.num_prompt_tokens += sum(self._unstarted.values())
         self._timers = [
@@ -103,6 +104,7 @@ class Generation:
         for timer in self._timers:
             timer.cancel()
         self._stream.close()
+        self.model.active.discard(self)
         self._admission.num_live -= self._live
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
@@ -119,6 +121,10 @@ class Generation:
         self._stream.fail(
             ApiError(504, f"the request took longer than {seconds:g} s", code="request_timeout")
         )
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, now."""
+        self._stream.fail(error)
 
     @property
     def is_finished(self) -> bool:

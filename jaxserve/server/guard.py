@@ -23,6 +23,7 @@ from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
 MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
 MAX_HEADER_LINE = 8 << 10
 MAX_REQUEST_ID = 128
 LINGER_SECONDS = 0.5
@@ -72,6 +73,8 @@ class Guard:
         scope["jaxserve.renamed"] = renamed
         try:
             self._check_headers(scope["headers"])
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                raise ApiError(400, "both Content-Length and Transfer-Encoding", code="bad_http")
             self._check_origin(headers)
             scope["jaxserve.key"] = self._check_key(scope, headers)
             scope["jaxserve.body"] = b""
@@ -90,7 +93,12 @@ class Guard:
     def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         if len(headers) > MAX_HEADERS:
             raise ApiError(431, f"more than {MAX_HEADERS} headers", code="too_many_headers")
-        if any(len(name) + len(value) > MAX_HEADER_LINE for name, value in headers):
+        sizes = [len(name) + len(value) for name, value in headers]
+        if sum(sizes) > MAX_HEADER_BYTES:
+            raise ApiError(
+                431, f"headers of more than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
+            )
+        if max(sizes, default=0) > MAX_HEADER_LINE:
             raise ApiError(
                 431, f"a header is longer than {MAX_HEADER_LINE} bytes", code="header_too_long"
             )

@@ -16,8 +16,8 @@ async def health(request: Request) -> Response:
 
     Asks no engine: one that hangs cannot hang this.
     """
-    limit = request.app.state.config.health_timeout
-    for model in request.app.state.models.all:
+    limit = request.app.state.served.config.health_timeout
+    for model in request.app.state.served.models.all:
         thread = model.llm.thread
         if not thread.is_alive():
             raise ApiError(503, f"the engine of {model.name} has ended", code="engine_dead")
@@ -31,9 +31,9 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """200 while new requests are taken, 503 while the server stops or its queues are full."""
-    if request.app.state.lifecycle.is_draining:
+    if request.app.state.served.lifecycle.is_draining:
         raise ApiError(503, "the server is stopping", code="shutting_down")
-    models: Models = request.app.state.models
+    models: Models = request.app.state.served.models
     if all(model.admission.is_full for model in models.all):
         raise ApiError(503, "the queue is full", code="queue_full")
     return await health(request)
@@ -44,14 +44,14 @@ async def version(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    models: Models = request.app.state.models
+    models: Models = request.app.state.served.models
     cards = [_card(model, name) for model in models.all for name in model.names]
     return json_response({"object": "list", "data": cards})
 
 
 async def get_model(request: Request) -> Response:
     name = request.path_params["model"]
-    return json_response(_card(request.app.state.models.find(name), name))
+    return json_response(_card(request.app.state.served.models.find(name), name))
 
 
 def _card(model: ServedModel, name: str) -> dict[str, object]:

@@ -4,97 +4,124 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
+import socket
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import TextIO
 
-import uvicorn
-
-from jaxserve.config import EngineConfig
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.errors import InvalidRequest
-from jaxserve.server.app import make_app
+from jaxserve.server.app import App
+from jaxserve.server.logs import log_json
+from jaxserve.server.plans import ModelPlan
+from jaxserve.server.process import Process
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """A model to be served: under which names, and how.
+class StartReport:
+    """Says on a stream how far the start has come: a line for each stage, with its seconds."""
 
-    Attributes:
-        names: the first is what answers carry.
-        config: its engine's settings.
-    """
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._started = time.perf_counter()
+        self._stage = ""
 
-    names: list[str]
-    config: EngineConfig
+    def say(self, text: str) -> None:
+        print(f"jaxserve: {text}", file=self._stream, flush=True)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """As `OnProgress`: rewrites its line on a terminal, else says when a stage is done."""
+        if stage != self._stage:
+            self._stage, self._started = stage, time.perf_counter()
+        seconds = time.perf_counter() - self._started
+        text = f"jaxserve: {stage} {done}/{total} ({seconds:.1f} s)"
+        if self._stream.isatty():
+            end = "\n" if done >= total else "\r"
+            print(text, end=end, file=self._stream, flush=True)
+        elif done >= total:
+            print(text, file=self._stream, flush=True)
 
 
-Say = Callable[[str], None]
-BUNDLED = "demo_model"
-
-
-def plan_models(
-    models: Iterable[str], settings: dict[str, Any], config: ServerConfig
-) -> list[ModelPlan]:
-    """Read `[NAME=]DIR` of each model; none means the bundled one.
+def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartReport) -> Models:
+    """Load one model after the other, saying what is done and what memory each takes.
 
     Raises:
-        InvalidRequest: a name given twice, or settings out of range.
+        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
     """
-    plans = []
-    for text in models:
-        name, _, folder = text.rpartition("=")
-        plans.append(ModelPlan([name or folder], EngineConfig(model=folder, **settings)))
-    if not plans:
-        plans = [ModelPlan([BUNDLED], EngineConfig(**settings))]
-    if config.served_model_name:
-        if len(plans) > 1:
-            raise InvalidRequest(
-                "served_model_name is for one model; name several as NAME=DIR", "served_model_name"
-            )
-        plans[0] = replace(plans[0], names=list(config.served_model_name))
-    names = [name for plan in plans for name in plan.names]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidRequest(f"two models are named {name!r}", "served_model_name")
-    return plans
-
-
-def load_models(plans: Iterable[ModelPlan], config: ServerConfig, say: Say) -> Models:
-    """Load one model after the other, saying what is being done."""
     secret = secrets.token_bytes(32)
-    served = []
-    for plan in plans:
-        llm = AsyncLLM(plan.config)
-        served.append(ServedModel(plan.names, str(plan.config.model), llm, config, secret))
+    served: list[ServedModel] = []
+    try:
+        for plan in plans:
+            report.say(f"loading {plan.names[0]} from {plan.root}")
+            llm = AsyncLLM(plan.config, report.progress)
+            served.append(ServedModel(plan.names, plan.root, llm, config, secret))
+            report.say(_memory_plan(llm))
+    except BaseException:
+        for model in served:
+            model.llm.close()
+        raise
     return Models(served)
 
 
-def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
-    """Serve until SIGTERM or an interrupt; returns the exit status."""
-    models = load_models(plans, config, print)
-    app = make_app(models, config)
-    settings = uvicorn.Config(
-        app,
-        host=config.host,
-        port=config.port,
-        http="h11",
-        ws="none",
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=round(config.keep_alive_timeout),
+def _memory_plan(llm: AsyncLLM) -> str:
+    engine = llm.thread.engine
+    runner, config = engine.runner, engine.config
+    pages = runner.num_pages
+    return (
+        f"memory: weights {runner.weight_bytes:,} bytes; KV cache {pages:,} pages x "
+        f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
+        f"({(pages - 1) * config.block_size:,} tokens); at most {config.max_num_seqs} sequences "
+        f"of {engine.limits.max_model_len:,} tokens"
     )
-    server = uvicorn.Server(settings)
-    print(f"jaxserve: serving at http://{config.host}:{config.port}", file=sys.stderr, flush=True)
+
+
+def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
+    """Serve until SIGTERM or an interrupt.
+
+    Returns:
+        The exit status: 0 after an orderly end, 1 where an engine died.
+    """
+    log_json()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    report = StartReport(sys.stderr)
+    with bind(config.host, config.port) as listener:
+        models = load_models(plans, config, report)
+        process = Process(App(models, config))
+        try:
+            asyncio.run(_serve(process, listener, report))
+        finally:
+            for model in models.all:
+                model.llm.close()
+    return process.status
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before the models are loaded; nobody can connect before `listen`.
+
+    Raises:
+        OSError: it is taken, or no address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        asyncio.run(server.serve())
-    finally:
-        for model in models.all:
-            model.llm.close()
-    return 0
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:
+    running = asyncio.ensure_future(process.serve(sockets=[listener]))
+    while not (process.started or running.done()):
+        await asyncio.sleep(0.01)
+    if process.started:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        report.say(f"ready at http://{shown}:{port}")
+    await running

@@ -75,6 +75,7 @@ class ServedModel:
         self.config = config
         self._secret = secret
         self.observed = Observed()
+        self.active: set[Any] = set()
         engine = llm.thread.engine
         self.limits = engine.limits
         self.default_sampling = engine.loaded.default_sampling

@@ -33,6 +33,8 @@ class ServerConfig:
         port: to listen on; 0 takes a free one.
         served_model_name: names that requests may call the model by; the first is what
             answers carry. Only with one model.
+        model_weights: how the memory is shared out between several models, like a=2,b=1; equally
+            by default.
         api_key: keys of which every request must bring one, as `Authorization: Bearer` or
             `x-api-key`; only /health is open without. Also read from JAXSERVE_API_KEY.
         insecure: listen beyond loopback although there is no api_key.
@@ -67,6 +69,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] | list[str] | None = None
+    model_weights: str | None = None
     api_key: tuple[str, ...] | list[str] | None = None
     insecure: bool = False
     allowed_origins: tuple[str, ...] | list[str] | None = None

@@ -1,0 +1,115 @@
+"""Connection: uvicorn's h11 protocol, with the time limits and bounds that it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from jaxserve.server.errors import ApiError
+from jaxserve.server.guard import MAX_HEADER_BYTES
+from jaxserve.server.settings import ServerConfig
+
+# What the kernel may hold for a client that does not read; the rest is ours to bound.
+SEND_BUFFER_BYTES = 128 << 10
+
+
+class Connection(H11Protocol):
+    """One client's connection.
+
+    Closed when it sends no complete header in time, or reads nothing of what is ready for it.
+
+    Args:
+        limits: the server's.
+        **named: see `H11Protocol`.
+    """
+
+    def __init__(self, *, limits: ServerConfig, **named: Any) -> None:
+        super().__init__(**named)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            error = ApiError(503, "too many connections", code="too_many_connections")
+            transport.write(_raw(error, 503))
+            transport.close()
+            return
+        connected: socket.socket | None = transport.get_extra_info("socket")
+        if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._watch_header()
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE:
+            head = data.partition(b"\r\n\r\n")[0]
+            if b"\r\n " in head or b"\r\n\t" in head:
+                self.send_400_response("A header is folded over several lines.")
+                return
+        super().data_received(data)
+        self._watch_header()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_header()
+
+    def _watch_header(self) -> None:
+        """A header that has begun, or the first one, must be complete in time."""
+        waiting = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if not waiting or self.transport.is_closing():
+            self._stop("_header_timer")
+        elif self._header_timer is None:
+            seconds = self._limits.header_timeout
+            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop("_write_timer")
+        seconds = self._limits.write_timeout
+        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("_write_timer")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop("_header_timer")
+        self._stop("_write_timer")
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def _stop(self, name: str) -> None:
+        timer: asyncio.TimerHandle | None = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and close."""
+        reason = sys.exc_info()[1]
+        status = getattr(reason, "error_status_hint", 400)
+        if status == 431:
+            msg = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_raw(ApiError(status, msg, code="bad_http"), status))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def _raw(error: ApiError, status: int) -> bytes:
+    """A whole response, for who cannot be answered through the application."""
+    body = msgspec.json.encode(error.body())
+    phrase = STATUS_PHRASES[status]
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%b" % (status, phrase, len(body), body)
+    )

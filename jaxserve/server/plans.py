@@ -1,0 +1,90 @@
+"""Which models a server serves, under which names, with which part of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.settings import ServerConfig
+
+BUNDLED = "demo_model"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model to be served.
+
+    Attributes:
+        names: that requests call it by; the first is what answers carry.
+        root: its folder as it was given.
+        config: its engine's settings.
+    """
+
+    names: list[str]
+    root: str
+    config: EngineConfig
+
+
+def plan_models(
+    models: Iterable[str], settings: dict[str, Any], config: ServerConfig
+) -> list[ModelPlan]:
+    """Read `[NAME=]DIR` of each model; none means the bundled one.
+
+    Raises:
+        InvalidRequest: a name given twice, weights for a model that is not there, or settings
+            out of range.
+    """
+    named = []
+    for text in models:
+        name, _, folder = text.rpartition("=")
+        named.append((name or folder, folder))
+    folders: list[tuple[str, str | None]] = [*named] or [(BUNDLED, None)]
+    names = [name for name, _ in folders]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"two models are named {name!r}", "models")
+    shares = memory_shares(names, config.model_weights)
+    whole = EngineConfig(**settings)
+    plans, end = [], 0.0
+    for name, folder in folders:
+        end += shares[name]
+        # On a GPU an engine takes what is free up to a limit; those before it have taken theirs.
+        limit = max(0.05, whole.gpu_memory_utilization * min(end, 1.0))
+        one = replace(whole, model=folder, memory_share=shares[name], gpu_memory_utilization=limit)
+        plans.append(ModelPlan([name], folder or BUNDLED, one))
+    if config.served_model_name:
+        if len(plans) > 1:
+            raise InvalidRequest(
+                "served_model_name is for one model; name several as NAME=DIR", "served_model_name"
+            )
+        plans[0] = replace(plans[0], names=list(config.served_model_name))
+    return plans
+
+
+def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
+    """Each model's share of the memory, adding up to 1, from `a=2,b=1`; 1 where none is given.
+
+    Raises:
+        InvalidRequest: it cannot be read, or names another model.
+    """
+    chosen = dict.fromkeys(names, 1.0)
+    for part in (weights or "").split(","):
+        if not part.strip():
+            continue
+        name, _, text = part.strip().rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if name not in chosen or not 0.0 < weight < 1e6:
+            raise InvalidRequest(
+                f"model_weights must be like a=2,b=1 with names of the models "
+                f"({', '.join(names)}) and positive numbers; got {part.strip()!r}",
+                "model_weights",
+            )
+        chosen[name] = weight
+    total = sum(chosen.values())
+    return {name: weight / total for name, weight in chosen.items()}
