@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
@@ -52,6 +54,10 @@ class Tokenizer:
                 f"{path}: holds token id {largest}, and the model has logits for {vocab_size}"
             )
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        added = [text for text in self._tokenizer.get_added_vocab() if len(text) > 1]
+        added.sort(key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
@@ -67,8 +73,14 @@ class Tokenizer:
         """Text of token ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def token_strings(self, token_ids: Listing[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
+
     def render_chat(self, messages: Listing[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template.
+
+        Messages are data: where one holds the text of a special token, that is encoded as text.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
@@ -82,15 +94,34 @@ class Tokenizer:
                 )
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("this model has no chat template; use generate", "messages")
+        # No text can hold the mark by design or by chance; it is where text is cut for encoding.
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, **{"add_generation_prompt": True, **options}
+                [self._cut(message, mark) for message in messages],
+                tokenize=False,
+                **{"add_generation_prompt": True, **options},
             )
         except Exception as error:  # whatever a template raises is about its input
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        pieces = text.split(mark)
+        return [
+            token
+            for piece in pieces
+            for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
+
+    def _cut(self, value: Any, mark: str) -> Any:
+        """A message with a mark in every special token's text, so that none is left whole."""
+        if isinstance(value, Mapping):
+            return {name: self._cut(inner, mark) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._cut(inner, mark) for inner in value]
+        while isinstance(value, str) and self._added.search(value):
+            value = self._added.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        return value
 
 
 class Detokenizer:

@@ -19,8 +19,13 @@ from jaxserve.server.completions import completions
 from jaxserve.server.errors import ApiError
 from jaxserve.server.guard import Guard
 from jaxserve.server.info import get_model, health, list_models, ready, version
+from jaxserve.server.messages import count_tokens, messages
+from jaxserve.server.metrics import metrics
+from jaxserve.server.openapi import openapi
+from jaxserve.server.responses import responses
 from jaxserve.server.served import Models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tokens import detokenize, tokenize
 
 
 @dataclass
@@ -34,11 +39,18 @@ def routes() -> list[BaseRoute]:
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
     ]
 
 

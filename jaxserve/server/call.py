@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import refuse_unserved
+from jaxserve.server.fields import NOT_YET, refuse_unserved
 from jaxserve.server.parsing import parse_json, to_schema, unknown_fields
 from jaxserve.server.protocol import Sampling
 from jaxserve.server.served import Models, ServedModel
@@ -34,8 +35,12 @@ class Call:
         self.config: ServerConfig = self._served.config
         self.renamed: dict[str, str] = request.scope["jaxserve.renamed"]
 
-    def parse(self, schema: type[T]) -> T:
+    def parse(self, schema: type[T], not_yet: Mapping[str, tuple[Any, ...]] | None = None) -> T:
         """The body as a schema.
+
+        Args:
+            schema: a Struct.
+            not_yet: an endpoint's own unserved fields, as `fields.NOT_YET`.
 
         Raises:
             ApiError: 400, naming the field.
@@ -45,7 +50,7 @@ class Call:
         value: Any = parse_json(body, config.max_json_depth, config.max_json_nodes)
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_type")
-        refuse_unserved(value)
+        refuse_unserved(value, NOT_YET | dict(not_yet or {}))
         if config.strict:
             unknown = unknown_fields(value, schema)  # type: ignore[arg-type]
             if unknown:

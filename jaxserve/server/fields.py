@@ -57,14 +57,14 @@ _SAMPLING = (
 )
 
 
-def refuse_unserved(fields: Mapping[str, Any]) -> None:
+def refuse_unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse what would have to be ignored silently.
 
     Raises:
-        InvalidRequest: naming a field of `NOT_YET` that asks for something.
+        InvalidRequest: naming a field of the table that asks for something.
     """
-    for name in fields.keys() & NOT_YET.keys():
-        value, neutral = fields[name], NOT_YET[name]
+    for name in sorted(fields.keys() & table.keys()):
+        value, neutral = fields[name], table[name]
         if not any(type(value) is type(one) and value == one for one in neutral):
             raise InvalidRequest(f"{name} is not supported by this server", name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,6 +10,37 @@ import jaxserve
 from jaxserve.server.answers import json_response
 from jaxserve.server.errors import ApiError
 from jaxserve.server.served import Models, ServedModel
+
+
+class HealthResponse(msgspec.Struct):
+    """Answer of GET /health and /ready."""
+
+    status: str = "ok"
+
+
+class VersionResponse(msgspec.Struct):
+    """Answer of GET /version."""
+
+    version: str
+
+
+class ModelCard(msgspec.Struct):
+    """One name by which a model is served."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "jaxserve"
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    """Answer of GET /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"
 
 
 async def health(request: Request) -> Response:
@@ -26,7 +58,7 @@ async def health(request: Request) -> Response:
             raise ApiError(
                 503, f"the engine of {model.name} has not moved for {seconds:.0f} s", code="stalled"
             )
-    return json_response({"status": "ok"})
+    return json_response(HealthResponse())
 
 
 async def ready(request: Request) -> Response:
@@ -40,13 +72,13 @@ async def ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": jaxserve.__version__})
+    return json_response(VersionResponse(jaxserve.__version__))
 
 
 async def list_models(request: Request) -> Response:
     models: Models = request.app.state.served.models
     cards = [_card(model, name) for model in models.all for name in model.names]
-    return json_response({"object": "list", "data": cards})
+    return json_response(ModelList(cards))
 
 
 async def get_model(request: Request) -> Response:
@@ -54,13 +86,5 @@ async def get_model(request: Request) -> Response:
     return json_response(_card(request.app.state.served.models.find(name), name))
 
 
-def _card(model: ServedModel, name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "jaxserve",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.limits.max_model_len,
-    }
+def _card(model: ServedModel, name: str) -> ModelCard:
+    return ModelCard(name, model.created, model.limits.max_model_len, model.name)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.errors import InvalidRequest, Overloaded
+from jaxserve.errors import InvalidRequest, Overloaded, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
@@ -102,7 +102,9 @@ class ServedModel:
         """Token ids of a prompt, without holding up the event loop."""
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
-        encode = self.tokenizer().encode
+        tokenizer = self.tokenizer()
+        encode = tokenizer.encode
+        self._check_length(len(text), "prompt")
         if len(text) <= INLINE_CHARS:
             return encode(text, add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens)
@@ -110,9 +112,21 @@ class ServedModel:
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation through the chat template, likewise."""
         render = self.tokenizer().render_chat
-        if sum(len(str(message.get("content"))) for message in messages) <= INLINE_CHARS:
+        characters = sum(len(message["content"]) for message in messages)
+        self._check_length(characters, "messages")
+        if characters <= INLINE_CHARS:
             return render(messages, **options)
         return await asyncio.to_thread(render, messages, **options)
+
+    def _check_length(self, characters: int, field: str) -> None:
+        """Refuse what could not fit if all its tokens were the longest there are."""
+        most = self.limits.max_model_len * self.tokenizer().longest_token
+        if characters > most:
+            raise PromptTooLong(
+                f"{field} has {characters} characters, and max_model_len "
+                f"({self.limits.max_model_len} tokens) never holds more than {most}",
+                field,
+            )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
         """The request with its prefixes kept apart from those of other keys."""

@@ -1,0 +1,244 @@
+"""POST /v1/responses: OpenAI's newer endpoint, translated to a chat. Nothing is stored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.answers import event, respond
+from jaxserve.server.call import Call
+from jaxserve.server.chat import prepare
+from jaxserve.server.errors import ApiError
+from jaxserve.server.generation import Generation, Part
+from jaxserve.server.protocol import ChatMessage, ChatRequest, ContentPart
+
+# As fields.NOT_YET, of this endpoint's own fields.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "include": (None, [], ["reasoning.encrypted_content"]),
+}
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """A message of the conversation; other items are not served."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    text: str
+    type: str = "output_text"
+    annotations: list[str] = []
+    logprobs: list[str] = []
+
+
+class OutputMessage(msgspec.Struct, kw_only=True):
+    id: str
+    content: list[OutputText]
+    status: str
+    type: str = "message"
+    role: str = "assistant"
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponsesResponse(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/responses."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputMessage]
+    object: str = "response"
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool = False
+    previous_response_id: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tool_choice: str = "none"
+    tools: list[str] = []
+    usage: ResponsesUsage | None = None
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The conversation that a request stands for.
+
+    Raises:
+        InvalidRequest: an item that is no message.
+    """
+    messages: list[ChatMessage] = []
+    if body.instructions is not None:
+        messages.append(ChatMessage(role="system", content=body.instructions))
+    items = body.input if isinstance(body.input, list) else [InputItem(content=body.input)]
+    if not items or body.input == "":
+        raise InvalidRequest("input is empty", "input")
+    for item in items:
+        if item.type != "message":
+            raise InvalidRequest(f"items of type {item.type[:40]!r} are not supported", "input")
+        messages.append(ChatMessage(role=item.role or "user", content=item.content))
+    return ChatRequest(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+async def responses(request: Request) -> Response:
+    """Answer an input."""
+    call = Call(request)
+    call.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+    body = call.parse(ResponsesRequest, NOT_YET)
+    generation = await prepare(call, as_chat(body))
+    return await respond(request, generation, ResponsesForm(body), bool(body.stream))
+
+
+class ResponsesForm:
+    """Words a generation as a response object, or as the events that build one."""
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body = body
+        self._id = f"resp_{uuid4().hex}"
+        self._item = f"msg_{uuid4().hex}"
+        self._number = 0
+
+    def _response(self, generation: Generation, status: str) -> ResponsesResponse:
+        body = self._body
+        return ResponsesResponse(
+            id=self._id,
+            created_at=generation.created,
+            model=generation.model.name,
+            status=status,
+            output=[],
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            temperature=body.temperature,
+            top_p=body.top_p,
+        )
+
+    def _message(self, generation: Generation) -> OutputMessage:
+        choice = generation.choices[0]
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        return OutputMessage(id=self._item, content=[OutputText(text=choice.text)], status=status)
+
+    def whole(self, generation: Generation) -> ResponsesResponse:
+        message, usage = self._message(generation), generation.usage()
+        response = self._response(generation, message.status)
+        if message.status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        response.output = [message]
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        response.usage = ResponsesUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(cached),
+            usage.completion_tokens,
+            OutputTokensDetails(),
+            usage.total_tokens,
+        )
+        return response
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+
+    def _in_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, output_index=0, content_index=0, item_id=self._item, **fields)
+
+    def opening(self, generation: Generation) -> bytes:
+        response = self._response(generation, "in_progress")
+        item = OutputMessage(id=self._item, content=[], status="in_progress")
+        return b"".join(
+            (
+                self._event("response.created", response=response),
+                self._event("response.in_progress", response=response),
+                self._event("response.output_item.added", output_index=0, item=item),
+                self._in_item("response.content_part.added", part=OutputText(text="")),
+            )
+        )
+
+    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        return b"".join(
+            self._in_item("response.output_text.delta", delta=part.text, logprobs=[])
+            for part in parts
+            if part.text
+        )
+
+    def closing(self, generation: Generation) -> bytes:
+        response = self.whole(generation)
+        message = response.output[0]
+        text = message.content[0]
+        return b"".join(
+            (
+                self._in_item("response.output_text.done", text=text.text, logprobs=[]),
+                self._in_item("response.content_part.done", part=text),
+                self._event("response.output_item.done", output_index=0, item=message),
+                self._event(f"response.{response.status}", response=response),
+            )
+        )
+
+    def failure(self, error: ApiError) -> bytes:
+        return self._event(
+            "error", code=error.code, message=error.message, param=error.param, **error.body()
+        )
