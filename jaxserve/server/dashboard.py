@@ -21,8 +21,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.server.answers import event, while_connected
+from jaxserve.server.app import App
 from jaxserve.server.errors import as_api_error, too_busy
-from jaxserve.server.served import Models, ServedModel
+from jaxserve.server.served import ServedModel
 
 PERIOD = 0.25
 MAX_WATCHERS = 64
@@ -37,14 +38,14 @@ class Row(msgspec.Struct, array_like=True):
 
     Attributes:
         slot: where it runs; -1 while it waits.
-        request: its number since the server's start, and `index` the completion's within it.
+        request: the engine's name for the request; `index` counts its completions.
         prompt: tokens of the prompt; `cached` of them were found in the prefix cache.
         computed: tokens, of prompt and answer, whose KV is in the cache.
         generated: tokens drawn, and `limit` how many it may draw.
     """
 
     slot: int
-    request: int
+    request: str
     index: int
     prompt: int
     cached: int
@@ -131,7 +132,7 @@ def _row(sequence: Sequence, known: int, computed: int) -> Row:
     prompt = sequence.num_prompt
     return Row(
         sequence.slot,
-        sequence.request.number,
+        sequence.request.request_id,
         sequence.index,
         prompt,
         max(sequence.num_cached, 0),
@@ -196,11 +197,11 @@ class Dashboard:
         Raises:
             ApiError: 404, there is no such model; 429, too many watch already.
         """
-        models: Models = request.app.state.models
-        model = models.find(request.query_params.get("model"))
+        app: App = request.app.state.served
+        model = app.models.find(request.query_params.get("model"))
         if self._num_watchers >= MAX_WATCHERS:
             raise too_busy(f"{MAX_WATCHERS} dashboards are open already", "too_many_watchers", 10)
-        return _Feed(self, model, request)
+        return _Feed(self, model, app)
 
     async def latest(self, model: ServedModel) -> bytes:
         """The event of a snapshot not older than a period; taken once for all who ask."""
@@ -221,15 +222,15 @@ def _event_of(model: ServedModel) -> bytes:
 
 
 class _Feed(Response):
-    """Snapshots until the reader goes, stops reading, or the server stops."""
+    """Snapshots until the reader goes or the server stops."""
 
-    def __init__(self, dashboard: Dashboard, model: ServedModel, request: Request) -> None:
+    def __init__(self, dashboard: Dashboard, model: ServedModel, app: App) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         self._dashboard = dashboard
         self._model = model
-        self._state = request.app.state
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._dashboard.watch(1)
@@ -248,14 +249,11 @@ class _Feed(Response):
             }
         )
         try:
-            while not self._state.lifecycle.is_draining:
-                async with asyncio.timeout(self._state.config.write_timeout):
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            while not self._app.lifecycle.is_draining:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.sleep(PERIOD)
                 body = await self._dashboard.latest(self._model)
             last = b""
-        except TimeoutError:
-            return
         except Exception as error:
             last = event(as_api_error(error).body(), "error")
         await send({"type": "http.response.body", "body": last, "more_body": False})

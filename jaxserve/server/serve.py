@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.server import page
 from jaxserve.server.app import App
 from jaxserve.server.logs import log_json
 from jaxserve.server.plans import ModelPlan
@@ -88,7 +89,7 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
     report = StartReport(sys.stderr)
     with bind(config.host, config.port) as listener:
         models = load_models(plans, config, report)
-        process = Process(App(models, config))
+        process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
         try:
             asyncio.run(_serve(process, listener, report))
         finally:

@@ -1,0 +1,78 @@
+"""The playground at `/`: its files as they lie beside this one, and what they read.
+
+No build step and nothing from elsewhere: the policy below lets the page load and call this server
+alone, and lets no text become markup or script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from jaxserve.server import dashboard
+
+_MEDIA = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class _File:
+    """One file of the page, held in memory; a browser that has it is told so."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        tag = hashlib.sha256(self._content).hexdigest()[:16]
+        self._headers = _HEADERS | {"etag": f'"{tag}"'}
+        self._media = _MEDIA[path.suffix]
+
+    async def answer(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self._headers["etag"]:
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, headers=self._headers, media_type=self._media)
+
+
+def _paths() -> dict[str, Path]:
+    """Each file by the path that it is served at."""
+    files = sorted(one for one in Path(__file__).parent.iterdir() if one.suffix in _MEDIA)
+    return {"/" if one.name == "index.html" else f"/page/{one.name}": one for one in files}
+
+
+# The page itself needs no key: it asks for one, and sends it with all that it reads.
+OPEN_PATHS = frozenset(_paths())
+
+
+def routes() -> list[BaseRoute]:
+    """The page's files, and the dashboard's events."""
+    files: list[BaseRoute] = [
+        Route(at, _File(path).answer, methods=["GET"]) for at, path in _paths().items()
+    ]
+    return [*files, *dashboard.routes()]

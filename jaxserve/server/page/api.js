@@ -1,0 +1,94 @@
+// The API key, requests that carry it, and server-sent events read through fetch: an EventSource
+// could not send the key.
+
+const KEY = "jaxserve.key";
+const $ = (id) => document.getElementById(id);
+let asking = null;
+
+// An answer that is an error; `param` is the field to blame, if it is one.
+export class Refused extends Error {
+  constructor(status, body) {
+    const error = body?.error ?? {};
+    super(error.message ?? `The server answered with status ${status}.`);
+    this.status = status;
+    this.param = error.param;
+  }
+}
+
+// Seconds, in words.
+export const duration = (seconds) =>
+  seconds >= 1 ? `${seconds.toFixed(1)} s`
+    : `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
+// Ask for a key, once however many requests wait for it; resolves to whether one was given.
+export function askForKey(problem = "") {
+  asking ??= new Promise((resolve) => {
+    const dialog = $("ask"), input = $("secret");
+    $("refused").textContent = problem;
+    input.value = "";
+    dialog.returnValue = "";
+    dialog.querySelector("form").onsubmit = (event) => {
+      const key = input.value.trim();
+      if (/^[\x21-\x7e]+$/.test(key)) {
+        sessionStorage.setItem(KEY, key);
+        dialog.returnValue = "given";
+      } else {
+        event.preventDefault();
+        $("refused").textContent = "A key is made of letters, digits and signs, without spaces.";
+      }
+    };
+    $("not-now").onclick = () => dialog.close("");
+    dialog.onclose = () => {
+      asking = null;
+      input.value = "";
+      $("key").hidden = false;
+      resolve(hasKey() && dialog.returnValue !== "");
+    };
+    dialog.showModal();
+    input.focus();
+  });
+  return asking;
+}
+
+// A response that is not an error. Raises Refused, or TypeError where there is no server.
+export async function call(path, options = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = { ...options.headers };
+    if (key) headers.authorization = `Bearer ${key}`;
+    const response = await fetch(path, { ...options, headers });
+    if (response.ok) return response;
+    const body = await response.json().catch(() => null);
+    if (response.status !== 401) throw new Refused(response.status, body);
+    if (key && key === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
+    const other = hasKey(); // given meanwhile to another request
+    if (!other && !(await askForKey(key ? "The server does not know that key." : "")))
+      throw new Refused(401, { error: { message: "An API key is needed." } });
+  }
+}
+
+// The events of a response, as { name, data }.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split(/\r?\n\r?\n/);
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = { name: "message", data: "" };
+        for (const line of block.split(/\r?\n/)) {
+          if (line.startsWith("data:")) event.data += line.slice(5).replace(/^ /, "");
+          if (line.startsWith("event:")) event.name = line.slice(6).trim();
+        }
+        if (event.data) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

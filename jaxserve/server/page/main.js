@@ -1,0 +1,82 @@
+// Start: theme, views, the key and the models; then the chat and the engine.
+
+import { askForKey, call, hasKey } from "/page/api.js";
+import * as chat from "/page/chat.js";
+import * as engine from "/page/engine.js";
+
+const $ = (id) => document.getElementById(id);
+const THEMES = ["auto", "light", "dark"];
+const EXAMPLES = {
+  demo_model: ["Reverse: s-t-o-n-e", "What is 47 + 8?", "Copy: river blue seven"],
+};
+let cards = [];
+
+function showTheme() {
+  $("theme").textContent = `Theme: ${document.documentElement.dataset.theme}`;
+}
+
+function nextTheme() {
+  const root = document.documentElement;
+  root.dataset.theme = THEMES[(THEMES.indexOf(root.dataset.theme) + 1) % THEMES.length];
+  localStorage.setItem("jaxserve.theme", root.dataset.theme);
+  showTheme();
+}
+
+function showView(view) {
+  document.body.dataset.view = view;
+  for (const one of ["chat", "engine"]) {
+    $(`show-${one}`).setAttribute("aria-pressed", String(one === view));
+  }
+}
+
+function choose(id) {
+  const card = cards.find((one) => one.id === id) ?? cards[0];
+  chat.talkTo(card);
+  engine.forget();
+  engine.watch(card.id);
+  const examples = EXAMPLES[card.id] ?? [];
+  $("hint").textContent = examples.length
+    ? "This is a tiny model that knows a few small tasks. Try one:"
+    : `Write a message to ${card.id}.`;
+  $("examples").replaceChildren(
+    ...examples.map((text) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = text;
+      button.addEventListener("click", () => {
+        $("text").value = text;
+        $("text").focus();
+      });
+      return button;
+    }),
+  );
+}
+
+async function load() {
+  try {
+    cards = (await (await call("/v1/models")).json()).data;
+  } catch (error) {
+    const gone = error instanceof TypeError;
+    $("feed").textContent = gone ? "The server cannot be reached." : error.message;
+    $("problem").textContent = $("feed").textContent;
+    return;
+  }
+  $("problem").textContent = "";
+  $("key").hidden = !hasKey();
+  $("model").replaceChildren(...cards.map((card) => new Option(card.id, card.id)));
+  $("model").disabled = cards.length < 2;
+  choose(cards[0].id);
+}
+
+showTheme();
+chat.start();
+engine.start();
+$("theme").addEventListener("click", nextTheme);
+$("show-chat").addEventListener("click", () => showView("chat"));
+$("show-engine").addEventListener("click", () => showView("engine"));
+$("model").addEventListener("change", () => choose($("model").value));
+$("key").addEventListener("click", async () => {
+  if (await askForKey()) load();
+});
+if (matchMedia("(min-width: 900px)").matches) $("text").focus();
+load();
