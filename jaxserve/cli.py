@@ -17,6 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -111,6 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
     add_serve(commands.add_parser)
+    add_talk(commands.add_parser)
+    add_run_batch(commands.add_parser)
     return parser
 
 
@@ -181,6 +184,100 @@ def serve(arguments: argparse.Namespace) -> int:
         raise _CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
     except (ValueError, OSError) as error:  # settings, files or a port that are not right
         raise _CommandError(str(error)) from error
+
+
+def add_talk(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve chat` and `jaxserve complete`."""
+    about = {
+        "chat": ("talk to a running server", "MESSAGE", "answer one message and end"),
+        "complete": ("have a running server go on with texts", "PROMPT", "one prompt and end"),
+    }
+    for name, (text, metavar, quick) in about.items():
+        parser = add_parser(
+            name,
+            allow_abbrev=False,
+            help=text,
+            description=f"{text.capitalize()}, a line at a time. Ctrl-C stops an answer, Ctrl-D "
+            "ends. Any server with OpenAI's API will do.",
+        )
+        parser.add_argument(
+            "--url",
+            default=f"http://127.0.0.1:{ServerConfig.port}/v1",
+            help="of the server (default: %(default)s)",
+        )
+        parser.add_argument("--model-name", metavar="NAME", help="default: the first one listed")
+        parser.add_argument("--api-key", metavar="KEY", help="default: JAXSERVE_API_KEY")
+        parser.add_argument("-q", "--quick", metavar=metavar, help=quick)
+        if name == "chat":
+            parser.add_argument("--system-prompt", metavar="TEXT", help="what the talk begins with")
+        tokens = None if name == "chat" else DEFAULT_MAX_TOKENS
+        parser.add_argument(
+            "--max-tokens",
+            type=int,
+            default=tokens,
+            metavar="N",
+            help=f"of an answer (default: {tokens or 'what the context leaves'})",
+        )
+        parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
+        parser.add_argument("--stats", action="store_true", help="tell tokens and speed")
+        parser.set_defaults(run=talk, talk=name)
+
+
+def talk(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve chat` or `jaxserve complete`."""
+    module = _server_module("terminal")
+    options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
+    keys = api_keys_from_environment()
+    remote = module.Remote(
+        arguments.url,
+        arguments.model_name,
+        arguments.api_key or (keys[0] if keys else None),
+        {name: value for name, value in options.items() if value is not None},
+    )
+    terminal = module.Terminal(arguments.stats)
+    if arguments.talk == "chat":
+        return module.chat(remote, terminal, arguments.system_prompt, arguments.quick)
+    return module.complete(remote, terminal, arguments.quick)
+
+
+def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve run-batch`."""
+    parser = add_parser(
+        "run-batch",
+        allow_abbrev=False,
+        help="answer a batch file of OpenAI's form",
+        description="Answer a JSONL file of OpenAI's batch form with a model in this process. "
+        "Answers are written as they come; custom_id says which is which. A bad line gets an "
+        "error of its own. The status is 1 where a line has no good answer.",
+    )
+    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE")
+    parser.add_argument("-o", "--output-file", required=True, type=Path, metavar="FILE")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: bundled model)")
+    server = parser.add_argument_group("server")
+    add_fields(server, ServerConfig, ["served_model_name"])
+    engine = parser.add_argument_group("engine")
+    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    parser.set_defaults(run=run_batch)
+
+
+def run_batch(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve run-batch`."""
+    module = _server_module("batch")
+    try:
+        config = module.batch_config(getattr(arguments, "served_model_name", None))
+        models = [arguments.model] if arguments.model else []
+        plans = plan_models(models, _given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        return module.run_batch(plans, config, arguments.input_file, arguments.output_file)
+    except (ValueError, OSError) as error:
+        raise _CommandError(str(error)) from error
+
+
+def _server_module(name: str) -> types.ModuleType:
+    """Imported late: it needs the `serve` extra, and may bring JAX with it."""
+    try:
+        return importlib.import_module(f"jaxserve.server.{name}")
+    except ModuleNotFoundError as error:
+        raise _CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
 
 
 def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
             try:
-                with urlopen(self.url + "/ready", timeout=5):
+                with urlopen(self.url + "/health", timeout=5):
                     return
             except (URLError, OSError):
                 time.sleep(0.1)

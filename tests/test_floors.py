@@ -45,6 +45,7 @@ HOMES = {
     "h11": ("jaxserve.server",),
     "msgspec": ("jaxserve.server",),
     "prometheus_client": ("jaxserve.server",),
+    "httpx2": ("jaxserve.server",),
     "transformers": ("jaxserve.engine.text",),
     "tokenizers": ("jaxserve.engine.text",),
     "rich": ("jaxserve.cli",),
