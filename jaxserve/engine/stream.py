@@ -23,6 +23,10 @@ class Stream:
         delivery: brings the deltas to this event loop.
         requests: already checked (see `EngineThread.request`).
         max_unread: tokens that may lie unread before the requests are paused; None for no bound.
+
+    Attributes:
+        is_paused: whether the requests wait for the reader.
+        num_unread: tokens that have come and were not taken.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Stream:
         self._arrived = asyncio.Event()
         self._failure: Exception | None = None
         self._max_unread = max_unread
-        self._num_unread = 0
+        self.num_unread = 0
         self.is_paused = False
         try:
             for request in self.requests:
@@ -65,7 +69,7 @@ class Stream:
         if self._failure is not None:
             raise self._failure
         deltas, self._deltas = self._deltas, []
-        self._num_unread = 0
+        self.num_unread = 0
         if self.is_paused:
             self.is_paused = False
             self._thread.resume(self._unfinished)
@@ -74,7 +78,7 @@ class Stream:
     def put(self, delta: Delta) -> None:
         """Take in a delta; only on the event loop."""
         self._deltas.append(delta)
-        self._num_unread += len(delta.token_ids)
+        self.num_unread += len(delta.token_ids)
         if delta.finish_reason is not None:
             left = self._unfinished.get(delta.request_id, 0) - 1
             if left > 0:
@@ -82,7 +86,7 @@ class Stream:
             else:
                 self._unfinished.pop(delta.request_id, None)
         limit = self._max_unread
-        if limit is not None and self._num_unread > limit and not self.is_paused:
+        if limit is not None and self.num_unread > limit and not self.is_paused:
             self.is_paused = True
             self._thread.pause(self._unfinished)
         self._arrived.set()

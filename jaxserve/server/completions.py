@@ -67,7 +67,9 @@ def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[i
         return prompt
     keep = exact_int(keep, "truncate_prompt_tokens", -1, max_model_len - 1)
     if keep == 0:
-        raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1")
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens"
+        )
     return prompt[-(max_model_len - 1 if keep == -1 else keep) :]
 
 

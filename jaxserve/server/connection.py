@@ -15,8 +15,30 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.guard import MAX_HEADER_BYTES
 from jaxserve.server.settings import ServerConfig
 
-# What the kernel may hold for a client that does not read; the rest is ours to bound.
-SEND_BUFFER_BYTES = 128 << 10
+# A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
+MIN_PIECE_BYTES, FREE_PIECES = 16, 4096
+
+
+class Parser(h11.Connection):
+    """h11's parser, which gives up on a body that comes in countless tiny chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self._pieces = self._bytes = 0
+
+    def next_event(self) -> Any:
+        """As h11's; raises RemoteProtocolError with status 413 besides."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._pieces += 1
+            self._bytes += len(event.data)
+            if self._pieces > max(FREE_PIECES, self._bytes // MIN_PIECE_BYTES):
+                raise h11.RemoteProtocolError("the chunks are too small", error_status_hint=413)
+        elif isinstance(event, h11.Request):
+            self._pieces = self._bytes = 0
+            if event.http_version not in (b"1.0", b"1.1"):
+                raise h11.RemoteProtocolError("this version of HTTP is not served")
+        return event
 
 
 class Connection(H11Protocol):
@@ -31,6 +53,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *, limits: ServerConfig, **named: Any) -> None:
         super().__init__(**named)
+        self.conn = Parser()
         self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -42,9 +65,11 @@ class Connection(H11Protocol):
             transport.write(_raw(error, 503))
             transport.close()
             return
+        size = self._limits.send_buffer_bytes
+        transport.set_write_buffer_limits(high=size)
         connected: socket.socket | None = transport.get_extra_info("socket")
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self._watch_header()
 
     def data_received(self, data: bytes) -> None:
@@ -97,6 +122,8 @@ class Connection(H11Protocol):
         status = getattr(reason, "error_status_hint", 400)
         if status == 431:
             msg = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+        elif status == 413:
+            msg = f"The body comes in chunks of fewer than {MIN_PIECE_BYTES} bytes."
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_raw(ApiError(status, msg, code="bad_http"), status))
         if self.cycle is not None:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self
 
 from jaxserve.engine.delta import Delta
-from jaxserve.errors import Overloaded
 from jaxserve.request import FinishReason, Request
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
@@ -76,11 +75,7 @@ class Generation:
         self._live = len(self.choices)
         self._unstarted = {one.request_id: prompt_tokens([one]) for one in requests}
         self._observed: Observed = model.observed
-        try:
-            self._admission.check(self._live, sum(self._unstarted.values()))
-        except Overloaded:
-            self._observed.refused += 1
-            raise
+        self._admission.check(self._live, sum(self._unstarted.values()))
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
@@ -121,6 +116,11 @@ class Generation:
         self._stream.fail(
             ApiError(504, f"the request took longer than {seconds:g} s", code="request_timeout")
         )
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for its client to read."""
+        return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:
         """End it with an error, now."""

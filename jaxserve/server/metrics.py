@@ -77,6 +77,12 @@ class _Snapshot(Collector):
             for model, one in stats:
                 gauge.add_metric([model.name, "0"], read(one))
             yield gauge
+        paused = GaugeMetricFamily(
+            "jaxserve:num_requests_paused", "Requests waiting for their reader.", labels=_LABELS
+        )
+        for model in self._models:
+            paused.add_metric([model.name, "0"], sum(one.is_paused for one in model.active))
+        yield paused
         for name, (text, read) in COUNTERS.items():
             counter = CounterMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
             for model, one in stats:
@@ -106,7 +112,7 @@ class _Snapshot(Collector):
         for model in self._models:
             for reason, count in sorted(model.observed.endings.items()):
                 ended.add_metric([model.name, "0", reason], count)
-            refused.add_metric([model.name, "0"], model.observed.refused)
+            refused.add_metric([model.name, "0"], model.admission.num_refused)
             engine = model.llm.thread.engine
             pages = str(engine.runner.num_pages)
             info.add_metric([model.name, "0", str(engine.config.block_size), pages], 1)

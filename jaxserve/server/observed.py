@@ -46,7 +46,6 @@ class Observed:
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
         self.endings: Counter[str] = Counter()
-        self.refused = 0
 
     def tokens(self, since_start: float, since_last: float, count: int, is_first: bool) -> None:
         """Some tokens of a request have come: its first ones, or more of them."""

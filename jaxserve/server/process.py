@@ -12,7 +12,6 @@ import uvicorn
 from jaxserve.server.app import App
 from jaxserve.server.connection import Connection
 from jaxserve.server.errors import ApiError
-from jaxserve.server.guard import MAX_HEADER_BYTES
 
 _log = logging.getLogger(__name__)
 # What is left of a request's end when all of them have been ended: its last bytes.
@@ -38,7 +37,6 @@ class Process(uvicorn.Server):
                 host=limits.host,
                 port=limits.port,
                 http=partial(Connection, limits=limits),  # type: ignore[arg-type]
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

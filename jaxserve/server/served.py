@@ -34,6 +34,7 @@ class Admission:
         self.max_queued = max_queued
         self.max_prompt_tokens = max_prompt_tokens
         self.num_live = 0
+        self.num_refused = 0
         self.num_prompt_tokens = 0
 
     @property
@@ -45,10 +46,12 @@ class Admission:
         """Raises Overloaded where there is no room for so much more now."""
         most = self.num_slots + self.max_queued
         if self.num_live + completions > most:
+            self.num_refused += 1
             raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
         # A prompt larger than the bound itself is let in where no other waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
+            self.num_refused += 1
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
             )

@@ -17,6 +17,7 @@ _COUNTS = {
     "max_json_nodes": (1, 10**8),
     "max_prompts": (1, 4096),
     "max_unread_tokens": (1, 2**20),
+    "send_buffer_bytes": (1024, 2**30),
 }
 _SECONDS = (
     *("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"),
@@ -51,6 +52,8 @@ class ServerConfig:
         request_timeout: how long a request may take in all.
         write_timeout: how long a client may read nothing of what is ready for it.
         max_unread_tokens: tokens that a stream holds for a slow reader before it is paused.
+        send_buffer_bytes: of an answer that may lie in the kernel, and again in the process,
+            before its reader counts as slow.
         header_timeout: how long a client may take to send a request's headers.
         body_timeout: how long a client may take to send a request's body.
         keep_alive_timeout: how long an idle connection is kept.
@@ -82,6 +85,7 @@ class ServerConfig:
     request_timeout: float = 600.0
     write_timeout: float = 30.0
     max_unread_tokens: int = 1000
+    send_buffer_bytes: int = 128 << 10
     header_timeout: float = 10.0
     body_timeout: float = 30.0
     keep_alive_timeout: float = 5.0

@@ -1,0 +1,162 @@
+"""Streams with a slow reader: paused, resumed, and nothing lost or drawn differently."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve import AsyncLLM, SamplingParams
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.stream import Stream
+
+SAMPLED = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=24, ignore_eos=True)
+PROMPTS = ["one", "two two", "three three three"]
+
+
+@pytest.fixture
+def llm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    engine = AsyncLLM(loaded)
+    yield engine
+    engine.close()
+
+
+def tokens_of(deltas: list, into: dict | None = None) -> dict[tuple[str, int], list[int]]:
+    tokens = {} if into is None else into
+    for delta in deltas:
+        tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    return tokens
+
+
+async def read(stream: Stream, every: float = 0.0) -> list[list[int]]:
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while True:
+        finished = stream.is_finished
+        tokens_of(await stream.take(), tokens)
+        if finished or (stream.is_finished and not stream.num_unread):
+            return [tokens[one.request_id, n] for one in stream.requests for n in range(2)]
+        await asyncio.sleep(every)
+
+
+def run(llm: AsyncLLM, max_unread: int | None, every: float = 0.0) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        requests = [llm.request(prompt, SAMPLED) for prompt in PROMPTS]
+        stream = llm.open(requests, max_unread)
+        result = await read(stream, every)
+        await llm.check()
+        assert (await llm.stats()).pages_in_use == 0
+        return result
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("max_unread", [1, 5, 40])
+def test_a_slow_reader_gets_the_same_tokens(llm: AsyncLLM, max_unread: int) -> None:
+    fast = run(llm, None)
+    assert [len(tokens) for tokens in fast] == [24] * 6
+    assert run(llm, max_unread, every=0.005) == fast
+    assert run(llm, max_unread) == fast
+
+
+def test_a_paused_stream_holds_no_pages_and_draws_nothing(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        stream = llm.open([llm.request("one", SAMPLED)], max_unread=4)
+        while not stream.is_paused:
+            await asyncio.sleep(0.001)
+        stats = await llm.stats()
+        assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
+        drawn = stats.generation_tokens
+        other = llm.open([llm.request("two", SAMPLED)])
+        assert [len(tokens) for tokens in await read(other)] == [24, 24]
+        assert (await llm.stats()).generation_tokens == drawn + 48
+        await llm.check()
+        assert [len(tokens) for tokens in await read(stream)] == [24, 24]
+
+    asyncio.run(main())
+
+
+def test_a_paused_stream_can_be_closed(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        stream = llm.open([llm.request("one", SAMPLED)], max_unread=1)
+        while not stream.is_paused:
+            await asyncio.sleep(0.001)
+        stream.close()
+        await llm.check()
+        stats = await llm.stats()
+        assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
+
+    asyncio.run(main())
+    assert [len(tokens) for tokens in run(llm, None)] == [24] * 6
+
+
+def test_pausing_in_any_state_is_harmless(llm: AsyncLLM) -> None:
+    """Waiting, in prefill, in decode, paused already, ended: at every point of a run."""
+    expected = run(llm, None)
+
+    async def main(pauses: int) -> list[list[int]]:
+        requests = [llm.request(prompt, SAMPLED) for prompt in PROMPTS]
+        stream = llm.open(requests)
+        names = [request.request_id for request in requests]
+        for number in range(pauses):
+            llm.thread.pause(names[number % 3 :])
+            if number % 2:
+                await asyncio.sleep(0.0005 * (number % 5))
+            llm.thread.pause(names)
+            llm.thread.resume(names)
+            llm.thread.resume(names)
+        result = await read(stream)
+        await llm.check()
+        return result
+
+    for pauses in (1, 4, 20):
+        assert asyncio.run(main(pauses)) == expected
+
+
+def test_a_stream_ends_with_the_error_it_was_given(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        stream = llm.open([llm.request("one", SAMPLED)])
+        asyncio.get_running_loop().call_later(0.01, stream.fail, TimeoutError("late"))
+        with pytest.raises(TimeoutError, match="late"):
+            await asyncio.gather(*[read(stream)])
+        stream.close()
+
+    asyncio.run(main())
+
+
+def test_only_what_waits_is_ended_for_waiting(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        long = SamplingParams(max_tokens=40, ignore_eos=True, n=4)
+        running = llm.open([llm.request("one", long)])
+        first = await running.take()
+        waiting = llm.open([llm.request("two", long)])
+        for stream in (running, waiting):
+            llm.thread.abort_waiting(stream.requests[0].request_id, "too long")
+        deltas = await waiting.take()
+        assert {(delta.finish_reason, delta.error) for delta in deltas} == {("abort", "too long")}
+        tokens = tokens_of(first)
+        while not running.is_finished or running.num_unread:
+            tokens_of(await running.take(), tokens)
+        assert [len(one) for one in tokens.values()] == [40] * 4
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_stands_still_is_noticed(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        assert llm.thread.standstill() == 0.0
+        stream = llm.open([llm.request("one", SAMPLED)])
+        await stream.take()
+        blocked = asyncio.get_running_loop().run_in_executor(
+            None, llm.thread.call, lambda: time.sleep(0.3)
+        )
+        await asyncio.sleep(0.25)
+        assert llm.thread.standstill() > 0.1
+        await blocked
+        await read(stream)
+        while llm.thread.standstill():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())

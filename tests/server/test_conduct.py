@@ -1,0 +1,293 @@
+"""Conduct under load and among clients that leave, stall or lie."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import KEYS
+from tests.server.live import SMALL, Server, read_all, status_of
+
+LONG: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 600, "ignore_eos": True}
+STREAM = LONG | {"stream": True}
+
+
+def ended(server: Server, reason: str) -> float:
+    return server.metric("request_success_total", finished_reason=reason)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_in_decode_ends_the_request(server: Server, stream: bool) -> None:
+    before = ended(server, "length"), ended(server, "abort")
+    with server.open_stream(LONG | {"stream": stream}):
+        server.wait_for("num_requests_running", lambda value: value == 1)
+        drawn = server.metric("generation_tokens_total")
+        server.wait_for("generation_tokens_total", lambda value: value > drawn + 5)
+    server.wait_until_idle()
+    assert (ended(server, "length"), ended(server, "abort")) == (before[0], before[1] + 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_in_prefill_ends_the_request(server: Server, stream: bool) -> None:
+    for _ in range(5):
+        fields = {"prompt": [7] * 630, "max_tokens": 9, "stream": stream, "cache_salt": str(_)}
+        server.open_stream(fields).close()
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_the_queue_ends_the_request(server: Server, stream: bool) -> None:
+    running = [server.open_stream(STREAM) for _ in range(2)]
+    server.wait_for("num_requests_running", lambda value: value >= 1)
+    waiting = [server.open_stream(LONG | {"stream": stream, "n": 4}) for _ in range(6)]
+    server.wait_for("num_requests_waiting", lambda value: value >= 8)
+    for one in waiting:
+        one.close()
+    server.wait_for("num_requests_waiting", lambda value: value == 0)
+    assert all(b"200 OK" in one.recv(1000) for one in running)
+    for one in running:
+        one.close()
+
+
+def test_leaving_while_preempted(server: Server) -> None:
+    """Four of these fit the cache at their start, and only one at its end."""
+    before = server.metric("num_preemptions_total")
+    streams = [server.open_stream(LONG | {"cache_salt": str(n)}) for n in range(4)]
+    server.wait_for("num_preemptions_total", lambda value: value > before)
+    for one in streams:
+        one.close()
+
+
+def test_leaving_at_the_end(server: Server) -> None:
+    for _ in range(20):
+        with server.open_stream({"prompt": "a", "max_tokens": 1}):
+            pass
+        server.send(server.http("/v1/completions", b'{"prompt": "a", "max_tokens": 1}'), True)
+
+
+def test_many_leave_at_once(server: Server) -> None:
+    files = server.num_files()
+    streams = [server.open_stream(STREAM | {"stream": n % 2 > 0}) for n in range(200)]
+    server.wait_for("num_requests_running", lambda value: value >= 1)
+    for one in streams:
+        one.close()
+    server.wait_until_idle()
+    deadline = time.monotonic() + 10
+    while server.num_files() > files + 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.num_files() <= files + 1
+    assert len(server.log) < 50
+
+
+def test_a_reader_that_never_reads_is_paused_then_dropped(server: Server) -> None:
+    before = ended(server, "abort")
+    stalled = [server.open_stream(STREAM | {"n": 2, "cache_salt": str(n)}) for n in range(12)]
+    server.wait_for("num_requests_paused", lambda value: value >= 1)
+    assert server.complete("Reverse: a-b").status == 200
+    server.wait_for("request_success_total", lambda value: ended(server, "abort") >= before + 12)
+    server.wait_until_idle()
+    for one in stalled:
+        one.close()
+
+
+def test_a_slow_reader_gets_everything(server: Server) -> None:
+    fields = STREAM | {"seed": 1, "temperature": 1.0, "n": 2}
+    whole = server.request("/v1/completions", fields | {"stream": False}).json()["choices"]
+    with server.open_stream(fields) as one:
+        server.wait_for("num_requests_paused", lambda value: value == 1)
+        data = bytearray()
+        while b"[DONE]" not in data:
+            data += one.recv(2048)
+    texts = ["", ""]
+    for line in data.decode().splitlines():
+        if line.startswith("data: {"):
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+
+
+def test_short_requests_are_served_beside_a_long_prompt(server: Server) -> None:
+    with server.open_stream(STREAM | {"prompt": [9] * 400, "max_tokens": 200}):
+        server.wait_for("num_requests_running", lambda value: value == 1)
+        for _ in range(3):
+            assert server.complete("a", 2).status == 200
+        assert server.metric("num_requests_running") == 1
+
+
+def test_clients_with_one_id_do_not_meet(server: Server) -> None:
+    fields = STREAM | {"request_id": "same", "max_tokens": 150}
+    leaves, stays = (server.open_stream(fields) for _ in range(2))
+    leaves.recv(100)
+    leaves.close()
+    with stays:
+        data = bytearray()
+        while b"[DONE]" not in data:
+            data += stays.recv(1 << 16)
+    assert b'"finish_reason":"length"' in data
+
+
+def test_random_bytes_make_valid_events(server: Server) -> None:
+    fields = {"prompt": [5], "temperature": 100.0, "seed": 7, "max_tokens": 300}
+    answer = server.request("/v1/completions", fields | {"stream": True, "n": 2})
+    texts: dict[int, str] = {}
+    for event in answer.events()[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    whole = server.request("/v1/completions", fields | {"n": 2}).json()["choices"]
+    assert [texts[0], texts[1]] == [choice["text"] for choice in whole]
+    assert "�" in texts[0] + texts[1]
+
+
+def test_prompts_cannot_write_the_log(server: Server) -> None:
+    nasty = 'secret\r\n{"level":"critical"}\x1b[31m %s %(x)s {0}'
+    server.complete(nasty)
+    server.complete([5], stop=nasty * 100)
+    server.request("/" + "secret%0d%0a%1b[31m", None)
+    server.send(b"secret \x1b[31m\r\n\r\n")
+    time.sleep(0.1)
+    start = next(n for n, line in enumerate(server.log) if "ready at" in line)
+    for line in server.log[start + 1 :]:
+        assert json.loads(line)["level"] != "critical"
+        assert "secret" not in line
+
+
+def test_a_flood_of_bad_requests(server: Server) -> None:
+    lines, memory = len(server.log), server.memory()
+    bad = server.http("/v1/completions", b'{"prompt": "a", "n": 0}')
+
+    def flood(_: int) -> int:
+        with server.connect() as one:
+            one.sendall(bad * 500)
+            data = bytearray()
+            while data.count(b"HTTP/1.1 400") < 500:
+                data += one.recv(1 << 16)
+        return data.count(b"HTTP/1.1 400")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(flood, range(4))) == 2000
+    assert len(server.log) - lines < 50
+    assert server.memory() - memory < 32 << 20
+
+
+def test_what_the_queue_cannot_hold_is_refused(narrow: Server) -> None:
+    streams = [narrow.open_stream(STREAM) for _ in range(3)]
+    narrow.wait_for("num_requests_waiting", lambda value: value == 2)
+    refused = narrow.metric("request_refused_total")
+    try:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
+            messages = [{"role": "user", "content": "a"}]
+            body = {"prompt": "a"} if path == "/v1/completions" else {"messages": messages}
+            answer = narrow.request(path, body | {"max_tokens": 5})
+            assert answer.status == 429 and answer.error["code"] == "queue_full"
+            assert int(answer.headers["retry-after"]) >= 1
+        assert narrow.metric("request_refused_total") == refused + 3
+        assert narrow.request("/ready").status == 503
+        assert narrow.request("/health").status == 200
+    finally:
+        for one in streams:
+            one.close()
+
+
+def test_prompt_tokens_in_the_queue_are_bounded(narrow: Server) -> None:
+    streams = [narrow.open_stream(STREAM)]
+    narrow.wait_for("num_requests_running", lambda value: value == 1)
+    streams.append(narrow.open_stream(STREAM | {"prompt": [6] * 60}))
+    narrow.wait_for("num_requests_waiting", lambda value: value == 1)
+    answer = narrow.complete([7] * 60)
+    assert answer.status == 429 and "prompt tokens" in answer.error["message"]
+    for one in streams:
+        one.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_waiting_too_long_is_answered(narrow: Server, stream: bool) -> None:
+    with narrow.open_stream(STREAM | {"n": 2}) as first:
+        narrow.wait_for("num_requests_running", lambda value: value == 1)
+        answer = narrow.complete([5], stream=stream)
+        assert answer.status == 503 and answer.error["code"] == "queue_timeout"
+        assert b"200 OK" in first.recv(100)
+
+
+def test_taking_too_long_is_answered(narrow: Server) -> None:
+    answer = narrow.request("/v1/completions", LONG | {"n": 3})
+    assert answer.status == 504 and answer.error["code"] == "request_timeout"
+    answer = narrow.request("/v1/completions", STREAM | {"n": 3})
+    assert answer.status == 200
+    *_, error, done = answer.events()
+    assert error["error"]["code"] == "request_timeout" and done == "[DONE]"
+
+
+def test_keys_do_not_share_prefixes(narrow: Server) -> None:
+    prompt = list(range(40, 140))
+
+    def cached(key: str, **fields: Any) -> int:
+        narrow.key = key
+        usage = narrow.complete(prompt, 1, **fields).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    try:
+        assert [cached(key) for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1])] == [0, 0, 96, 96]
+        assert [cached(KEYS[0], cache_salt=salt) for salt in ("s", "s")] == [0, 96]
+        assert cached(KEYS[1], cache_salt="s") == 0
+    finally:
+        narrow.key = KEYS[0]
+
+
+def test_two_models_in_one_process_and_an_orderly_end() -> None:
+    folder = "jaxserve/demo_model"
+    flags = [flag for flag in SMALL if flag not in ("--num-gpu-blocks-override", "41")]
+    memory = ["--kv-cache-memory-bytes", str(124 * 32768), "--model-weights", "a=3,b=1"]
+    with Server([f"a={folder}", f"b={folder}", *flags, *memory]) as server:
+        cards = server.request("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["a", "b"]
+        chat = {"messages": [{"role": "user", "content": "Reverse: s-t-o-n-e"}]}
+        for name in ("a", "b", None):
+            answer = server.request("/v1/chat/completions", chat | {"model": name}).json()
+            assert answer["model"] == (name or "a")
+            assert answer["choices"][0]["message"]["content"] == "e-n-o-t-s"
+        text = server.request("/metrics").body.decode()
+        for name, pages in (("a", 93), ("b", 31)):
+            assert f'model_name="{name}",num_gpu_blocks="{pages}"' in text
+
+        short = server.open_stream(STREAM | {"model": "a", "max_tokens": 400})
+        long = server.open_stream(STREAM | {"model": "b", "max_tokens": 400, "n": 16})
+        with short, long:
+            head = [one.recv(20) for one in (short, long)]
+            server.process.terminate()
+            deadline = time.monotonic() + 10
+            while server.request("/ready").status != 503:
+                assert time.monotonic() < deadline
+            refused = server.request("/v1/chat/completions", chat)
+            assert refused.status == 503 and refused.error["code"] == "shutting_down"
+            assert server.request("/health").status == 200
+            data = read_all(short)
+            assert b'"finish_reason":"length"' in data and b"[DONE]" in data
+            server.process.terminate()
+            data = head[1] + read_all(long)
+            assert status_of(data) == 200 and b"shutting_down" in data
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_a_stop_does_not_wait_for_ever() -> None:
+    """At its deadline, what still runs ends with an error."""
+    with Server([*SMALL, "--drain-timeout", "0.2"]) as server:
+        stalled = server.connect()
+        with server.open_stream(STREAM | {"n": 8}) as stream, stalled:
+            head = stream.recv(20)
+            server.process.terminate()
+            data = head + read_all(stream)
+            assert status_of(data) == 200 and b"shutting_down" in data
+            assert server.process.wait(timeout=20) == 0
+
+
+def test_a_second_server_cannot_take_the_port(server: Server) -> None:
+    arguments = [*SMALL[:-1], str(server.port)]
+    second = Server(arguments)
+    with pytest.raises(RuntimeError, match="cannot listen on"):
+        second.__enter__()
+    second.__exit__()
+    assert second.process.returncode == 2

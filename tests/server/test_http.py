@@ -1,0 +1,358 @@
+"""Bad HTTP: each is answered as it deserves, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.server.conftest import KEYS
+from tests.server.live import Server, read_all, status_of
+
+GOOD = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\nhost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"\x00\x01\x02\x03\r\n\r\n",
+        POST + b"transfer-encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
+        POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        POST + b"content-length: -1\r\n\r\n{}",
+        POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        POST + b"x-folded: one\r\n two\r\ncontent-length: 2\r\n\r\n{}",
+    ],
+    ids=["line", "version", "no-host", "binary", "chunk", "both-lengths", "length", "two", "fold"],
+)
+def test_malformed_requests_are_refused_and_closed(server: Server, data: bytes) -> None:
+    answer = server.send(data)
+    assert status_of(answer) == 400, answer
+
+
+@pytest.mark.parametrize("size", [1 << 20, 20 << 20])
+def test_large_headers_are_refused(server: Server, size: int) -> None:
+    before = server.memory()
+    answer = server.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * size)
+    assert status_of(answer) in (431, 0)  # 0 where the kernel dropped the answer with our bytes
+    assert server.memory() - before < 8 << 20
+
+
+def test_many_headers_are_refused(server: Server) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    many = b"".join(b"x%d: a\r\n" % number for number in range(10_000))
+    assert status_of(server.send(head + many + b"\r\n")) in (431, 0)
+    few = b"".join(b"x%d: a\r\n" % number for number in range(99))
+    assert status_of(server.send(head + few + b"connection: close\r\n\r\n")) == 431
+    assert (
+        status_of(server.send(head + few[: few.index(b"x97")] + b"connection: close\r\n\r\n"))
+        == 200
+    )
+    long = b"x: " + b"a" * (9 << 10)
+    assert status_of(server.send(head + long + b"\r\n\r\n")) == 431
+
+
+def test_half_open_headers_are_closed_while_others_are_served(server: Server) -> None:
+    files = server.num_files()
+    waiting = [server.connect() for _ in range(200)]
+    for one in waiting:
+        one.sendall(b"GET /health HTTP/1.1\r\nhost: lo")
+    for _ in range(5):
+        assert server.complete("a").status == 200
+    for one in waiting:
+        assert read_all(one) == b""
+        one.close()
+    assert server.num_files() <= files + 1
+
+
+def test_a_header_sent_byte_by_byte_gets_no_more_time(server: Server) -> None:
+    with server.connect() as one:
+        sent = 0
+        try:
+            for byte in b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 60:
+                one.sendall(bytes([byte]))
+                sent += 1
+                time.sleep(0.1)
+        except OSError:
+            pass
+        assert sent < 60
+
+
+def test_a_slow_body_is_given_up(server: Server) -> None:
+    with server.connect() as one:
+        one.sendall(POST + b"content-length: 100\r\n\r\n")
+        for _ in range(4):
+            one.sendall(b" ")
+            time.sleep(0.2)
+        answer = read_all(one)
+    assert status_of(answer) == 408 and b"body_timeout" in answer
+
+
+def test_large_bodies_are_refused_at_the_limit(server: Server) -> None:
+    assert status_of(server.send(POST + b"content-length: 10000000000\r\n\r\n{")) == 413
+    most = 8 << 20
+    body = json.dumps(GOOD).encode()
+    assert server.request("/v1/completions", body + b" " * (most - len(body))).status == 200
+    answer = server.request("/v1/completions", body + b" " * (most + 1 - len(body)))
+    assert answer.status == 413 and answer.error["code"] == "too_large"
+
+
+def test_an_endless_chunked_body_is_refused(server: Server) -> None:
+    before = server.memory()
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    with server.connect() as one:
+        one.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:  # until the server has had enough, or the test's time is over
+                one.sendall(piece)
+    assert server.memory() - before < 32 << 20
+
+
+def test_a_body_in_tiny_chunks_is_refused(server: Server) -> None:
+    body = b"1\r\n \r\n" * 300_000
+    answer = server.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
+    assert status_of(answer) in (413, 0)
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps(GOOD).encode())
+    end = b"0\r\n\r\n"
+    head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert status_of(server.send(head + pieces + end)) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-encoding": "gzip"},
+        {"content-encoding": "br"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "text/plain"},
+        {"content-type": ""},
+    ],
+)
+def test_other_media_are_refused(server: Server, headers: dict[str, str]) -> None:
+    answer = server.request("/v1/completions", GOOD, headers)
+    assert answer.status == 415 and answer.error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("PUT", "/health", 405),
+        ("BREW", "/health", 405),
+        ("POST", "/v1/nothing", 404),
+        ("GET", "//v1/../x", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/nothing", 404),
+        ("GET", "/v1/models/../../etc/passwd", 404),
+        ("GET", "/%2e%2e/%00", 404),
+    ],
+)
+def test_wrong_methods_and_paths(server: Server, method: str, path: str, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    answer = server.request(path, None, headers, method)
+    assert answer.status == status and answer.error
+
+
+def test_every_route_but_liveness_asks_for_the_key(narrow: Server) -> None:
+    paths = narrow.request("/openapi.json").json()["paths"]
+    routes = {*paths, "/openapi.json", "/nothing", "/v1/models/demo_model"} - {"/health"}
+    narrow.key = None
+    try:
+        for path in routes:
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT"):
+                assert narrow.request(path, None, {}, method).status == 401, (method, path)
+        assert narrow.request("/health").status == 200
+    finally:
+        narrow.key = KEYS[0]
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "status"),
+    [
+        ("Authorization", f"Bearer {KEYS[0]}", 200),
+        ("Authorization", f"bearer {KEYS[1]}", 200),
+        ("x-api-key", KEYS[1], 200),
+        ("Authorization", f"Basic {KEYS[0]}", 401),
+        ("Authorization", "Bearer ", 401),
+        ("Authorization", "", 401),
+        ("Authorization", f"Bearer {KEYS[0]}x", 401),
+        ("Authorization", "Bearer schl\xfcssel", 401),
+        ("x-api-key", "", 401),
+        ("x-api-key", "\xff", 401),
+        ("x-api-key", "k" * 5000, 401),
+        ("x-api-key", "k" * (1 << 20), 431),
+    ],
+)
+def test_keys(narrow: Server, header: str, value: str, status: int) -> None:
+    text = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{header}: {value}\r\n"
+    answer = narrow.send(text.encode("latin-1") + b"connection: close\r\n\r\n")
+    assert status_of(answer) in ((status, 0) if status == 431 else (status,))
+    if status == 401:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_api_key"
+
+
+def test_a_key_given_twice_or_in_the_query_is_none(narrow: Server) -> None:
+    good = f"authorization: Bearer {KEYS[0]}\r\n".encode()
+    head = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    assert status_of(narrow.send(head + good + b"\r\n")) == 200
+    assert status_of(narrow.send(head + good + good + b"\r\n")) == 401
+    query = head.replace(b"/v1/models", b"/v1/models?api_key=" + KEYS[0].encode())
+    assert status_of(narrow.send(query + b"\r\n")) == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "127.0.0.1@evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_other_sites_cannot_call_a_local_server(
+    server: Server, headers: dict[str, str], status: int
+) -> None:
+    lines = "".join(
+        f"{name}: {value}\r\n" for name, value in ({"host": "localhost"} | headers).items()
+    )
+    data = f"GET /v1/models HTTP/1.1\r\nconnection: close\r\n{lines}\r\n"
+    assert status_of(server.send(data.encode())) == status
+
+
+BAD_JSON = {
+    "empty": b"",
+    "cut": b'{"prompt": "a"',
+    "trailing": b'{"prompt": "a"} x',
+    "utf-8": b'{"prompt": "\xff"}',
+    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "nul": b'{"prompt": "a\x00"}',
+    "surrogate": b'{"prompt": "\\ud800"}',
+    "surrogate-middle": b'{"prompt": "\\ud800 and more of it"}',
+    "low-surrogate": b'{"prompt": "\\udc00 and more of it"}',
+    "deep-lists": b'{"prompt": ' + b"[" * 100_000,
+    "deep-objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "empty-lists": b'{"prompt": [' + b"[]," * 2_700_000 + b"[]]}",
+    "digits": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "twice": b'{"prompt": "a", "n": 1, "n": 2}',
+    "twice-escaped": b'{"prompt": "a", "n": 1, "\\u006e": 2}',
+    "twice-inside": b'{"prompt": "a", "stream_options": {"x": 1, "x": 1}}',
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "too-large": b'{"prompt": "a", "temperature": 1e999}',
+    "quotes": b'{"prompt": "' + b'\\"' * 1_000_000,
+    "list": b"[1, 2]",
+    "text": b'"prompt"',
+    "null": b"null",
+    "number": b"7",
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_bodies_that_are_no_json_object(server: Server, name: str) -> None:
+    answer = server.request("/v1/completions", BAD_JSON[name])
+    assert answer.status == 400 and answer.error
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {name: value}
+        for name, values in {
+            "n": (True, "5", 1.0, 1.5),
+            "temperature": ("1", True),
+            "stream": (1, "true"),
+            "stop": (5, [1]),
+            "prompt": ({}, None, 1.5, [1.5], [True], [None]),
+            "max_tokens": ([], 1.5),
+            "seed": (1.5,),
+            "echo": ("yes",),
+            "model": (7,),
+            "stream_options": ([],),
+        }.items()
+        for value in values
+    ],
+    ids=json.dumps,
+)
+def test_wrong_types_are_named(server: Server, fields: dict) -> None:
+    answer = server.request("/v1/completions", GOOD | fields)
+    assert answer.status == 400
+    assert answer.error["param"] == next(iter(fields))
+
+
+def test_nesting_is_taken_up_to_the_limit(server: Server) -> None:
+    for depth, status in ((62, 200), (63, 400)):  # beside the body's own and the list's
+        body = json.dumps(GOOD)[:-1] + ', "user_data": [' + "[" * depth + "]" * depth + "]}"
+        assert server.request("/v1/completions", body.encode()).status == status
+
+
+def test_commas_and_brackets_in_text_are_no_nodes(server: Server) -> None:
+    fields = GOOD | {"prompt": "a", "note": '[{,:"\\' * 100_000}
+    assert server.request("/v1/completions", fields).status == 200
+
+
+def test_pipelined_requests_are_all_answered(server: Server) -> None:
+    one = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    with server.connect() as connection:
+        sender = threading.Thread(target=connection.sendall, args=(one * 1999 + last,))
+        sender.start()
+        answers = read_all(connection)
+        sender.join()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2000
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
+    files = server.num_files()
+    for _ in range(50):
+        with server.connect() as one:
+            one.sendall(POST + b'content-length: 1000\r\n\r\n{"prompt": ')
+    time.sleep(0.2)
+    assert server.num_files() <= files + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [
+        (b"abc-1", b"abc-1"),
+        (b"a" * 5000, b"a" * 128),
+        (b"a b\tc\xff\x1b[31m", b"abc[31m"),
+    ],
+)
+def test_request_ids_come_back_clean(server: Server, given: bytes, echoed: bytes) -> None:
+    head = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: "
+    answer = server.send(head + given + b"\r\n\r\n")
+    if status_of(answer) == 200:
+        assert b"\r\nx-request-id: " + echoed + b"\r\n" in answer
+    else:
+        assert status_of(answer) == 400  # a control character in a header
+
+
+def test_each_answer_has_a_request_id(server: Server) -> None:
+    ids = {server.request("/version").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3 and all(len(one) >= 16 for one in ids)
+
+
+def test_more_connections_than_allowed_are_refused(narrow: Server) -> None:
+    idle = [narrow.connect() for _ in range(24)]
+    try:
+        time.sleep(0.1)
+        with narrow.connect() as one:
+            answer = read_all(one)
+        assert status_of(answer) == 503 and b"too_many_connections" in answer
+    finally:
+        for one in idle:
+            one.close()
+    time.sleep(0.2)
