@@ -65,16 +65,51 @@ def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages:
     )
 
 
-def _chunks(cache: _Cache, row: jax.Array, chunk: jax.Array, pages: int, out: jnp.dtype):
-    """K and V of chunks of `pages` pages; row, chunk: i32[W]. Each [W, K, C, H]."""
+def _chunks(cache: _Cache, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """K and V of chunks, each of the pages in a row of `page`, i32[W, .]; each [W, K, C, H]."""
     K, S, H = cache.shape
-    columns = chunk[:, None] * pages + jnp.arange(pages)
-    page = cache.page_table.at[row[:, None], columns].get(mode="clip")  # [W, pages]
     index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
-    shape = (row.shape[0], K, pages * S, H)
+    shape = (page.shape[0], K, page.shape[1] * S, H)
     k = cache.k.at[index].get(mode="clip").reshape(shape)
     v = cache.v.at[index].get(mode="clip").reshape(shape)
     return _floats(k, cache.dtype, out), _floats(v, cache.dtype, out)
+
+
+class _Items(NamedTuple):
+    """The (row, chunk) pairs of a step's decodes, flat: `count` of them, then padding.
+
+    The same for every layer of a step, so that XLA computes it once. Inside the loop it would be
+    inlined into the gathers, and its index arithmetic done again for every element of the cache.
+    """
+
+    owner: jax.Array  # i32[I], the row; R for padding
+    page: jax.Array  # i32[I, pages of a chunk]
+    first: jax.Array  # i32[I], cells of the chunk before this one are outside the window
+    stop: jax.Array  # i32[I], and from this one on they are beyond the row's last token
+    count: jax.Array  # i32[]
+
+
+def _items(cache: _Cache, kv_len: jax.Array, window: int | None, pages: int, group: int) -> _Items:
+    """Items for chunks of `pages` pages, their number padded to a multiple of `group`."""
+    R, columns = kv_len.shape[0], -(-cache.page_table.shape[1] // pages)
+    C = pages * cache.shape[1]
+    oldest = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
+    skipped = oldest // C
+    count = jnp.where(kv_len > 0, -(-kv_len // C) - skipped, 0)
+    end = jnp.cumsum(count)
+    item = jnp.arange(-(-R * columns // group) * group, dtype=jnp.int32)
+    owner = jnp.searchsorted(end, item, side="right", method="scan_unrolled").astype(jnp.int32)
+    row = jnp.minimum(owner, R - 1)
+    chunk = item - (end - count - skipped)[row]
+    missing = columns * pages - cache.page_table.shape[1]
+    table = jnp.pad(cache.page_table, ((0, 0), (0, missing))).reshape(R, columns, pages)
+    return _Items(
+        owner,
+        table.at[row, chunk].get(mode="clip"),
+        oldest[row] - chunk * C,
+        jnp.where(owner < R, kv_len[row] - chunk * C, 0),
+        end[-1],
+    )
 
 
 def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -89,28 +124,21 @@ def _decode(
     q: jax.Array, cache: _Cache, kv_len: jax.Array, sinks: jax.Array | None, options: _Options
 ) -> jax.Array:
     """One query a row, at position kv_len - 1. q: [R, K, G, H], already in the accumulator."""
-    R, K, G, _ = q.shape
+    R, K, G, H = q.shape
     pages = max(1, CHUNK_TOKENS // cache.shape[1])
-    C = pages * cache.shape[1]
+    cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
-    oldest = jnp.zeros_like(kv_len)
-    if options.window is not None:
-        oldest = jnp.maximum(kv_len - options.window, 0)
-    first = oldest // C
-    count = jnp.where(kv_len > 0, -(-kv_len // C) - first, 0)
-    end = jnp.cumsum(count)
+    items = _items(cache, kv_len, options.window, pages, W)
     q = q * options.scale
 
-    def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        acc, top, total = carry
-        item = step * W + jnp.arange(W)
-        owner = (end[None, :] <= item[:, None]).sum(axis=1)  # R for items past the last
+    def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        acc, top = carry
+        owner, page, first, stop = (lax.dynamic_slice_in_dim(x, step * W, W) for x in items[:4])
         row = jnp.minimum(owner, R - 1)
-        chunk = item - (end[row] - count[row]) + first[row]
-        k, v = _chunks(cache, row, chunk, pages, q.dtype)
-        position = chunk[:, None] * C + jnp.arange(C)
-        seen = (position < kv_len[row, None]) & (position >= oldest[row, None])
-        seen &= (owner < R)[:, None]
+        k, v = _chunks(cache, page, q.dtype)
+        seen = cell < stop[:, None]
+        if options.window is not None:
+            seen &= cell >= first[:, None]
         scores = _capped(jnp.einsum("wkgh,wkch->wkgc", q[row], k), options.soft_cap)
         scores = jnp.where(seen[:, None, None], scores, LOWEST)
         peak = scores.max(axis=-1)
@@ -120,22 +148,22 @@ def _decode(
         # Partial results go to their rows through a one-hot product: a scatter runs on one core.
         # Zero times NaN is NaN there, so an item that is not finite goes in as zeros, and spoils
         # its own row through the peak, which is selected and not multiplied.
-        peak = jnp.where(jnp.isfinite(part).all(axis=-1), peak, jnp.nan)
+        peak = jnp.where(jnp.isfinite(part.sum(axis=-1)), peak, jnp.nan)
         mine = owner[None, :] == jnp.arange(R)[:, None]
         peaks = jnp.where(mine[:, :, None, None], peak[None], LOWEST).max(axis=1)
         new_top = jnp.maximum(top, peaks)
         shrink, grow = jnp.exp(top - new_top), jnp.exp(peak - new_top[row])
-        finite = jnp.isfinite(grow)
-        share = jnp.where(finite, weights.sum(axis=-1) * grow, 0)
-        part = jnp.where(finite[..., None], part * grow[..., None], 0)
-        onehot = mine.astype(q.dtype)
-        total = total * shrink + jnp.einsum("rw,wkg->rkg", onehot, share)
-        acc = acc * shrink[..., None] + jnp.einsum("rw,wkgh->rkgh", onehot, part)
-        return acc, new_top, total
+        part = jnp.concatenate([part, weights.sum(axis=-1)[..., None]], axis=-1)
+        part = jnp.where(jnp.isfinite(grow)[..., None], part * grow[..., None], 0)
+        summed = jnp.einsum("rw,wkgh->rkgh", mine.astype(q.dtype), part)
+        return acc * shrink[..., None] + summed, new_top
 
-    start = (jnp.zeros_like(q), *_empty((R, K, G), sinks, q.dtype))
-    acc, _, total = lax.fori_loop(0, (end[-1] + W - 1) // W, body, start)
-    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    # Besides the weighted sum of values, the last column of `acc` sums the weights.
+    top, total = _empty((R, K, G), sinks, q.dtype)
+    acc = jnp.concatenate([jnp.zeros_like(q), total[..., None]], axis=-1)
+    acc, _ = lax.fori_loop(0, (items.count + W - 1) // W, body, (acc, top))
+    total = acc[..., H:]
+    out = acc[..., :H] / jnp.where(total == 0, 1, total)
     return jnp.where((kv_len > 0)[:, None, None, None], out, 0)
 
 
@@ -185,7 +213,8 @@ def _tiles(
 
         def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = carry
-            k, v = _chunks(cache, row[None], chunk[None], pages, q.dtype)
+            page = lax.dynamic_slice(cache.page_table, (row, chunk * pages), (1, pages))
+            k, v = _chunks(cache, page, q.dtype)
             position = chunk * C + jnp.arange(C)
             real = (position < kv_len[row]) & (position >= oldest[0])
             v = jnp.where(real[:, None], v[0], 0)

@@ -184,7 +184,11 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Time of a decode step over that of its matrix products alone, taking turns."""
+    """Time of a decode step over that of its matrix products alone, taking turns.
+
+    `weights` multiplies by every weight matrix; `attention` is queries by keys and weights by
+    values for the same number of cached tokens, on operands that lie contiguous in memory.
+    """
     runner = loaded.runner
     width = runner.model_config.hidden_size
     weights = [leaf.reshape(_matrix(leaf.shape, width)) for leaf in runner._leaves if leaf.ndim > 1]
@@ -192,33 +196,53 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
     inputs = [
         jnp.asarray(rng.standard_normal((batch, weight.shape[0]), np.float32)) for weight in weights
     ]
-    products = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
+    multiply = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
     slots, plan = _decode_batch(loaded, batch, context)
-    seconds: dict[str, list[float]] = {"step": [], "products": []}
-    cpu: dict[str, list[float]] = {"step": [], "products": []}
-
-    def step() -> None:
-        runner.read(runner.submit(plan, slots))
-
-    def multiply() -> None:
-        jax.block_until_ready(products(inputs, weights))
-
+    attend = _attention_products(runner.model_config, int((plan.starts + 1).sum()))
+    work: dict[str, Callable[[], object]] = {
+        "step": lambda: runner.read(runner.submit(plan, slots)),
+        "weights": lambda: jax.block_until_ready(multiply(inputs, weights)),
+        "attention": lambda: jax.block_until_ready(attend()),
+    }
+    wall: dict[str, list[float]] = {name: [] for name in work}
+    cpu: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats + 3):
-        for name, work in (("step", step), ("products", multiply)):
+        for name, run in work.items():
             started, used = time.perf_counter(), time.process_time()
-            work()
+            run()
             if repeat >= 3:
-                seconds[name].append(time.perf_counter() - started)
+                wall[name].append(time.perf_counter() - started)
                 cpu[name].append(time.process_time() - used)
+    middle = {name: statistics.median(times) for name, times in wall.items()}
     return {
         "batch": batch,
         "context": context,
-        "step_ms": statistics.median(seconds["step"]) * 1e3,
-        "products_ms": statistics.median(seconds["products"]) * 1e3,
-        "ratio": statistics.median(seconds["step"]) / statistics.median(seconds["products"]),
-        "ratio_of_minima": min(seconds["step"]) / min(seconds["products"]),
-        "ratio_cpu": sum(cpu["step"]) / sum(cpu["products"]),
+        **{f"{name}_ms": seconds * 1e3 for name, seconds in middle.items()},
+        "over_all_products": middle["step"] / (middle["weights"] + middle["attention"]),
+        "over_weights": middle["step"] / middle["weights"],
+        "over_weights_cpu": sum(cpu["step"]) / sum(cpu["weights"]),
     }
+
+
+def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
+    """Both products of every layer's attention over `tokens` cached tokens, in chunks of 64."""
+    kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+    queries = config.num_attention_heads // kv_heads
+    rng = np.random.default_rng(2)
+    shape = (max(1, round(tokens / 64)), kv_heads, 64, head_dim)
+    cache = [
+        [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in "kv"]
+        for _ in range(config.num_hidden_layers)
+    ]
+    asked = jnp.ones((shape[0], kv_heads, queries, head_dim))
+
+    @jax.jit
+    def attend(q: jax.Array, cache: list[list[jax.Array]]) -> jax.Array:
+        for k, v in cache:
+            q = jnp.einsum("wkgc,wkch->wkgh", jnp.einsum("wkgh,wkch->wkgc", q, k), v)
+        return q
+
+    return lambda: attend(asked, cache)
 
 
 def _matrix(shape: tuple[int, ...], width: int) -> tuple[int, int]:
@@ -301,8 +325,9 @@ def main() -> int:
         report["step"] = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
         for one in report["step"]:
             print(
-                f"step / products at B={one['batch']}: {one['ratio']:.2f} (gate {STEP_GATE}; "
-                f"CPU time {one['ratio_cpu']:.2f}), context {one['context']}"
+                f"step / its matrix products at B={one['batch']}: {one['over_all_products']:.2f} "
+                f"(gate {STEP_GATE}); over the weights' products alone {one['over_weights']:.2f} "
+                f"(CPU time {one['over_weights_cpu']:.2f}); context {one['context']}"
             )
     if "schedules" in arguments.parts:
         result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats)

@@ -101,16 +101,11 @@ POOL_BUGS = (
     Bug("keys leave out the salt", KEYS, "if salt:", "if False:"),
     Bug("keys leave out the position", KEYS, "self._of_tokens[page]", "self._of_tokens[0 * page]"),
     Bug(
-        "a slot keeps its last sequence's keys",
-        SLOTS,
-        "self.num_keys[slot] = len(prefix.keys)",
-        "self.num_keys[slot] = max(self.num_keys[slot], len(prefix.keys))",
-    ),
-    Bug(
-        "keys survive a preemption",
+        "a preempted sequence keeps the keys it came with",
         SLOTS,
         "prefix, sequence.prefix_keys = sequence.prefix_keys, None",
         "prefix = sequence.prefix_keys",
+        only_slow=True,
     ),
     Bug("a lost cache keeps its keys", POOL, "self.page_of.clear()", "pass"),
     Bug(

@@ -235,6 +235,18 @@ def test_a_preempted_sequence_resumes_with_what_it_had_drawn():
     assert second.output_token_ids() == [DRAWN] * 8
 
 
+def test_a_preempted_sequence_finds_the_pages_it_had_filled():
+    served = Served(pages=16, slots=2, page_size=1)
+    served.add(3, max_tokens=8)
+    second = served.add(prompt(3, 500), max_tokens=8)
+    while second.slot >= 0 or not served.scheduler.num_preemptions:
+        served.step()
+    while second.slot < 0:
+        plan, _ = served.step()
+    assert list(plan.rows())[-1].start > second.num_prompt
+    served.run()
+
+
 MOMENTS = ("queued", "mid-prefill", "decode", "in flight", "preempted", "finished")
 
 
