@@ -142,13 +142,18 @@ def _row(sequence: Sequence, known: int, computed: int) -> Row:
     )
 
 
-def _pages(copy: _Copy) -> Pages:
-    total = len(copy.ref_count)
-    codes = np.where(copy.is_cached, CACHED, BLANK)
-    codes[copy.held] = np.repeat([row.slot + FIRST_SLOT for row in copy.running], copy.num_held)
-    shared = copy.ref_count > 1
+def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
+    """Who holds what.
+
+    Args:
+        ref_count: i32[P], holders of each page, the null page left out.
+        is_cached: bool[P].
+        owner: i32[P], a slot that holds the page; -1 where none does.
+    """
+    total = len(ref_count)
+    held, shared = ref_count > 0, ref_count > 1
+    codes = np.where(owner >= 0, owner + FIRST_SLOT, np.where(is_cached, CACHED, BLANK))
     codes[shared] = SHARED
-    held = copy.ref_count > 0
     per_cell = -(-total // MAX_CELLS)
     cells = codes[::per_cell]
     starts = np.flatnonzero(np.diff(cells, prepend=-1))
@@ -157,7 +162,7 @@ def _pages(copy: _Copy) -> Pages:
         total,
         int(np.count_nonzero(held)),
         int(np.count_nonzero(shared)),
-        int(np.count_nonzero(copy.is_cached & ~held)),
+        int(np.count_nonzero(is_cached & ~held)),
         per_cell,
         np.stack([cells[starts], lengths], axis=1).ravel().tolist(),
     )
@@ -171,7 +176,9 @@ def take_snapshot(model: ServedModel) -> Snapshot:
     """
     thread, seen = model.llm.thread, model.observed
     copy: _Copy = thread.call(lambda: _copy(thread.engine))
-    pages = _pages(copy)
+    owner = np.full(len(copy.ref_count), -1)
+    owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
+    pages = page_map(copy.ref_count, copy.is_cached, owner)
     first, between = seen.time_to_first_token, seen.inter_token_latency
     return Snapshot(
         time.monotonic(),

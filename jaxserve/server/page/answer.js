@@ -48,7 +48,7 @@ export class Answer {
   }
 
   end() {
-    if (this.#inCode ? CLOSES.test(this.#line) : false) this.#held = [];
+    if (this.#inCode && CLOSES.test(this.#line)) this.#held = [];
     this.#release();
   }
 
@@ -81,13 +81,8 @@ export class Answer {
 
   #put(text, tokens) {
     if (!this.#block) {
-      this.#block = make(this.#inCode ? "code" : "p");
-      let outer = this.#block;
-      if (this.#inCode) {
-        outer = make("pre");
-        outer.append(this.#block);
-      }
-      this.element.append(outer);
+      this.#block = make(this.#inCode ? "pre" : "p");
+      this.element.append(this.#block);
     }
     if (tokens) this.#putTokens(text, tokens);
     else if (this.#block.lastChild?.nodeType === Node.TEXT_NODE) {

@@ -36,7 +36,7 @@ export function askForKey(problem = "") {
         dialog.returnValue = "given";
       } else {
         event.preventDefault();
-        $("refused").textContent = "A key is made of letters, digits and signs, without spaces.";
+        $("refused").textContent = "A key has no spaces, and is plain ASCII.";
       }
     };
     $("not-now").onclick = () => dialog.close("");

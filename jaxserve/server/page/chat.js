@@ -5,7 +5,7 @@ import { Refused, call, duration, events } from "/page/api.js";
 
 const $ = (id) => document.getElementById(id);
 const WHOLE = new Set(["top_k", "max_tokens", "seed"]);
-const ENDINGS = { stop: "", length: "cut off", abort: "ended by the server" };
+const ENDINGS = { stop: "", length: "cut off" };
 const conversation = []; // { role, content }
 let running = null; // an AbortController, while an answer streams
 let model = null;
@@ -17,7 +17,7 @@ function sampling() {
   const chosen = {};
   for (const { name, value } of fields()) {
     if (!value.trim()) continue;
-    const number = Number(value.replace(",", "."));
+    const number = Number(value);
     if (WHOLE.has(name) ? !Number.isSafeInteger(number) : !Number.isFinite(number)) {
       const kind = WHOLE.has(name) ? "a whole number" : "a number";
       throw new Refused(400, { error: { message: `${name} must be ${kind}`, param: name } });
@@ -49,60 +49,41 @@ function complain(error) {
 
 // A message on the page: its head holds all that changes, so that nothing lies below the text.
 function addMessage(role, text = "") {
-  const message = document.createElement("article");
-  const head = document.createElement("h3"), figures = document.createElement("span");
-  const body = document.createElement("div");
+  const message = $("message").content.firstChild.cloneNode(true);
+  const [head, body] = message.children, [name, figures] = head.children;
   message.className = role;
-  head.append(role === "user" ? "You" : model.id, figures);
-  body.className = "text";
+  name.textContent = role === "user" ? "You" : model.id;
   body.textContent = text;
-  message.append(head, body);
   $("empty").hidden = true;
   $("messages").append(message);
   return { message, figures, body };
 }
 
-// Keeps the end in sight for a reader who is there, and leaves alone one who has scrolled up.
-class Follower {
-  constructor() {
-    this.pinned = true;
-    this.due = false;
-    new ResizeObserver(() => this.follow()).observe($("scroller"));
-    $("scroller").addEventListener("scroll", () => {
-      const { scrollTop, scrollHeight, clientHeight } = $("scroller");
-      this.pinned = scrollTop + clientHeight > scrollHeight - 48;
-    });
-  }
-
-  follow(force = false) {
-    this.pinned ||= force;
-    if (!this.pinned || this.due) return;
-    this.due = true;
-    requestAnimationFrame(() => {
-      this.due = false;
-      $("scroller").scrollTop = $("scroller").scrollHeight;
-    });
-  }
+// Keeps the end in sight of a reader who is there, and leaves alone one who has scrolled up.
+let pinned = true, frame = 0;
+function follow() {
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    if (pinned) $("scroller").scrollTop = $("scroller").scrollHeight;
+  });
 }
-const follower = new Follower();
 
-// Tokens, speed and delay of an answer.
+// Tokens, speed and delay of an answer, shown beside its name.
 class Clock {
+  began = performance.now();
+  tokens = 0;
+
   constructor(figures) {
     this.figures = figures;
-    this.began = performance.now();
-    this.first = null;
-    this.tokens = 0;
+    figures.textContent = "waiting";
   }
 
-  count(tokens) {
-    if (!tokens) return;
-    this.first ??= performance.now();
-    this.tokens = tokens;
-    this.last = performance.now();
-  }
-
-  show(ending = "") {
+  show(tokens, ending = "") {
+    if (tokens) {
+      this.last = performance.now();
+      this.first ??= this.last;
+      this.tokens = tokens;
+    }
     const parts = [`${this.tokens} token${this.tokens === 1 ? "" : "s"}`];
     const seconds = (this.last - this.first) / 1000, delay = (this.first - this.began) / 1000;
     if (ending) parts.unshift(ending);
@@ -124,9 +105,8 @@ async function stream(body, signal, answer, clock) {
     const choice = chunk.choices[0];
     if (choice?.delta.content) answer.add(choice.delta.content, choice.logprobs?.content ?? []);
     reason = choice?.finish_reason ?? reason;
-    clock.count(chunk.usage?.completion_tokens);
-    clock.show();
-    follower.follow();
+    clock.show(chunk.usage?.completion_tokens);
+    follow();
   }
   throw new Error("The connection was closed before the end of the answer.");
 }
@@ -146,9 +126,9 @@ async function answer(text) {
   running = new AbortController();
   setBusy(true);
   reply.message.setAttribute("aria-busy", "true");
-  follower.follow(true);
+  pinned = true;
+  follow();
   const grown = new Answer(reply.body), clock = new Clock(reply.figures), { signal } = running;
-  clock.figures.textContent = "waiting";
   const options = { include_usage: true, continuous_usage_stats: true };
   const body = { model: model.id, messages: conversation, stream: true, ...settings };
   let ending = "", problem = null;
@@ -161,11 +141,11 @@ async function answer(text) {
   }
   if (signal.reason === "cleared") return;
   grown.end();
-  clock.show(ending);
+  clock.show(0, ending);
   reply.message.removeAttribute("aria-busy");
   if (ending && !grown.text && ending !== ENDINGS.length) withdraw(text, asked, reply);
   else conversation.push({ role: "assistant", content: grown.text });
-  if (!grown.text) reply.body.classList.add("silent");
+  if (!grown.text) reply.body.textContent = "(no text)";
   running = null;
   setBusy(false);
   if (problem) complain(problem);
@@ -218,6 +198,10 @@ export function start() {
   $("clear").addEventListener("click", clear);
   $("settings").addEventListener("input", showChosen);
   showChosen();
+  new ResizeObserver(follow).observe($("scroller"));
+  $("scroller").addEventListener("scroll", ({ target }) => {
+    pinned = target.scrollTop + target.clientHeight > target.scrollHeight - 48;
+  });
   $("text").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -69,12 +69,8 @@ export function drawPlot(canvas, points, seconds, name) {
   pen.beginPath();
   let last = null;
   for (const [time, value] of points) {
-    if (value === null) {
-      last = null;
-      continue;
-    }
-    if (last === null) pen.moveTo(x(time) - 1, y(value));
-    pen.lineTo(x(time), y(value));
+    if (value !== null && last === null) pen.moveTo(x(time) - 1, y(value));
+    if (value !== null) pen.lineTo(x(time), y(value));
     last = value;
   }
   pen.stroke();

@@ -7,7 +7,7 @@ import * as engine from "/page/engine.js";
 const $ = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"];
 const EXAMPLES = {
-  demo_model: ["Reverse: s-t-o-n-e", "What is 47 + 8?", "Copy: river blue seven"],
+  demo_model: ["Reverse: s-t-o-n-e", "What is 47 + 8?"],
 };
 let cards = [];
 
@@ -32,7 +32,6 @@ function showView(view) {
 function choose(id) {
   const card = cards.find((one) => one.id === id) ?? cards[0];
   chat.talkTo(card);
-  engine.forget();
   engine.watch(card.id);
   const examples = EXAMPLES[card.id] ?? [];
   $("hint").textContent = examples.length

@@ -1,0 +1,109 @@
+"""A server, a browser and pages of it. Of package scope: Playwright's loop must end with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route
+
+from tests.page.browser import open_browser
+from tests.server.live import Server
+
+SMALL = (
+    "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
+    "--check-invariants --port 0"
+).split()
+KEY = "a-key-for-the-page"
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Server]:
+    with Server(SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def guarded() -> Iterator[Server]:
+    """A server that asks for a key, and whose model has two names."""
+    names = ["--served-model-name", "first", "--served-model-name", "second"]
+    with Server([*SMALL, *names, "--api-key", KEY], key=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser: Browser, server: Server) -> Iterator[OpenPage]:
+    """Opens the page; at the end nothing may have failed in it, or come from elsewhere."""
+    contexts, faults = [], []
+
+    def open_one(url: str = "", expected: tuple[str, ...] = (), **options: Any) -> Page:
+        url = url or server.url
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on(
+            "console",
+            lambda said: (
+                faults.append(said.text)
+                if said.type == "error" and not any(part in said.text for part in expected)
+                else None
+            ),
+        )
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith(url) else faults.append(asked.url),
+        )
+        page.goto(url)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+@pytest.fixture
+def load(server: Server) -> Iterator[Callable[..., None]]:
+    """Posts requests that hold the engine busy; at the end all of them have been answered."""
+    pool, pending = ThreadPoolExecutor(64), []
+
+    def post(count: int, max_tokens: int) -> None:
+        prompt = "The code of Anna is 4417. The code of Tom is 9120. " * 4
+        for number in range(count):
+            pending.append(
+                pool.submit(
+                    server.complete, f"{prompt}{number}", max_tokens, ignore_eos=True, seed=number
+                )
+            )
+
+    yield post
+    with pool:
+        assert [one.result().status for one in pending] == [200] * len(pending)
+
+
+class Endless:
+    """Makes answers long, by a field that the page has no control for; keeps what was sent."""
+
+    def __init__(self, page: Page) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        page.route("**/v1/chat/completions", self._pass_on)
+
+    def _pass_on(self, route: Route) -> None:
+        body = json.loads(route.request.post_data or "")
+        self.sent.append(body)
+        self.headers.append(route.request.headers)
+        route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
