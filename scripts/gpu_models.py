@@ -124,6 +124,8 @@ def step_call(
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
     """The engine's compiled program of one bucket, as a function of arrays alone.
 
+    Decode steps are the greedy ones: those that draw hold the sampler besides.
+
     Returns:
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
         donate its first argument, and the rest are shapes of its arguments.
@@ -146,6 +148,7 @@ def step_call(
             state,
             batch,
             decode_only=T == R,
+            greedy=T == R,
             implementation=implementation,
         )
 

@@ -18,15 +18,17 @@ class Bucket:
         num_tokens: T, tokens after padding.
         num_rows: R, rows after padding.
         decode_only: every row has one token, so T == R.
+        greedy: every row takes its most likely token, and the program holds no sampler.
     """
 
     num_tokens: int
     num_rows: int
     decode_only: bool
+    greedy: bool = False
 
     def __str__(self) -> str:
         if self.decode_only:
-            return f"decode {self.num_rows}"
+            return f"{'greedy ' if self.greedy else ''}decode {self.num_rows}"
         return f"{self.num_tokens} tokens, {self.num_rows} rows"
 
 
@@ -57,6 +59,9 @@ class BucketSet:
         max_num_batched_tokens: most tokens of a step.
         decode_sizes, token_sizes: padded sizes; None for the defaults. The largest of each
             must reach the limit.
+        greedy_decode: have programs of their own for decode steps that are greedy in every row.
+            Skipping the sampler at run time costs a GPU a round trip to the host in every step;
+            a CPU nothing, where each program costs seconds to compile.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class BucketSet:
         max_num_batched_tokens: int,
         decode_sizes: Listing[int] | None = None,
         token_sizes: Listing[int] | None = None,
+        greedy_decode: bool = False,
     ) -> None:
         decode = sorted(set(decode_sizes or default_decode_sizes(max_num_seqs)))
         tokens = sorted(set(token_sizes or default_token_sizes(max_num_batched_tokens)))
@@ -77,18 +83,19 @@ class BucketSet:
         self._decode_sizes = np.array(decode)
         self._token_sizes = np.array(tokens)
         self._decode = [Bucket(size, size, True) for size in decode]
+        self._greedy = [Bucket(size, size, True, greedy_decode) for size in decode]
         self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
 
     def __iter__(self):
-        yield from self._decode
-        yield from self._mixed
+        yield from dict.fromkeys((*self._decode, *self._greedy, *self._mixed))
 
     def __len__(self) -> int:
-        return len(self._decode) + len(self._mixed)
+        return sum(1 for _ in self)
 
-    def pick(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that holds the plan."""
+    def pick(self, plan: StepPlan, greedy: bool = False) -> Bucket:
+        """The smallest bucket that holds the plan; `greedy` says that none of its rows draws."""
         rows, tokens = len(plan), plan.total_tokens
         if tokens == rows:
-            return self._decode[int(self._decode_sizes.searchsorted(rows))]
+            sizes = self._greedy if greedy else self._decode
+            return sizes[int(self._decode_sizes.searchsorted(rows))]
         return self._mixed[int(self._token_sizes.searchsorted(tokens))]

@@ -17,6 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
 from jaxserve.execution.step import model_step
 from jaxserve.models import Decoder, ModelConfig
@@ -46,6 +47,7 @@ class Runner:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
         model: with its weights placed.
+        greedy_decode: see BucketSet; None for yes on a GPU.
 
     Attributes:
         num_pages: pages of KV cache, the null page included.
@@ -53,7 +55,13 @@ class Runner:
         stages: seconds that each stage of the start took.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: Decoder) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: Decoder,
+        greedy_decode: bool | None = None,
+    ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
         self.config = config
         self.model_config = model_config
@@ -63,6 +71,7 @@ class Runner:
             config.max_num_batched_tokens,
             config.decode_sizes,
             config.token_sizes,
+            jax.default_backend() == "gpu" if greedy_decode is None else greedy_decode,
         )
         self.num_compiles = 0
         self.stages: dict[str, float] = {}
@@ -125,6 +134,7 @@ class Runner:
             self._graphdef,
             self._treedef,
             decode_only=bucket.decode_only,
+            greedy=bucket.greedy,
             implementation=self.config.attention_backend,
         )
         jitted = jax.jit(step, donate_argnums=1)
@@ -175,7 +185,7 @@ class Runner:
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
-        bucket = self.buckets.pick(plan)
+        bucket = self.buckets.pick(plan, is_greedy(plan, slots))
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
         self._state, output = self._steps[bucket](self._leaves, state, batch)

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import SlotTable
+
 Array = Any
 
 _LANES = 128
@@ -144,7 +147,15 @@ def _without_stops(logits: Array, batch: Any) -> Array:
     return logits.at[rows, columns].set(-jnp.inf, mode="drop")
 
 
-def sample(logits: Array, batch: Any) -> tuple[Array, Array]:
+def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
+    """Whether every row of a step takes its most likely token, with no stop token to avoid."""
+    rows = plan.slots
+    if slots.temperature[rows].any():
+        return False
+    return not (plan.starts + plan.num_tokens < slots.min_length[rows]).any()
+
+
+def sample(logits: Array, batch: Any, greedy_only: bool = False) -> tuple[Array, Array]:
     """Draw each row's next token.
 
     The order of the settings is vLLM's: temperature, min_p, top_k, top_p.
@@ -152,12 +163,15 @@ def sample(logits: Array, batch: Any) -> tuple[Array, Array]:
     Args:
         logits: [R, V], float32 or float64.
         batch: a StepBatch; the new token's position is `kv_len`.
+        greedy_only: static; `is_greedy` holds, and nothing else is compiled.
 
     Returns:
         i32[R] token ids; bool[R], whether all of the row's logits were finite. A row that is not
         ok has drawn nothing, whatever its id says: a NaN row would otherwise pass for token 0.
     """
     ok = jnp.isfinite(logits).all(axis=1)
+    if greedy_only:
+        return argmax(logits), ok
     limited = jnp.any(batch.kv_len < batch.min_length)
     logits = lax.cond(limited, lambda: _without_stops(logits, batch), lambda: logits)
     greedy = argmax(logits)

@@ -33,6 +33,7 @@ def model_step(
     batch: StepBatch,
     *,
     decode_only: bool,
+    greedy: bool,
     implementation: str,
 ) -> tuple[DeviceState, StepOutput]:
     """Compute a step's tokens, write their K and V, and draw the next token of each row.
@@ -45,6 +46,7 @@ def model_step(
         state: donated.
         batch: see StepBatch.
         decode_only: static; every row has one token.
+        greedy: static; no row draws, and none has stop tokens to avoid.
         implementation: static; which attention runs.
     """
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
@@ -64,6 +66,6 @@ def model_step(
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     logits = model.logits(last)
     with jax.named_scope("sample"):
-        token_ids, ok = sample(logits, batch)
+        token_ids, ok = sample(logits, batch, greedy)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
     return DeviceState(kv=kv, last_token=last_token), StepOutput(token_ids=token_ids, ok=ok)

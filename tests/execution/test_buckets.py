@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.execution.batch import pack
 from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
+from jaxserve.execution.sampling import is_greedy
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
@@ -46,6 +47,27 @@ def test_every_plan_fits_its_bucket(counts: list[int]) -> None:
     assert bucket.decode_only == all(count == 1 for count in counts)
     smaller = [b for b in buckets if b.decode_only == bucket.decode_only and b < bucket]
     assert all(b.num_tokens < plan.total_tokens for b in smaller)
+
+
+def test_greedy_decode_steps_have_programs_of_their_own_where_asked() -> None:
+    plain, split = BucketSet(4, 8), BucketSet(4, 8, greedy_decode=True)
+    decode, mixed = plan_of([0, 1], [5, 6], [1, 1]), plan_of([0, 1], [5, 6], [1, 2])
+    assert plain.pick(decode, True) == plain.pick(decode, False)
+    assert split.pick(decode, True) != split.pick(decode, False) == plain.pick(decode)
+    assert split.pick(mixed, True) == split.pick(mixed, False)
+    assert len(split) == len(plain) + 3 and len(set(split)) == len(split)
+
+
+def test_a_step_is_greedy_when_no_row_draws_or_avoids_stop_tokens() -> None:
+    slots, plan = SlotTable(4, 32, 4), plan_of([0, 2], [5, 6], [1, 1])
+    slots.temperature[1] = slots.temperature[3] = 1
+    slots.min_length[:] = [6, 9, 7, 9, 9]
+    assert is_greedy(plan, slots)
+    slots.min_length[2] = 8
+    assert not is_greedy(plan, slots)
+    slots.min_length[2] = 0
+    slots.temperature[0] = 0.5
+    assert not is_greedy(plan, slots)
 
 
 def test_sizes_that_do_not_reach_are_refused() -> None:
