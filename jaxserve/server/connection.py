@@ -85,6 +85,29 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._watch_header()
 
+    def handle_events(self) -> None:
+        before = self.scope
+        super().handle_events()
+        scope = self.scope
+        if scope is not before and scope is not None and scope["http_version"] == "1.1":
+            scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
+
+    async def _write_event(self, data: bytes) -> bool:
+        """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
+
+        Returns:
+            False where that cannot be: the piece must go the usual way.
+        """
+        cycle = self.cycle
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if cycle.disconnected:
+            return True
+        if not cycle.response_started or self.conn.our_state is not h11.SEND_BODY:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
     def _watch_header(self) -> None:
         """A header that has begun, or the first one, must be complete in time."""
         waiting = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None

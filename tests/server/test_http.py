@@ -231,6 +231,22 @@ def test_other_sites_cannot_call_a_local_server(
     assert status_of(server.send(data.encode())) == status
 
 
+def test_pages_of_allowed_origins_may_call(narrow: Server) -> None:
+    asked = {"origin": "http://app.example", "access-control-request-method": "POST"}
+    narrow.key = None  # a browser asks first, and without the key
+    try:
+        answer = narrow.request("/v1/completions", None, asked, "OPTIONS")
+    finally:
+        narrow.key = KEYS[0]
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == "http://app.example"
+    for origin, status in (("http://app.example", 200), ("http://evil.example", 403)):
+        answer = narrow.request("/v1/models", None, {"origin": origin})
+        assert answer.status == status
+        allowed = answer.headers.get("access-control-allow-origin")
+        assert (allowed == origin) == (status == 200)
+
+
 BAD_JSON = {
     "empty": b"",
     "cut": b'{"prompt": "a"',

@@ -1,0 +1,98 @@
+"""What a server says when its engine stalls or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from jaxserve import AsyncLLM, EngineConfig
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.server.app import App
+from jaxserve.server.process import Process
+from jaxserve.server.served import Models, ServedModel
+from jaxserve.server.settings import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(
+        EngineConfig(
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            decode_sizes=(2,),
+            token_sizes=(32,),
+            num_gpu_blocks_override=30,
+        )
+    )
+
+
+@pytest.fixture
+def app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    config = ServerConfig(health_timeout=0.2)
+    llm = AsyncLLM(loaded)
+    yield App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
+    llm.close()
+
+
+async def get(app: App, path: str) -> tuple[int, dict]:
+    transport = httpx2.ASGITransport(app.asgi)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get(path)
+        return answer.status_code, answer.json()
+
+
+def test_a_stalled_engine_is_unhealthy_until_it_moves(app: App) -> None:
+    async def scene() -> None:
+        thread = app.models.all[0].llm.thread
+        assert (await get(app, "/health"))[0] == 200
+        stall = asyncio.get_running_loop().run_in_executor(
+            None, thread.call, lambda: time.sleep(0.8)
+        )
+        await asyncio.sleep(0.5)
+        for path in ("/health", "/ready"):
+            status, answer = await get(app, path)
+            assert status == 503 and answer["error"]["code"] == "stalled"
+        assert (await get(app, "/version"))[0] == 200
+        await stall
+        while (await get(app, "/health"))[0] != 200:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+
+
+def test_a_dead_engine_ends_the_process(app: App) -> None:
+    async def scene() -> None:
+        process = Process(app)
+        assert not await process.on_tick(1)
+        app.models.all[0].llm.close()
+        status, answer = await get(app, "/health")
+        assert status == 503 and answer["error"]["code"] == "engine_dead"
+        assert await process.on_tick(2)
+        assert process.status == 1
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_dies_answers_what_it_served(app: App) -> None:
+    async def scene() -> None:
+        thread = app.models.all[0].llm.thread
+
+        def die() -> None:
+            raise SystemExit("broken")
+
+        transport = httpx2.ASGITransport(app.asgi)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+            asked = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            while not app.models.all[0].active:
+                await asyncio.sleep(0.001)
+            thread.engine.step = die
+            answer = await asked
+        assert answer.status_code in (500, 503) and answer.json()["error"]["code"]
+
+    asyncio.run(scene())
