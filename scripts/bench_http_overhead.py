@@ -11,6 +11,7 @@ import asyncio
 import json
 import multiprocessing
 import select
+import signal
 import socket
 import statistics
 import sys
@@ -107,6 +108,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         other.start()
         jobs.put((options.streams, 4))
         await asyncio.to_thread(results.get)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server drains at it; we just end
         for number in range(options.repeats):
             halves = ["direct", "http"] if number % 2 else ["http", "direct"]
             row: dict[str, float] = {}
@@ -136,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="checkpoint folder (default: bundled model)")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=900, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=300, help="of each stream")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     prepare_process()

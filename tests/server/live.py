@@ -220,6 +220,7 @@ class Canary:
         return answer.json()["choices"][0]["token_ids"]
 
     def check(self) -> None:
+        self.server.wait_until_idle()
         assert self.sing() == self.before
         self.server.wait_until_idle()
         assert self.server.metric("engine_compiles_total") == 0
