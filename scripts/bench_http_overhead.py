@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="checkpoint folder (default: bundled model)")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=300, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=800, help="of each stream")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     prepare_process()

@@ -41,6 +41,12 @@ async def read(stream: Stream, every: float = 0.0) -> list[list[int]]:
         await asyncio.sleep(every)
 
 
+async def until_paused(stream: Stream) -> None:
+    async with asyncio.timeout(30):
+        while not stream.is_paused:
+            await asyncio.sleep(0.001)
+
+
 def run(llm: AsyncLLM, max_unread: int | None, every: float = 0.0) -> list[list[int]]:
     async def main() -> list[list[int]]:
         requests = [llm.request(prompt, SAMPLED) for prompt in PROMPTS]
@@ -64,8 +70,7 @@ def test_a_slow_reader_gets_the_same_tokens(llm: AsyncLLM, max_unread: int) -> N
 def test_a_paused_stream_holds_no_pages_and_draws_nothing(llm: AsyncLLM) -> None:
     async def main() -> None:
         stream = llm.open([llm.request("one", SAMPLED)], max_unread=4)
-        while not stream.is_paused:
-            await asyncio.sleep(0.001)
+        await until_paused(stream)
         stats = await llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
         drawn = stats.generation_tokens
@@ -81,8 +86,7 @@ def test_a_paused_stream_holds_no_pages_and_draws_nothing(llm: AsyncLLM) -> None
 def test_a_paused_stream_can_be_closed(llm: AsyncLLM) -> None:
     async def main() -> None:
         stream = llm.open([llm.request("one", SAMPLED)], max_unread=1)
-        while not stream.is_paused:
-            await asyncio.sleep(0.001)
+        await until_paused(stream)
         stream.close()
         await llm.check()
         stats = await llm.stats()
