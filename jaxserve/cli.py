@@ -262,12 +262,17 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run_batch(arguments: argparse.Namespace) -> int:
     """Run `jaxserve run-batch`."""
+    source, sink = arguments.input_file, arguments.output_file
+    if not source.is_file():
+        raise _CommandError(f"there is no file {str(source)!r}")
+    if sink.exists() and sink.samefile(source):
+        raise _CommandError("the output would overwrite the input")
     module = _server_module("batch")
     try:
         config = module.batch_config(getattr(arguments, "served_model_name", None))
         models = [arguments.model] if arguments.model else []
         plans = plan_models(models, _given(arguments, [*ENGINE_FIELDS, "seed"]), config)
-        return module.run_batch(plans, config, arguments.input_file, arguments.output_file)
+        return module.run_batch(plans, config, source, sink)
     except (ValueError, OSError) as error:
         raise _CommandError(str(error)) from error
 

@@ -45,8 +45,9 @@ class Outcome:
         lag: how long after its time it was sent; large values mean that the client is too slow.
         status: of HTTP; 0 without an answer.
         ttft: from sending to the first token.
-        itls: from each event with tokens to the next.
+        itls: from each event with tokens to the next; an event may hold several tokens.
         latency: from sending to the end.
+        event_tokens: in each event; 1 where it does not say.
         error: what went wrong; empty for a request that was answered to the end.
     """
 
@@ -62,6 +63,7 @@ class Outcome:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     error: str = ""
+    event_tokens: list[int] = field(default_factory=list)
 
     @property
     def is_success(self) -> bool:
@@ -179,7 +181,8 @@ class Reader:
                 continue
             outcome.text += said
             outcome.token_ids += choice.token_ids or ()
-            outcome.output_tokens += len(choice.token_ids) if choice.token_ids else 1
+            outcome.event_tokens.append(len(choice.token_ids) if choice.token_ids else 1)
+            outcome.output_tokens += outcome.event_tokens[-1]
             if self._is_started:
                 outcome.itls.append(now - self._last)
             else:

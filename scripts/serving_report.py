@@ -64,14 +64,18 @@ def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
     return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
 
 
-def token_times(outcomes: Iterable[Outcome]) -> np.ndarray:
-    """Seconds from the start at which each event with tokens came, in order."""
-    times = [
-        one.sent + one.ttft + np.cumsum([0.0, *one.itls])
-        for one in outcomes
-        if one.ttft or one.itls
-    ]
-    return np.sort(np.concatenate(times)) if times else np.zeros(0)
+def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds from the start at which each event with tokens came, and its number of tokens."""
+    came = [one for one in outcomes if one.ttft or one.itls]
+    times = [one.sent + one.ttft + np.cumsum([0.0, *one.itls]) for one in came]
+    tokens = [one.event_tokens or [1] * (len(one.itls) + 1) for one in came]
+    return np.concatenate([[], *times]), np.concatenate([[], *tokens])
+
+
+def each_second(outcomes: Iterable[Outcome]) -> np.ndarray:
+    """Output tokens in each second of a run."""
+    times, tokens = token_times(outcomes)
+    return np.bincount(times.astype(int), tokens) if len(times) else np.zeros(1)
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
@@ -93,8 +97,6 @@ def summarize(
     refused = [one for one in outcomes if one.is_refused]
     inputs, outputs = sum(o.input_tokens for o in done), sum(o.output_tokens for o in done)
     failures = [one.error for one in outcomes if one.error and not one.is_refused]
-    times = token_times(done)
-    per_second = np.bincount(times.astype(int)) if len(times) else np.zeros(1)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
@@ -106,7 +108,7 @@ def summarize(
         "request_goodput": None,
         "output_throughput": outputs / duration,
         "total_token_throughput": (inputs + outputs) / duration,
-        "max_output_tokens_per_s": float(per_second.max()),
+        "max_output_tokens_per_s": float(each_second(done).max()),
         "max_concurrent_requests": most_at_once(outcomes),
     }
     if objectives:
@@ -201,16 +203,14 @@ def plot(runs: dict[str, Run], path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
     for (name, run), color in zip(runs.items(), (BLUE, ORANGE, GREEN), strict=False):
-        times = token_times(run.outcomes)
-        if len(times):
-            counts = np.bincount(times.astype(int))
-            axes[0].plot(np.arange(len(counts)) + 0.5, counts, color=color, label=name)
+        counts = each_second(run.outcomes)
+        axes[0].plot(np.arange(len(counts)) + 0.5, counts, color=color, label=name)
         values = samples(run.outcomes)
         for axis, metric in zip(axes[1:], ("ttft", "itl"), strict=True):
             ordered = np.sort(values[metric])
             share = np.arange(1, len(ordered) + 1) / max(1, len(ordered))
             axis.plot(ordered, share, color=color, label=name)
-    axes[0].set(xlabel="seconds", ylabel="events with tokens a second", ylim=(0, None))
+    axes[0].set(xlabel="seconds", ylabel="output tokens a second", ylim=(0, None))
     axes[1].set(xlabel="time to first token, ms", ylabel="share of requests", ylim=(0, 1))
     axes[2].set(xlabel="inter-token latency, ms", ylabel="share of gaps", ylim=(0, 1))
     for axis in axes[1:]:

@@ -25,7 +25,14 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.models import read_model_config
 
 ROOT = Path(__file__).parent.parent
-SHELL = ("scripts/bootstrap", "scripts/check", "scripts/demo", "scripts/test", ".ci/run")
+SHELL = (
+    "scripts/bootstrap",
+    "scripts/check",
+    "scripts/clients",
+    "scripts/demo",
+    "scripts/test",
+    ".ci/run",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -13,7 +13,6 @@ import httpx2
 import msgspec
 from tqdm import tqdm
 
-from jaxserve.errors import InvalidRequest
 from jaxserve.server.app import App
 from jaxserve.server.plans import ModelPlan
 from jaxserve.server.serve import StartReport, load_models
@@ -207,20 +206,16 @@ def run_batch(plans: Iterable[ModelPlan], config: ServerConfig, source: Path, si
         The exit status: 0 where every line has a good answer, else 1.
 
     Raises:
-        InvalidRequest: both are the same file.
         OSError: of the files.
     """
     report = StartReport(sys.stderr)
-    with source.open("rb") as file:
-        if sink.exists() and sink.samefile(source):
-            raise InvalidRequest("the output would overwrite the input")
-        with sink.open("wb") as out:
-            models = load_models(plans, config, report)
-            try:
-                batch = asyncio.run(_run(App(models, config), file, out))
-            finally:
-                for model in models.all:
-                    model.llm.close()
+    with source.open("rb") as file, sink.open("wb") as out:
+        models = load_models(plans, config, report)
+        try:
+            batch = asyncio.run(_run(App(models, config), file, out))
+        finally:
+            for model in models.all:
+                model.llm.close()
     failed = f", {batch.num_failed} of them without a good answer" if batch.num_failed else ""
     report.say(f"{batch.num_done} lines{failed}: {sink}")
     return 1 if batch.num_failed else 0

@@ -1,0 +1,39 @@
+"""Requests made up from /openapi.json, right and wrong ones, against a server of its own.
+
+    python scripts/fuzz_server.py --max-examples 5000
+
+Arguments go to `schemathesis run` (tests/clients/fuzz has its configuration). Needs
+`scripts/clients`. The status is that of schemathesis: 0 where no answer was a 5xx, of a wrong form
+or of an undocumented status; 1 too where the server is not healthy afterwards.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from serving_process import ROOT, Server, ask
+
+SCHEMATHESIS = ROOT / ".venv-clients" / "bin" / "st"
+FOLDER = ROOT / "tests" / "clients"
+ARGUMENTS = (
+    "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
+    "--check-invariants"
+).split()
+
+
+def main() -> int:
+    if not SCHEMATHESIS.exists():
+        print("schemathesis is missing: run scripts/clients, once", file=sys.stderr)
+        return 2
+    with Server(*ARGUMENTS) as server:
+        command = [SCHEMATHESIS, "--config-file", "fuzz/schemathesis.toml", "run"]
+        where = server.url + "/openapi.json"
+        status = subprocess.run([*command, where, *sys.argv[1:]], cwd=FOLDER, check=False)
+        healthy = ask(server.url + "/health")["status"] == "ok"
+        print(f"server healthy afterwards: {healthy}")
+    return status.returncode or int(not healthy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""A real server with an API key, and what the clients must find there."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serving_process import ROOT, Server, ask
+
+KEY = "a-client-key"
+MODEL = "demo_model"
+APART = ROOT / ".venv-clients" / "bin"
+ARGUMENTS = (
+    "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
+    f"--max-num-queued-reqs 8 --api-key {KEY}"
+).split()
+QUESTION, ANSWER = "Reverse: s-t-o-n-e", "e-n-o-t-s"
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[Server]:
+    with Server(*ARGUMENTS) as server:
+        yield server
+
+
+def canary(server: Server) -> list[int]:
+    """Token ids of a greedy answer."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    answer = ask(server.url + "/v1/completions", body, {"authorization": f"Bearer {KEY}"})
+    return answer["choices"][0]["token_ids"]
+
+
+@pytest.fixture(scope="session")
+def first(running: Server) -> list[int]:
+    return canary(running)
+
+
+@pytest.fixture
+def url(running: Server, first: list[int]) -> Iterator[str]:
+    """Of the server, without /v1; it must answer as before after each test."""
+    yield running.url
+    assert canary(running) == first, running.log()
+
+
+Program = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Program:
+    """Runs a program of the clients' own environment, which must succeed."""
+
+    def run(
+        program: str, *arguments: str, folder: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        assert APART.exists(), "there is no .venv-clients: run scripts/clients, once"
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "OPENAI_API_KEY": KEY,
+        }
+        result = subprocess.run(
+            [str(APART / program), *arguments],
+            cwd=folder or Path(__file__).parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-4000:]
+        return result
+
+    return run

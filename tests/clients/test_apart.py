@@ -1,0 +1,52 @@
+"""Clients with an environment of their own: litellm, langchain-openai, lm-eval, schemathesis."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.clients.conftest import ANSWER, KEY, MODEL, QUESTION, Program
+
+
+def test_litellm(url: str, apart: Program) -> None:
+    run = apart("python", "programs/litellm_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert came["answers"] == [ANSWER] * 7
+    assert came["text"] and came["usage"] > 20
+    assert (came["bad"], came["key"], came["good"]) == (
+        "BadRequestError",
+        "AuthenticationError",
+        "none",
+    )
+
+
+def test_langchain(url: str, apart: Program) -> None:
+    run = apart("python", "programs/langchain_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert came["answers"] == [ANSWER] * 6
+    assert came["usage"] > 20 and came["with_system"]
+    assert came["text"] and came["text"] == came["text_stream"]
+    assert "BadRequestError" in came["bad"]
+
+
+def test_lm_eval(url: str, apart: Program, tmp_path: Path) -> None:
+    arguments = f"model={MODEL},base_url={url}/v1/completions,num_concurrent=4,max_retries=1"
+    apart(
+        *("lm_eval", "run", "--model", "local-completions", "--tasks", "reverse_words"),
+        *("--model_args", arguments + ",tokenizer_backend=None,tokenized_requests=False"),
+        *("--include_path", "tasks", "--output_path", str(tmp_path / "results.json")),
+    )
+    [path] = tmp_path.glob("results_*.json")
+    results = json.loads(path.read_text())
+    assert results["n-samples"]["reverse_words"]["effective"] == 8
+    assert results["results"]["reverse_words"]["exact_match,none"] == 1.0
+
+
+def test_schemathesis(url: str, apart: Program) -> None:
+    """A short run; BUILD.md has the command of a long one."""
+    run = apart(
+        *("st", "--no-color", "--config-file", "fuzz/schemathesis.toml", "run"),
+        *(url + "/openapi.json", "--max-examples", "10", "--seed", "1"),
+        *("-H", f"Authorization: Bearer {KEY}"),
+    )
+    assert " passed" in run.stdout and "13 selected / 13 total" in run.stdout, run.stdout
