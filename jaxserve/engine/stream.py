@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.thread import EngineThread
@@ -28,6 +28,7 @@ class Stream:
     Attributes:
         is_paused: whether the requests wait for the reader.
         num_unread: tokens that have come and were not taken.
+        on_pause: told True and False when the requests are paused and go on.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Stream:
         self._max_unread = max_unread
         self.num_unread = 0
         self.is_paused = False
+        self.on_pause: Callable[[bool], None] = _ignore
         try:
             for request in self.requests:
                 thread.add(request, lambda delta: delivery.put(self, delta))
@@ -74,6 +76,7 @@ class Stream:
         if self.is_paused:
             self.is_paused = False
             self._thread.resume(self._unfinished)
+            self.on_pause(False)
         return deltas
 
     def put(self, delta: Delta) -> None:
@@ -90,6 +93,7 @@ class Stream:
         if limit is not None and self.num_unread > limit and not self.is_paused:
             self.is_paused = True
             self._thread.pause(self._unfinished)
+            self.on_pause(True)
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -102,6 +106,10 @@ class Stream:
         for request_id in self._unfinished:
             self._thread.abort(request_id)
         self._unfinished = {}
+
+
+def _ignore(is_paused: bool) -> None:
+    """What `on_pause` does where nobody asked."""
 
 
 class Delivery:
@@ -117,8 +125,8 @@ class Delivery:
         loop: where the readers run.
     """
 
-    SHARE = 0.04
-    LONGEST_WAIT = 0.05
+    SHARE = 0.03
+    LONGEST_WAIT = 0.06
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -81,6 +81,7 @@ class Generation:
         config, loop = self.model.config, asyncio.get_running_loop()
         self._opened = self._last = time.monotonic()
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
+        self._stream.on_pause = self._pause
         self.model.active.add(self)
         self._admission.num_live += self._live
         self._admission.num_prompt_tokens += sum(self._unstarted.values())
@@ -100,11 +101,16 @@ class Generation:
             timer.cancel()
         self._stream.close()
         self.model.active.discard(self)
-        self._admission.num_live -= self._live
+        if not self._stream.is_paused:
+            self._admission.num_live -= self._live
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
         if any(choice.finish_reason is None for choice in self.choices):
             self._observed.ended("abort" if kind is asyncio.CancelledError else "error", 1)
+
+    def _pause(self, is_paused: bool) -> None:
+        """What waits for its reader takes no place from others."""
+        self._admission.num_live += -self._live if is_paused else self._live
 
     def _expire_queue(self) -> None:
         seconds = self.model.config.queue_timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import signal
 import socket
@@ -19,6 +20,9 @@ from jaxserve.server.plans import ModelPlan
 from jaxserve.server.process import Process
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+
+# Files that a process holds besides its connections.
+OWN_FILES = 256
 
 
 class StartReport:
@@ -87,6 +91,7 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
     log_json()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     report = StartReport(sys.stderr)
+    allow_files(config.max_connections + OWN_FILES)
     with bind(config.host, config.port) as listener:
         models = load_models(plans, config, report)
         process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
@@ -96,6 +101,14 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
             for model in models.all:
                 model.llm.close()
     return process.status
+
+
+def allow_files(count: int) -> None:
+    """Raise this process's limit of open files to `count`, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

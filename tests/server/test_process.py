@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from jaxserve import AsyncLLM, EngineConfig
+from jaxserve import AsyncLLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.app import App
+from jaxserve.server.generation import Generation
 from jaxserve.server.process import Process
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
@@ -94,5 +95,27 @@ def test_an_engine_that_dies_answers_what_it_served(app: App) -> None:
             thread.engine.step = die
             answer = await asked
         assert answer.status_code in (500, 503) and answer.json()["error"]["code"]
+
+    asyncio.run(scene())
+
+
+def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
+    async def scene() -> None:
+        [model] = app.models.all
+        model.config = ServerConfig(max_unread_tokens=3)
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
+        for read_on in (True, False):
+            with Generation(model, [model.llm.request("a", sampling)]) as generation:
+                assert model.admission.num_live == 2
+                async with asyncio.timeout(30):
+                    while not generation.is_paused:
+                        await asyncio.sleep(0.001)
+                assert model.admission.num_live == 0
+                if read_on:
+                    await generation.take()
+                    assert model.admission.num_live == 2
+                    await generation.run()
+                    assert [len(one.token_ids) for one in generation.choices] == [20, 20]
+            assert model.admission.num_live == model.admission.num_prompt_tokens == 0
 
     asyncio.run(scene())
