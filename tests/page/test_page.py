@@ -428,6 +428,8 @@ def test_tokens_tell_their_probabilities(open_page: OpenPage) -> None:
     expect(tip).to_be_visible()
     rows = tip.locator("div").all_inner_texts()
     assert [row.split("\n") for row in rows] == [['"green"', "90.0%"], ['"<b>\\n"', "9.1%"]]
+    box = tip.locator(".drawn code").bounding_box()
+    assert box is not None and box["width"] > 40
     text.focus()
     page.keyboard.press("ArrowRight")
     expect(tip).to_contain_text('" tea"')
