@@ -200,6 +200,14 @@ def read_all(one: socket.socket) -> bytes:
     return bytes(data)
 
 
+def read_stream(one: socket.socket) -> bytes:
+    """A chunked answer to its end, where the connection may stay open."""
+    data = bytearray()
+    while not data.endswith(b"\r\n0\r\n\r\n") and (piece := one.recv(1 << 16)):
+        data += piece
+    return bytes(data)
+
+
 def status_of(data: bytes) -> int:
     """Status of the first answer in some bytes; 0 where there is none."""
     return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/1.1 ") else 0

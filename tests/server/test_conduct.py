@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import KEYS
-from tests.server.live import SMALL, Server, read_all, status_of
+from tests.server.live import SMALL, Server, read_all, read_stream, status_of
 
 LONG: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 600, "ignore_eos": True}
 STREAM = LONG | {"stream": True}
@@ -264,7 +264,7 @@ def test_two_models_in_one_process_and_an_orderly_end() -> None:
             refused = server.request("/v1/chat/completions", chat)
             assert refused.status == 503 and refused.error["code"] == "shutting_down"
             assert server.request("/health").status == 200
-            data = read_all(short)
+            data = read_stream(short)
             assert b'"finish_reason":"length"' in data and b"[DONE]" in data
             server.process.terminate()
             data = head[1] + read_all(long)
