@@ -53,6 +53,7 @@ class Runner:
         num_pages: pages of KV cache, the null page included.
         num_compiles: programs that JAX compiled in this process since this runner was made.
         stages: seconds that each stage of the start took.
+        temporary_bytes: most memory that a step takes beside weights and cache.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Runner:
             jax.default_backend() == "gpu" if greedy_decode is None else greedy_decode,
         )
         self.num_compiles = 0
+        self.temporary_bytes = 0
         self.stages: dict[str, float] = {}
         self._listener: Any = self._on_event
         jax.monitoring.register_event_duration_secs_listener(self._listener)
@@ -157,6 +159,8 @@ class Runner:
             compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
             for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
                 self._steps[bucket] = step
+                needed = step.memory_analysis().temp_size_in_bytes
+                self.temporary_bytes = max(self.temporary_bytes, needed)
                 if on_progress is not None:
                     on_progress("compile", done, len(buckets))
         finally:

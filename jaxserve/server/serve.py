@@ -77,7 +77,8 @@ def _memory_plan(llm: AsyncLLM) -> str:
     return (
         f"memory: weights {runner.weight_bytes:,} bytes; KV cache {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
-        f"({(pages - 1) * config.block_size:,} tokens); at most {config.max_num_seqs} sequences "
+        f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
+        f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "
         f"of {engine.limits.max_model_len:,} tokens"
     )
 
