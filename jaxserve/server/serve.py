@@ -96,6 +96,9 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
     with bind(config.host, config.port) as listener:
         models = load_models(plans, config, report)
         process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
+        # What is alive now stays: a collection that walked it would hold up every stream.
+        gc.collect()
+        gc.freeze()
         try:
             asyncio.run(_serve(process, listener, report))
         finally:
