@@ -60,6 +60,7 @@ class Server:
         except BaseException:
             self.process.kill()
             self.process.wait()
+            self._stack.close()
             raise
         return self
 
