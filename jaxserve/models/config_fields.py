@@ -71,13 +71,15 @@ class Fields:
     def numbers(self, key: str, length: int, above: float, upto: float) -> tuple[float, ...]:
         """A list of `length` finite numbers in (above, upto]."""
         value = self.take(key)
-        values = value if isinstance(value, list) and len(value) == length else [None]
-        for number in values:
+        numbers: list[float] = []
+        for number in value if isinstance(value, list) and len(value) == length else ():
             # The range is tested before the conversion, which a huge integer would overflow.
-            if type(number) not in (int, float) or not above < number <= upto:
-                self.refuse(key, f"{length} numbers above {above:g} and at most {upto:g}")
-                return (upto,) * length
-        return tuple(map(float, values))
+            if type(number) in (int, float) and above < number <= upto:
+                numbers.append(float(number))
+        if len(numbers) == length:
+            return tuple(numbers)
+        self.refuse(key, f"{length} numbers above {above:g} and at most {upto:g}")
+        return (upto,) * length
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false, exactly."""

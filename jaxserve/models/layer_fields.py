@@ -69,7 +69,8 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
     """`layer_types`, by default the layers from `max_window_layers` on; if `use_sliding_window`."""
     if not fields.flag("use_sliding_window", default=False):
         # Both size a window that is off.
-        fields.take("sliding_window"), fields.take("max_window_layers")
+        fields.take("sliding_window")
+        fields.take("max_window_layers")
         return _table(fields, None, [False] * layers)
     window = fields.integer("sliding_window", 1, MAX_POSITIONS)
     first = 0

@@ -1,5 +1,7 @@
 """The tiny random checkpoints: for every family, what exercises its switches."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -208,14 +210,14 @@ def family_of(case: str) -> str:
     return next(family for family in FAMILIES if case.startswith(family))
 
 
-def transformers_config(case: str) -> Any:
-    """Transformers' configuration of a case."""
+def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Transformers' configuration of a case, with some sizes changed."""
     name, common = FAMILIES[family_of(case)]
     name = "Gemma3Text" if name == "Gemma3" else name
-    return getattr(transformers, f"{name}Config")(**SIZES | common | CASES[case])
+    return getattr(transformers, f"{name}Config")(**{**SIZES, **common, **CASES[case], **sizes})
 
 
-def transformers_model(case: str) -> Any:
+def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Transformers' model of a case, with its own random weights."""
     name, _ = FAMILIES[family_of(case)]
-    return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case))
+    return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case, sizes))
