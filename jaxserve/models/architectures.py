@@ -115,7 +115,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "ministral", explicit=KV_HEADS, layers=by_type, qkv_bias=False, output_bias=False
         ),
         "Qwen2ForCausalLM": Architecture(
-            "qwen2", explicit=KV_HEADS, layers=by_switch, qkv_bias=True, output_bias=False
+            "qwen2",
+            neutral=MappingProxyType({"use_mrope": False}),
+            explicit=KV_HEADS,
+            layers=by_switch,
+            qkv_bias=True,
+            output_bias=False,
         ),
         "Qwen3ForCausalLM": Architecture(
             "qwen3",
