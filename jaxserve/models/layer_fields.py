@@ -73,9 +73,9 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
         fields.take("max_window_layers")
         return _table(fields, None, [False] * layers)
     window = fields.integer("sliding_window", 1, MAX_POSITIONS)
-    first = 0
-    if fields.has("max_window_layers") or not fields.has("layer_types"):
-        first = fields.integer("max_window_layers", 0, MAX_LAYERS)
+    first = fields.integer(
+        "max_window_layers", 0, MAX_LAYERS, default=0 if fields.has("layer_types") else None
+    )
     return _table(fields, window, [index >= first for index in range(layers)])
 
 
