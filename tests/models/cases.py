@@ -152,9 +152,9 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.6,
         "num_key_value_heads": 4,
     },
+    "smollm3_window": {"use_sliding_window": True, "sliding_window": 6, "head_dim": 12},
     "smollm3_untied_bias": {"attention_bias": True, "mlp_bias": True},
     "smollm3_tied_listed": {"tie_word_embeddings": True, "no_rope_layers": [0, 1, 1]},
-    "smollm3_window": {"use_sliding_window": True, "sliding_window": 6, "head_dim": 12},
     "olmo2_gqa": {},
     "olmo2_bias_tied": {
         "attention_bias": True,

@@ -98,7 +98,12 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3": [
         {"use_sliding_window": True},
-        {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": None,
+            "max_window_layers": 1,
+        },
         {"rope_parameters.rope_theta": 600.0},
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     ],

@@ -19,7 +19,7 @@ def prompts_for(case: str) -> list[list[int]]:
 
 
 # Page sizes take turns; both occur in most families.
-@pytest.mark.parametrize(("case", "page_size"), zip(CASES, cycle([4, 16])))
+@pytest.mark.parametrize(("case", "page_size"), list(zip(CASES, cycle([4, 16]), strict=False)))
 def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size):
     """The same tokens, and close logits after every token read and every token generated."""
     directory, reference = checkpoints[case]

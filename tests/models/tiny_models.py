@@ -89,6 +89,7 @@ class PagedRunner:
 
         # Half the time to compile; it concerns LLVM only, what XLA does to the program is the same.
         options = {"xla_backend_optimization_level": 0}
+        self._plain = forward
         self._forward = jax.jit(forward, compiler_options=options) if self.whole else forward
         self._leaves = leaves
 
@@ -124,7 +125,7 @@ class PagedRunner:
 
     def program(self) -> str:
         """The program of the last step, as text."""
-        return str(jax.jit(self._forward).trace(*self.last).jaxpr)
+        return str(jax.make_jaxpr(self._plain)(*self.last))
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], count: int, chunks: int = 1
