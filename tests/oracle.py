@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.models.layers import rope_frequencies
+from jaxserve.models.rope import rope_frequencies
 from jaxserve.request import SamplingParams
 
 Array = np.ndarray

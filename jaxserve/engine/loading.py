@@ -70,9 +70,9 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     if cache is not None:
         keep_compiled_programs(Path(cache) / "compiled")
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = replace(
-        config.resolve(platform, model_config.max_position_embeddings), model=directory
-    )
+    config = replace(config.resolve(platform, model_config.context_length), model=directory)
+    assert config.max_model_len is not None
+    model_config = model_config.for_length(config.max_model_len)
     dtype = choose_dtype(config.dtype, model_config.dtype, platform)
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -91,7 +91,6 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     runner = Runner(config, model_config, model)
     runner.stages["weights"] = weights_seconds
     capacity = (runner.num_pages - 1) * config.block_size
-    assert config.max_model_len is not None
     if capacity < config.max_model_len:
         _log.warning(
             "the KV cache holds %d tokens, fewer than max_model_len (%d): longer requests are "

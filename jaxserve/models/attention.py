@@ -1,14 +1,17 @@
 """Grouped-query attention over a paged cache."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import CosSin, RMSNorm
+from jaxserve.models.layers import LLAMA, Design, RMSNorm
 from jaxserve.models.linear import constant, matmul, value_of, weight
-from jaxserve.models.paged import KVPages, PagedStep
+from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
+from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 
@@ -20,10 +23,17 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, qk_norm: bool = False
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        design: Design = LLAMA,
+        window: int | None = None,
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         self.group = group = config.num_attention_heads // kv_heads
+        self.window, self.scale = window, config.scales.attention
+        self.soft_cap = config.scales.attention_cap
         self.qkv = weight(
             rngs,
             (embed, kv_heads, group + 2, head_dim),
@@ -37,54 +47,60 @@ class Attention(nnx.Module):
             dtype,
             contract=3,
         )
-        if config.attention_bias:
-            axes = ("kv_heads", "group", "head_dim")
-            self.qkv_bias = constant(0.0, (kv_heads, group + 2, head_dim), axes, dtype)
-            self.out_bias = constant(0.0, (embed,), ("embed",), dtype)
-        else:
-            self.qkv_bias = self.out_bias = None
-        if qk_norm:
-            self.query_norm = RMSNorm(head_dim, "head_dim", config.rms_norm_eps, dtype)
-            self.key_norm = RMSNorm(head_dim, "head_dim", config.rms_norm_eps, dtype)
-        else:
-            self.query_norm = self.key_norm = None
+        shape: tuple[int, ...] = (kv_heads, group, head_dim)
+        axes: LogicalAxes = ("kv_heads", "group", "head_dim")
+        bias_shape = (kv_heads, group + 2, head_dim)
+        self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
+        self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
+        query, key = (shape, axes), (shape[::2], axes[::2])
+        if design.qk_norm == "head":
+            query = key = shape[2:], axes[2:]
+        normed, eps = design.qk_norm is not None, config.rms_norm_eps
+        self.query_norm = RMSNorm(*query, eps, dtype, design) if normed else None
+        self.key_norm = RMSNorm(*key, eps, dtype, design) if normed else None
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin, step: PagedStep, kv: KVPages
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T D"], KVPages]:
-        """Attend from every token to its row's cache, this step's tokens included."""
+        """Attend from every token to its row's cache, this step's tokens included.
+
+        Without `cos_sin` nothing is rotated.
+        """
         num_tokens, group = x.shape[0], self.group
         qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-        query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, cos_sin), rotate(key, cos_sin)
+        query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
+        if cos_sin is not None:
+            query, key = rotate(query, cos_sin), rotate(key, cos_sin)
         kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
-        attended = attend(query, kv, step)
+        attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         return matmul(attended, self.out[...], contract=3, bias=value_of(self.out_bias)), kv
 
+    def _attend(
+        self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
+    ) -> Float[Array, "T N H"]:
+        """Causal attention of each token over its row's pages, or the window's part of them."""
+        options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        options["implementation"] = step.implementation
+        if step.decode_only:
+            return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
+        return ragged_paged_attention(
+            query, *kv, step.page_table, step.query_start, step.kv_len, **options
+        )
+
 
 def rotate(x: Float[Array, "T N H"], cos_sin: CosSin) -> Float[Array, "T N H"]:
-    """Rotary embedding that pairs dimension i with i + H / 2, the order Hugging Face stores."""
+    """Rotary embedding that pairs dimension i with i + pairs, the order Hugging Face stores.
+
+    Where fewer dimensions than H are rotated they are the first; the rest stays as it is.
+    """
     cos, sin = (part[:, None] for part in cos_sin)
-    left, right = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def attend(query: Float[Array, "T N H"], kv: KVPages, step: PagedStep) -> Float[Array, "T N H"]:
-    """Causal attention of each token over its row's pages."""
-    if step.decode_only:
-        return paged_decode_attention(
-            query, *kv, step.page_table, step.kv_len, implementation=step.implementation
-        )
-    return ragged_paged_attention(
-        query,
-        *kv,
-        step.page_table,
-        step.query_start,
-        step.kv_len,
-        implementation=step.implementation,
-    )
+    pairs = cos.shape[-1]
+    left, right, rest = jnp.split(x.astype(cos.dtype), [pairs, 2 * pairs], axis=-1)
+    parts = [left * cos - right * sin, right * cos + left * sin]
+    if rest.shape[-1]:
+        parts.append(rest)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

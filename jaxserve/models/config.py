@@ -5,23 +5,24 @@ refused too: it may be the one that matters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models.config_fields import Fields, shown
+from jaxserve.models.architectures import ARCHITECTURES, Architecture, Scales
+from jaxserve.models.config_fields import MAX_POSITIONS, Fields, shown
+from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
+from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
 from jaxserve.models.strict_json import read_object
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HIDDEN = 1 << 17
 MAX_MLP = 1 << 20
-MAX_LAYERS = 1 << 10
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
-MAX_POSITIONS = 1 << 27
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields of config.json that do not change what inference computes.
@@ -51,59 +52,12 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """How one architecture's config.json differs from the common one."""
-
-    model_type: str
-    neutral: Mapping[str, Any]
-    ignored: frozenset[str] = frozenset()
-    # Transformers would fill these in with the size of one particular model.
-    explicit_heads: bool = False
-    mlp_bias: bool = False
-
-
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Architecture(
-            model_type="llama",
-            neutral=MappingProxyType({"sliding_window": None}),
-            mlp_bias=True,
-        ),
-        "Qwen3ForCausalLM": Architecture(
-            model_type="qwen3",
-            neutral=MappingProxyType({"mlp_bias": False, "use_sliding_window": False}),
-            # Both size a sliding window, which is off.
-            ignored=frozenset({"max_window_layers", "sliding_window"}),
-            explicit_heads=True,
-        ),
-    }
-)
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's stretching of the rotary embedding to longer contexts."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The rotary position embedding."""
-
-    theta: float
-    scaling: Llama3Scaling | None = None
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A model's shape and constants, under the names of config.json.
 
-    `dtype` is the one the checkpoint declares ("float32" if it declares none). Hashable, so that
-    modules can hold it.
+    `dtype` is the one the checkpoint declares ("float32" if it declares none). `local_rope` is that
+    of layers with a window, where it differs. `attention_bias` is of queries, keys and values,
+    `output_bias` of the projection after attention. Hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -117,8 +71,12 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: Rope
+    local_rope: Rope | None
+    layers: LayerTable
+    scales: Scales
     tie_word_embeddings: bool
     attention_bias: bool
+    output_bias: bool
     mlp_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -141,31 +99,62 @@ class ModelConfig:
         fields = Fields(raw, problems=[])
         fields.take("architectures")
         fields.choice("model_type", [rules.model_type], default=rules.model_type)
+        sizes = _sizes(fields, rules)
+        positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        rope, local_rope = read_ropes(fields, rules.rope, positions, sizes["head_dim"])
         config = cls(
             architecture=name,
             vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
             intermediate_size=fields.integer("intermediate_size", 1, MAX_MLP),
-            max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+            max_position_embeddings=positions,
             rms_norm_eps=fields.number("rms_norm_eps", 0.0, 0.1),
-            rope=_rope(fields),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            attention_bias=fields.flag("attention_bias", default=False),
-            mlp_bias=fields.flag("mlp_bias", default=False) if rules.mlp_bias else False,
+            rope=rope,
+            local_rope=local_rope,
+            layers=rules.layers(fields, sizes["num_hidden_layers"]),
+            scales=rules.scales(fields, sizes["hidden_size"]),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
+            attention_bias=_bias(fields, "attention_bias", rules.qkv_bias),
+            output_bias=_bias(fields, "attention_bias", rules.output_bias),
+            mlp_bias=_bias(fields, "mlp_bias", rules.mlp_bias),
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
-            **_sizes(fields, rules),
+            **sizes,
         )
-        _layer_types(fields, config.num_hidden_layers)
-        fields.neutral(NEUTRAL)
-        fields.neutral(rules.neutral)
+        neutral = {**NEUTRAL, **rules.neutral}
+        fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
         fields.finish(IGNORED | rules.ignored)
         if fields.problems:
+            problems = dict.fromkeys(fields.problems)  # a field read twice is refused once
             raise UnsupportedModel(
                 f"{where}: this {name} cannot be served; "
-                f"{len(fields.problems)} field(s) are wrong:\n  " + "\n  ".join(fields.problems)
+                f"{len(problems)} field(s) are wrong:\n  " + "\n  ".join(problems)
             )
         return config
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """A layer's rotary embedding; None where queries and keys are not rotated."""
+        if not self.layers.rotary[layer]:
+            return None
+        local = self.local_rope if self.layers.windows[layer] is not None else None
+        return local or self.rope
+
+    @property
+    def context_length(self) -> int:
+        """Most positions of a sequence, stretched as the rotary embedding says."""
+        positions = self.max_position_embeddings
+        return positions if self.local_rope is not None else self.rope.reach(positions)
+
+    def for_length(self, length: int) -> Self:
+        """The same model for sequences of at most `length` positions.
+
+        LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
+        """
+        scaling = self.rope.scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return self
+        stretched = length > scaling.original_max_position_embeddings
+        return replace(self, rope=replace(self.rope, scaling=replace(scaling, stretched=stretched)))
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
@@ -192,18 +181,14 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 def _sizes(fields: Fields, rules: Architecture) -> dict[str, int]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
-    explicit = rules.explicit_heads
-    kv_heads = fields.integer(
-        "num_key_value_heads", 1, MAX_HEADS, default=None if explicit else heads
-    )
-    head_dim = fields.integer(
-        "head_dim", 2, MAX_HEAD_DIM, default=None if explicit else max(hidden // heads, 2)
-    )
+    for key in sorted(rules.explicit):
+        if not fields.has(key):
+            fields.refuse(key, "a value; it has no default")
+    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
+    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, default=max(hidden // heads, 2))
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    if head_dim % 2:
-        fields.refuse("head_dim", "an even number; by default hidden_size / num_attention_heads")
-    elif not explicit and not fields.has("head_dim") and heads * head_dim != hidden:
+    if not fields.has("head_dim") and heads * head_dim != hidden:
         fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}) if no head_dim")
     return {
         "hidden_size": hidden,
@@ -214,50 +199,8 @@ def _sizes(fields: Fields, rules: Architecture) -> dict[str, int]:
     }
 
 
-def _rope(fields: Fields) -> Rope:
-    """Both spellings: `rope_theta` with `rope_scaling`, and the `rope_parameters` of 2025."""
-    old_theta = fields.number("rope_theta", 1.0, 1e12, default=10_000.0)
-    old_scaling, parameters = fields.take("rope_scaling"), fields.take("rope_parameters")
-    key = "rope_scaling" if parameters is None else "rope_parameters"
-    if parameters is not None and old_scaling is not None:
-        fields.refuse("rope_scaling", "null or absent beside rope_parameters")
-    raw = old_scaling if parameters is None else parameters
-    if raw is None:
-        return Rope(old_theta)
-    if not isinstance(raw, dict):
-        fields.refuse(key, "a mapping with rope_type 'default' or 'llama3', or null")
-        return Rope(old_theta)
-    inner = Fields(raw, fields.problems, prefix=f"{key}.")
-    theta = inner.number("rope_theta", 1.0, 1e12, default=old_theta)
-    if fields.has("rope_theta") and theta != old_theta:
-        fields.refuse("rope_theta", f"the same as {key}.rope_theta ({theta:g})")
-    kinds = ("default", "llama3")
-    kind = inner.choice("rope_type", kinds, default="")
-    older_kind = inner.choice("type", kinds, default=kind or "")
-    if not kind and not older_kind:
-        inner.refuse("rope_type", "'default' or 'llama3'")
-    elif kind and kind != older_kind:
-        inner.refuse("type", f"the same as rope_type ({kind!r})")
-    inner.neutral({"partial_rotary_factor": 1.0})
-    scaling = _llama3_scaling(inner) if "llama3" in (kind, older_kind) else None
-    inner.finish()
-    return Rope(theta, scaling)
-
-
-def _llama3_scaling(fields: Fields) -> Llama3Scaling:
-    scaling = Llama3Scaling(
-        factor=fields.number("factor", 0.0, 1e6),
-        low_freq_factor=fields.number("low_freq_factor", 0.0, 1e6),
-        high_freq_factor=fields.number("high_freq_factor", 0.0, 2e6),
-        original_max_position_embeddings=fields.integer(
-            "original_max_position_embeddings", 1, MAX_POSITIONS
-        ),
-    )
-    if scaling.factor < 1.0:
-        fields.refuse("factor", "1 or more")
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        fields.refuse("high_freq_factor", f"above low_freq_factor ({scaling.low_freq_factor:g})")
-    return scaling
+def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:
+    return fields.flag(key, default=False) if fixed is None else fixed
 
 
 def _dtype(fields: Fields) -> str:
@@ -278,9 +221,3 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
         fields.refuse(key, f"an id below vocab_size ({top}), a list of ids, or null")
         return ()
     return tuple(ids)
-
-
-def _layer_types(fields: Fields, num_layers: int) -> None:
-    kinds = fields.take("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * num_layers:
-        fields.refuse("layer_types", f"'full_attention' for each of the {num_layers} layers")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+MAX_POSITIONS = 1 << 27
 _ABSENT: Final = object()
 
 
@@ -29,6 +30,10 @@ class Fields:
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
         return self._raw.get(key) is not None
+
+    def mentions(self, key: str) -> bool:
+        """Whether the key is there, be it with null."""
+        return key in self._raw
 
     def take(self, key: str) -> Any:
         """The value as it is, None if absent; for the caller to check."""
@@ -56,6 +61,26 @@ class Fields:
         self.refuse(key, f"a number above {above:g} and at most {upto:g}")
         return upto
 
+    def optional(self, key: str, above: float, upto: float) -> float | None:
+        """A finite number in (above, upto], or None if absent or null."""
+        if self.has(key):
+            return self.number(key, above, upto)
+        self.take(key)
+        return None
+
+    def numbers(self, key: str, length: int, above: float, upto: float) -> tuple[float, ...]:
+        """A list of `length` finite numbers in (above, upto]."""
+        value = self.take(key)
+        numbers: list[float] = []
+        for number in value if isinstance(value, list) and len(value) == length else ():
+            # The range is tested before the conversion, which a huge integer would overflow.
+            if type(number) in (int, float) and above < number <= upto:
+                numbers.append(float(number))
+        if len(numbers) == length:
+            return tuple(numbers)
+        self.refuse(key, f"{length} numbers above {above:g} and at most {upto:g}")
+        return (upto,) * length
+
     def flag(self, key: str, default: bool) -> bool:
         """true or false, exactly."""
         value = self.take(key)
@@ -78,12 +103,19 @@ class Fields:
         return value
 
     def neutral(self, rules: Mapping[str, Any]) -> None:
-        """Accept each key of `rules` if absent, or with the given value of the same type."""
+        """Accept each key of `rules` if absent, or with the given value of the same type.
+
+        A tuple stands for several values that mean the same.
+        """
         for key, allowed in rules.items():
             value = self._raw.get(key, _ABSENT)
             self._left.discard(key)
-            if value is not _ABSENT and (type(value) is not type(allowed) or value != allowed):
-                self.refuse(key, f"{shown(allowed)} (anything else is not supported)")
+            options = allowed if isinstance(allowed, tuple) else (allowed,)
+            if value is not _ABSENT and not any(
+                type(value) is type(option) and value == option for option in options
+            ):
+                text = " or ".join(map(shown, options))
+                self.refuse(key, f"{text} (anything else is not supported)")
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
         """Refuse every key not taken so far and not known to be harmless."""

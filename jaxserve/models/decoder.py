@@ -1,63 +1,88 @@
-"""The pre-norm decoder that Llama and its many relatives share."""
+"""The decoder that Llama and its many relatives share."""
 
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import CosSin, Embedding, GatedMLP, RMSNorm, rope_cos_sin
+from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, RMSNorm
+from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
+from jaxserve.models.rope import CosSin, rope_cos_sin
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and inside a residual connection.
+    """Attention and MLP, each with its norms and inside a residual connection.
 
     A function of its own weights and its own pages and of nothing else, and the same structure for
-    every layer of a model, so one trace serves them all.
+    every layer of a model with the same window, so one trace serves them all.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, qk_norm: bool
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        design: Design = LLAMA,
+        window: int | None = None,
     ) -> None:
-        embed, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(embed, "embed", eps, dtype)
-        self.attention = Attention(config, dtype, rngs, qk_norm=qk_norm)
-        self.mlp_norm = RMSNorm(embed, "embed", eps, dtype)
-        self.mlp = GatedMLP(config, dtype, rngs)
+        def norm() -> RMSNorm:
+            return RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+
+        before, after = design.norms != "after", design.norms != "before"
+        self.residual = config.scales.residual
+        self.attention_norm = norm() if before else None
+        self.attention = Attention(config, dtype, rngs, design, window)
+        self.attention_out_norm = norm() if after else None
+        self.mlp_norm = norm() if before else None
+        self.mlp = GatedMLP(config, dtype, rngs, design)
+        self.mlp_out_norm = norm() if after else None
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin, step: PagedStep, kv: KVPages
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T D"], KVPages]:
         """The residual stream after this layer, and its pages with this step's K and V written."""
         with jax.named_scope("attention"):
-            attended, kv = self.attention(self.attention_norm(x), cos_sin, step, kv)
-            x = x + attended
+            y, kv = self.attention(_normed(self.attention_norm, x), cos_sin, step, kv)
+            x = x + scaled(_normed(self.attention_out_norm, y), self.residual)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x))
+            y = self.mlp(_normed(self.mlp_norm, x))
+            x = x + scaled(_normed(self.mlp_out_norm, y), self.residual)
         return x, kv
+
+
+def _normed(norm: RMSNorm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x if norm is None else norm(x)
+
+
+def scaled(x: Float[Array, "..."], factor: float | Array) -> Float[Array, "..."]:
+    """x times a factor, in at least float32, rounded once."""
+    if isinstance(factor, float) and factor == 1.0:
+        return x
+    return (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
     """A causal language model over a ragged batch of tokens.
 
-    Leaves: 6 a layer (2 more with query and key norms, 2 more with each kind of bias), the final
-    norm, and the embedding (1 if tied, else 2).
+    Leaves: 6 a layer (2 more with norms around each block, 2 more with query and key norms, 1 more
+    with each bias), the final norm, and the embedding (1 if tied, else 2).
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, qk_norm: bool = False
+        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: Design = LLAMA
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
         self.layers = nnx.List(
-            DecoderLayer(config, dtype, rngs, qk_norm=qk_norm)
-            for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, dtype, rngs, design, window) for window in config.layers.windows
         )
-        self.norm = RMSNorm(config.hidden_size, "embed", config.rms_norm_eps, dtype)
+        self.norm = RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
@@ -67,17 +92,32 @@ class Decoder(nnx.Module):
         The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
         each step.
         """
+        config = self.config
         with jax.named_scope("embedding"):
             x = self.embedding(tokens)
-            cos_sin = rope_cos_sin(step.positions, self.config.rope, self.config.head_dim, x.dtype)
+            if config.scales.embedding != 1.0:
+                # In x's dtype first, as Gemma was trained: 55.4 is 55.5 in bfloat16.
+                x = scaled(x, jnp.asarray(config.scales.embedding, x.dtype))
+            ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
+            angles = {
+                rope: rope_cos_sin(step.positions, rope, config.head_dim, x.dtype)
+                for rope in dict.fromkeys(ropes)
+                if rope is not None
+            }
         written: list[KVPages] = []
         for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, pages = layer(x, cos_sin, step, pages)
+                rope = ropes[index]
+                x, pages = layer(x, None if rope is None else angles[rope], step, pages)
             written.append(pages)
         return self.norm(x), written
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores of every token after the given hidden states, in at least float32."""
         with jax.named_scope("logits"):
-            return self.embedding.logits(hidden)
+            scores, scales = self.embedding.logits(hidden), self.config.scales
+            if scales.logit_divisor != 1.0:
+                scores = scores / scales.logit_divisor
+            if scales.logit_cap is not None:
+                scores = jnp.tanh(scores / scales.logit_cap) * scales.logit_cap
+            return scores

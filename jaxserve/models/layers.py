@@ -1,32 +1,65 @@
-"""Layers that families share, apart from attention: norm, embedding, gated MLP, rotary angles."""
+"""Layers that families share, apart from attention: norm, embedding, gated MLP."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import ModelConfig, Rope
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
-from jaxserve.models.paged import LogicalAxis
+from jaxserve.models.paged import LogicalAxes
 
-# Cosines and sines of each token's rotary angles, each [T, H / 2].
-CosSin = tuple[Float[Array, "T half_H"], Float[Array, "T half_H"]]
+
+@dataclass(frozen=True)
+class Design:
+    """What distinguishes a family from Llama whatever its config.json says.
+
+    Attributes:
+        norms: of the residual stream "before" a block (attention, MLP), of the block's result
+            "after" it, or both ("around").
+        qk_norm: queries and keys are normalised before the rotation: each "head", or "all" heads
+            together; None for neither.
+        norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
+        norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
+        activation: of the gated MLP.
+    """
+
+    norms: Literal["before", "after", "around"] = "before"
+    qk_norm: Literal["head", "all"] | None = None
+    norm_offset: float = 0.0
+    norm_rounds_last: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+
+LLAMA = Design()
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dimension (Zhang and Sennrich 2019)."""
+    """x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, axis: LogicalAxis, eps: float, dtype: DTypeLike) -> None:
-        self.scale = constant(1.0, (size,), (axis,), dtype)
-        self.eps = eps
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: LogicalAxes,
+        eps: float,
+        dtype: DTypeLike,
+        design: Design = LLAMA,
+    ) -> None:
+        self.scale = constant(1.0 - design.norm_offset, shape, axes, dtype)
+        self.eps, self.design = eps, design
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Normalise in at least float32, then round to x's dtype, then scale, as Llama does."""
-        y = x.astype(accumulator(x.dtype))
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * y.astype(x.dtype)
+        """Normalise in at least float32; then, as Llama does, round to x's dtype, then scale."""
+        scale, exact = self.scale[...], accumulator(x.dtype)
+        y, last = x.astype(exact), tuple(range(-scale.ndim, 0))
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=last, keepdims=True) + self.eps)
+        if self.design.norm_rounds_last:
+            return (y * (scale.astype(exact) + self.design.norm_offset)).astype(x.dtype)
+        return scale * y.astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -58,9 +91,15 @@ class Embedding(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), gate and up in one product.
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    Other activations take the place of silu.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: Design = LLAMA
+    ) -> None:
+        self.activation = design.activation
         embed, mlp = config.hidden_size, config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
@@ -72,34 +111,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = matmul(x, self.gate_up[...], bias=value_of(self.gate_up_bias))  # [T, 2, F]
-        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        gate = gate_up[:, 0]
+        active = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate)
+        hidden = active * gate_up[:, 1]
         return matmul(hidden, self.down[...], bias=value_of(self.down_bias))
-
-
-def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotated pair, `[H / 2]`, float64.
-
-    theta ** (-2i / H) (Su et al. 2021). With Llama 3.1 scaling, pairs whose wavelength exceeds the
-    original context over `low_freq_factor` turn `factor` times slower, those shorter than the
-    original context over `high_freq_factor` are unchanged, and those between are interpolated
-    (llama-models, `apply_scaling`).
-    """
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies
-    # Turns made over the original context, mapped to 1 (keep) .. 0 (slow down by the factor).
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / scaling.factor)
-
-
-def rope_cos_sin(
-    positions: Int32[Array, " T"], rope: Rope, head_dim: int, dtype: DTypeLike
-) -> CosSin:
-    """Cosines and sines for one step, in at least float32; computed once, used by every layer."""
-    exact = accumulator(dtype)
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), exact)
-    angles = positions.astype(exact)[:, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)

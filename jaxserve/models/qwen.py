@@ -1,6 +1,8 @@
-"""Qwen3, dense (Qwen team 2025): Llama with a norm on each query and key head before the rotation.
+"""Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense.
 
-Reference implementation: `Qwen3ForCausalLM` in Hugging Face Transformers.
+Qwen2 is Llama with biases on queries, keys and values; Qwen3 has none, and a norm on each query and
+key head before the rotation. Reference implementations: `Qwen2ForCausalLM` and `Qwen3ForCausalLM`
+in Hugging Face Transformers.
 """
 
 from flax import nnx
@@ -8,19 +10,23 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.layers import Design
 from jaxserve.models.llama import llama_weights
 from jaxserve.models.weight_table import WeightName, every_layer
 
 
 def build_qwen3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
     """The shared decoder with query and key norms."""
-    return Decoder(config, dtype, rngs, qk_norm=True)
+    return Decoder(config, dtype, rngs, Design(qk_norm="head"))
 
 
 def qwen3_weights(config: ModelConfig) -> list[WeightName]:
     """Every tensor of a checkpoint and where it goes."""
-    layer = [
-        WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
-        WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
-    ]
-    return [*llama_weights(config), *every_layer(layer, config)]
+    return [*llama_weights(config), *every_layer(QK_NORMS, config)]
+
+
+# Norms of each head, as in Gemma 3.
+QK_NORMS = (
+    WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
+    WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
+)

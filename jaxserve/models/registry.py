@@ -10,7 +10,10 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.gemma import build_gemma2, build_gemma3, gemma2_weights, gemma3_weights
 from jaxserve.models.llama import build_llama, llama_weights
+from jaxserve.models.olmo import build_olmo, olmo_weights
+from jaxserve.models.phi3 import phi3_weights
 from jaxserve.models.qwen import build_qwen3, qwen3_weights
 from jaxserve.models.weight_table import WeightName
 
@@ -23,10 +26,21 @@ class Family:
     weights: Callable[[ModelConfig], list[WeightName]]
 
 
+LLAMA = Family(build_llama, llama_weights)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(build_llama, llama_weights),
+        "LlamaForCausalLM": LLAMA,
+        "MistralForCausalLM": LLAMA,
+        "MinistralForCausalLM": LLAMA,
+        "Qwen2ForCausalLM": LLAMA,
         "Qwen3ForCausalLM": Family(build_qwen3, qwen3_weights),
+        "Phi3ForCausalLM": Family(build_llama, phi3_weights),
+        "SmolLM3ForCausalLM": LLAMA,
+        "Olmo2ForCausalLM": Family(build_olmo, olmo_weights),
+        "Olmo3ForCausalLM": Family(build_olmo, olmo_weights),
+        "GraniteForCausalLM": LLAMA,
+        "Gemma2ForCausalLM": Family(build_gemma2, gemma2_weights),
+        "Gemma3ForCausalLM": Family(build_gemma3, gemma3_weights),
     }
 )
 

@@ -1,7 +1,9 @@
 """How a family's parameters are laid out in a Hugging Face checkpoint, as data."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import EllipsisType
 
 import numpy as np
@@ -19,39 +21,47 @@ class WeightName:
         name: the tensor's name in the checkpoint.
         layout: how to rearrange it, "(N H) D -> D N H": the left side is its shape there, with
             the dimensions that are fused into one in brackets; the right side their order here.
+            Bars divide a bracket in front into parts that are stacked: "(K G H | K H | K H) D".
         path: the parameter it belongs to.
         at: the part of the parameter that it fills; all of it unless several tensors are fused.
+        part: which part of a stacked tensor this is; each has a WeightName of its own.
     """
 
     name: str
     layout: str
     path: str
     at: Index = (...,)
+    part: int = 0
 
     def shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
         """The tensor's shape in the checkpoint."""
-        shape, group = [], None
-        for token in self._side(0):
-            if token == "(":
-                group = 1
-            elif token == ")":
-                shape.append(group)
-                group = None
-            elif group is None:
-                shape.append(dims[token])
-            else:
-                group *= dims[token]
-        return tuple(shape)
+        return tuple(sum(part) for part in self._sizes(dims))
 
     def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
-        """A view of the tensor in the parameter's order of dimensions."""
-        source = [token for token in self._side(0) if token not in "()"]
+        """A view of the tensor, or of its part, in the parameter's order of dimensions."""
+        rows, start = self._sizes(dims)[0], 0
+        if len(rows) > 1:
+            start = sum(rows[: self.part])
+            tensor = tensor[start : start + rows[self.part]]
+        source = [
+            name for parts in self._source() for name in parts[self.part if len(parts) > 1 else 0]
+        ]
         view = tensor.reshape([dims[name] for name in source])
-        return view.transpose([source.index(name) for name in self._side(1)])
+        return view.transpose([source.index(name) for name in self._side(1).split()])
 
-    def _side(self, index: int) -> list[str]:
-        side = self.layout.split("->")[index]
-        return side.replace("(", "( ").replace(")", " )").split()
+    def _sizes(self, dims: Mapping[str, int]) -> list[list[int]]:
+        """Of each dimension of the tensor, the sizes of its parts."""
+        return [[prod(dims[name] for name in part) for part in parts] for parts in self._source()]
+
+    def _source(self) -> list[list[list[str]]]:
+        """Of each dimension of the tensor, of each of its parts, the names fused in it."""
+        dimensions = re.findall(r"\(([^)]*)\)|(\S+)", self._side(0))
+        return [
+            [part.split() for part in (fused or single).split("|")] for fused, single in dimensions
+        ]
+
+    def _side(self, index: int) -> str:
+        return self.layout.split("->")[index]
 
 
 def dimensions(config: ModelConfig) -> dict[str, int]:

@@ -63,11 +63,13 @@ def load_weights(
     parameters = _parameters(model)
     for path, parts in groupby(sorted(table, key=lambda part: part.path), key=_path_of):
         parameter = np.empty(parameters[path].shape, parameters[path].dtype)
+        name, tensor = "", parameter
         for part in parts:
-            tensor = read_tensor(entries[part.name])
+            if part.name != name:  # the parts of one tensor follow each other
+                name, tensor = part.name, read_tensor(entries[part.name])
+                done += tensor.nbytes
             if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
                 raise _not_finite(tensor, entries[part.name], parameter.dtype)
-            done += tensor.nbytes
             if on_progress is not None:
                 on_progress(done, total)
         values[path] = place(path, parameter)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.models.tiny_models import CASES, hugging_face_model
+from tests.models.cases import CASES
+from tests.models.tiny_models import hugging_face_model
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,9 @@ def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
 
 
-@pytest.mark.parametrize("case", ["llama_biases", "qwen3_tied_bias"])
+@pytest.mark.parametrize(
+    "case", ["llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"]
+)
 def test_every_parameter_names_its_axes(checkpoints, case):
     model = abstract_model(read_model_config(checkpoints[case][0]))
     axes, leaves = logical_axes(model), leaves_of(model)
@@ -102,7 +104,10 @@ def test_padding_changes_nothing(checkpoints):
         np.testing.assert_allclose(v[1:], v_padded[1:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("case", "dtype"), [("llama_tied", jnp.bfloat16), ("qwen3", jnp.float16)])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("llama_tied", jnp.bfloat16), ("qwen3", jnp.float16), ("gemma3_tied_linear", jnp.bfloat16)],
+)
 def test_sixteen_bit_models(checkpoints, case, dtype):
     directory, reference = checkpoints[case]
     runner = PagedRunner(load(directory, dtype))

@@ -11,53 +11,16 @@ import numpy as np
 import torch
 from flax import nnx
 from jax.typing import DTypeLike
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from jaxserve.models import Decoder, PagedStep, read_model_config
 from jaxserve.weights import load_weights
-
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-# Every case differs from the others in what it exercises, and has H != D / N or K < N somewhere.
-CASES: dict[str, dict[str, Any]] = {
-    "llama_gqa_untied": {},
-    "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "llama_biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
-    "llama3_rope": {"rope_parameters": LLAMA3_SCALING},
-    "llama_head_dim": {"head_dim": 12},
-    "qwen3": {"head_dim": 16},
-    "qwen3_tied_bias": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
-}
+from tests.models.cases import transformers_model
 
 
 def hugging_face_model(case: str) -> Any:
     """A random model whose every parameter matters: biases and norms are random too."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-3,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    qwen = case.startswith("qwen3")
-    sizes |= CASES[case]
     torch.manual_seed(sum(case.encode()))
-    model: Any = (
-        Qwen3ForCausalLM(Qwen3Config(**sizes)) if qwen else LlamaForCausalLM(LlamaConfig(**sizes))
-    )
+    model = transformers_model(case)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -71,10 +34,23 @@ def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
     return load_weights(directory, read_model_config(directory), dtype)
 
 
-def reference_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
-    """What Transformers scores after each token, [T, V]."""
+def reference_logits(model: Any, tokens: Sequence[int], together: int = 0) -> np.ndarray:
+    """What Transformers scores after each token, [T, V].
+
+    Args:
+        model: Transformers' model.
+        tokens: a sequence.
+        together: tokens read at once, the others one by one; all at once by default.
+    """
+    ids, cache, logits = torch.tensor([list(tokens)]), None, []
     with torch.no_grad():
-        return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+        for chunk in ids.split(
+            [together, *[1] * (len(tokens) - together)] if together else len(tokens), 1
+        ):
+            output = model(chunk, past_key_values=cache, use_cache=bool(together))
+            cache = output.past_key_values
+            logits.append(output.logits[0].float().numpy())
+    return np.concatenate(logits)
 
 
 @dataclass
@@ -82,13 +58,14 @@ class PagedRunner:
     """Runs steps of a model over one cache of scattered pages; keeps each row's tokens.
 
     Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN:
-    nothing may read it.
+    nothing may read it. `whole` compiles each step as one program.
     """
 
     model: Decoder
     num_rows: int = 1
     page_size: int = 4
     max_tokens: int = 192
+    whole: bool = True
     tokens: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +88,9 @@ class PagedRunner:
             return model.logits(hidden), kv
 
         # Half the time to compile; it concerns LLVM only, what XLA does to the program is the same.
-        self._forward = jax.jit(forward, compiler_options={"xla_backend_optimization_level": 0})
+        options = {"xla_backend_optimization_level": 0}
+        self._plain = forward
+        self._forward = jax.jit(forward, compiler_options=options) if self.whole else forward
         self._leaves = leaves
 
     def run(self, chunks: Sequence[Sequence[int]], pad_to: int = 0) -> list[np.ndarray]:
@@ -146,11 +125,20 @@ class PagedRunner:
 
     def program(self) -> str:
         """The program of the last step, as text."""
-        return str(self._forward.trace(*self.last).jaxpr)
+        return str(jax.make_jaxpr(self._plain)(*self.last))
 
-    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[np.ndarray]:
-        """Append each row's `count` most likely tokens; the logits after each token of each row."""
-        steps = [self.run(prompts)]
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], count: int, chunks: int = 1
+    ) -> list[np.ndarray]:
+        """Append each row's `count` most likely tokens; the logits after each token of each row.
+
+        Prompts are read in as many steps as `chunks`, all of one padded shape.
+        """
+        parts = [np.array_split(np.asarray(prompt), chunks) for prompt in prompts]
+        pad_to = sum(len(part[0]) for part in parts) + (chunks > 1)
+        steps = [
+            self.run([part[chunk].tolist() for part in parts], pad_to) for chunk in range(chunks)
+        ]
         for _ in range(count):
             steps.append(self.run([[int(row[-1].argmax())] for row in steps[-1]]))
         return [np.concatenate(row) for row in zip(*steps, strict=True)]

@@ -1,0 +1,188 @@
+"""How each architecture's config.json differs from the common one, as a table."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.models.config_fields import Fields
+from jaxserve.models.layer_fields import (
+    ReadLayers,
+    by_switch,
+    by_type,
+    every,
+    full_attention,
+    no_rope,
+    one_window,
+)
+from jaxserve.models.rope_fields import RopeRules
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Numbers that multiply or bound what flows through a model.
+
+    Attributes:
+        attention: multiplies the scores; None for head_dim ** -0.5.
+        attention_cap, logit_cap: bound scores and logits: cap * tanh(x / cap).
+        embedding: multiplies the embeddings.
+        residual: multiplies what each block adds to the residual stream.
+        logit_divisor: divides the logits.
+    """
+
+    attention: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding: float = 1.0
+    residual: float = 1.0
+    logit_divisor: float = 1.0
+
+
+def _no_scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales()
+
+
+def _granite_scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales(
+        attention=fields.number("attention_multiplier", 0.0, 1e4, default=1.0),
+        embedding=fields.number("embedding_multiplier", 0.0, 1e4, default=1.0),
+        residual=fields.number("residual_multiplier", 0.0, 1e4, default=1.0),
+        logit_divisor=fields.number("logits_scaling", 0.0, 1e4, default=1.0),
+    )
+
+
+def _gemma_scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales(
+        attention=fields.number("query_pre_attn_scalar", 0.0, 1e6) ** -0.5,
+        attention_cap=fields.optional("attn_logit_softcapping", 0.0, 1e6),
+        logit_cap=fields.optional("final_logit_softcapping", 0.0, 1e6),
+        embedding=hidden_size**0.5,
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to read one architecture's config.json.
+
+    Attributes:
+        model_type: its value of the field of this name.
+        neutral: fields that change what is computed, with the value that jaxserve computes; a
+            tuple holds several.
+        ignored: fields that change nothing.
+        explicit: fields that must be there, because Transformers would fill them in with the
+            value of one particular model.
+        layers: reads windows and rotation, layer by layer.
+        rope: how the rotary embedding is spelled.
+        scales: reads multipliers and caps.
+        tied: `tie_word_embeddings` where it is absent.
+        qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias`
+            (the first two) or `mlp_bias`.
+    """
+
+    model_type: str
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
+    layers: ReadLayers = full_attention
+    rope: RopeRules = field(default_factory=RopeRules)
+    scales: Callable[[Fields, int], Scales] = _no_scales
+    tied: bool = False
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = False
+
+
+KV_HEADS = frozenset({"num_key_value_heads"})
+HEADS = KV_HEADS | {"head_dim"}
+SCALED = ("default", "linear", "yarn", "llama3")  # of families with an embedding a layer type
+_GEMMA: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": (None, False),
+    }
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Architecture(
+            "llama", neutral=MappingProxyType({"sliding_window": None}), mlp_bias=None
+        ),
+        "MistralForCausalLM": Architecture(
+            "mistral", explicit=KV_HEADS, layers=one_window, qkv_bias=False, output_bias=False
+        ),
+        "MinistralForCausalLM": Architecture(
+            "ministral", explicit=KV_HEADS, layers=by_type, qkv_bias=False, output_bias=False
+        ),
+        "Qwen2ForCausalLM": Architecture(
+            "qwen2",
+            neutral=MappingProxyType({"use_mrope": False}),
+            explicit=KV_HEADS,
+            layers=by_switch,
+            qkv_bias=True,
+            output_bias=False,
+        ),
+        "Qwen3ForCausalLM": Architecture(
+            "qwen3",
+            neutral=MappingProxyType({"mlp_bias": False}),
+            explicit=HEADS,
+            layers=by_switch,
+        ),
+        "Phi3ForCausalLM": Architecture(
+            "phi3",
+            neutral=MappingProxyType(
+                {
+                    "attention_bias": False,
+                    "full_attn_mod": 1,
+                    "interpolate_factor": 1,
+                    "lm_head_bias": False,
+                    "mlp_bias": False,
+                }
+            ),
+            # Its checkpoints bring code (auto_map) that computes what this library computes.
+            ignored=frozenset({"auto_map", "embd_pdrop", "resid_pdrop"}),
+            layers=one_window,
+            rope=RopeRules(
+                kinds=("default", "longrope", "su"), partial=True, original_outside=True
+            ),
+            qkv_bias=False,
+            output_bias=False,
+        ),
+        "SmolLM3ForCausalLM": Architecture(
+            "smollm3",
+            ignored=frozenset({"max_window_layers", "pretraining_tp"}),
+            explicit=KV_HEADS,
+            layers=no_rope,
+            rope=RopeRules(theta=2e6),
+            tied=True,
+            mlp_bias=None,
+        ),
+        "Olmo2ForCausalLM": Architecture("olmo2"),
+        "Olmo3ForCausalLM": Architecture(
+            "olmo3",
+            layers=every(4),
+            rope=RopeRules(theta=5e5, kinds=SCALED, by_layer_type=True),
+        ),
+        "GraniteForCausalLM": Architecture("granite", scales=_granite_scales, mlp_bias=None),
+        "Gemma2ForCausalLM": Architecture(
+            "gemma2",
+            neutral=_GEMMA,
+            ignored=frozenset({"cache_implementation"}),
+            explicit=HEADS,
+            layers=every(2),
+            scales=_gemma_scales,
+            tied=True,
+        ),
+        "Gemma3ForCausalLM": Architecture(
+            "gemma3_text",
+            # Transformers reads no cap of the scores in Gemma 3 and applies none.
+            neutral=MappingProxyType({**_GEMMA, "attn_logit_softcapping": None}),
+            ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+            explicit=HEADS,
+            layers=every(6, field="sliding_window_pattern"),
+            rope=RopeRules(theta=1e6, kinds=SCALED, by_layer_type=True, local_theta=1e4),
+            scales=_gemma_scales,
+            tied=True,
+        ),
+    }
+)

@@ -1,0 +1,116 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its stretchings, as numbers."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.models.linear import accumulator
+from jaxserve.models.rope_fields import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
+
+# Cosines and sines of each token's rotary angles, each [T, pairs].
+CosSin = tuple[Float[Array, "T pairs"], Float[Array, "T pairs"]]
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Angle per position of each rotated pair, float64: theta ** (-2i / d), then stretched.
+
+    d is the number of rotated dimensions, `head_dim` unless the rotation is partial. A dynamic
+    scaling has these frequencies within the original context; see `rope_cos_sin` beyond it.
+    """
+    size = rope.dimensions(head_dim)
+    frequencies = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    match rope.scaling:
+        case LinearScaling(factor):  # Chen et al. 2023, arXiv:2306.15595
+            return frequencies / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(frequencies, scaling, rope.theta, size)
+        case LongRopeScaling() as scaling:  # Ding et al. 2024, arXiv:2402.13753
+            return frequencies / np.array(scaling.long if scaling.stretched else scaling.short)
+        case DynamicScaling() | None:
+            return frequencies
+
+
+def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Slow pairs turn `factor` times slower, fast ones as before, those between interpolated.
+
+    A pair is slow if its wavelength exceeds the original context over `low_freq_factor`, and fast
+    if it is below the original context over `high_freq_factor` (llama-models, `apply_scaling`).
+    """
+    # Turns made over the original context, mapped to 1 (keep) .. 0 (slow down by the factor).
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
+    """Like Llama 3's, but interpolated over the index of the pair (Peng et al. 2023, section 3.2).
+
+    Pairs that make more than `beta_fast` turns over the original context keep their frequency,
+    those that make fewer than `beta_slow` are slowed down (arXiv:2309.00071).
+    """
+
+    def index_with(turns: float) -> float:
+        """The (fractional) index of the pair that makes so many turns."""
+        wavelength = scaling.original_max_position_embeddings / turns
+        return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_with(scaling.beta_fast), index_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # The bound is the last dimension and not the last pair, in the paper's code and everywhere.
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    slow = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0.0, 1.0)
+    return frequencies * (1.0 - slow + slow / scaling.factor)
+
+
+def rope_cos_sin(
+    positions: Int32[Array, " T"], rope: Rope, head_dim: int, dtype: DTypeLike
+) -> CosSin:
+    """Cosines and sines for one step, in at least float32; computed once for all layers.
+
+    YaRN and LongRoPE multiply both by an attention factor. Under dynamic scaling the token at
+    position p is rotated as the last of p + 1 tokens: what a model that reads one token at a time
+    does, and the one rule by which a cached key does not depend on how its prompt was chunked.
+    """
+    exact = accumulator(dtype)
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), exact)
+    angles = positions.astype(exact)[:, None] * frequencies
+    match rope.scaling:
+        case DynamicScaling() as scaling:
+            angles = angles * _growth(positions, scaling, rope.dimensions(head_dim), exact)
+            factor = 1.0
+        case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
+            pass
+        case _:
+            factor = 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def _growth(
+    positions: Int32[Array, " T"], scaling: DynamicScaling, size: int, dtype: DTypeLike
+) -> Float[Array, "T pairs"]:
+    """What multiplies the frequencies at each position: 1 within the original context.
+
+    The base grows by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), that is,
+    frequency i by g ** (-2i / (d - 2)) (NTK-aware scaling; Peng et al. 2023, appendix B).
+    """
+    original = scaling.original_max_position_embeddings
+    beyond = jnp.maximum(positions + 1 - original, 0).astype(dtype)
+    base = 1.0 + scaling.factor * beyond / original
+    exponents = jnp.asarray(-np.arange(0, size, 2) / (size - 2), dtype)
+    return jnp.exp(jnp.log(base)[:, None] * exponents)

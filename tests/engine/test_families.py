@@ -1,0 +1,38 @@
+"""Windows, scaled rotations and caps through the whole engine: chunks, prefix hits, queues."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from tests.models.tiny_models import hugging_face_model, reference_logits
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.mark.parametrize("case", ["gemma2_caps", "olmo3_yarn", "phi3_longrope"])
+def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = hugging_face_model(case)
+    reference.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, 96, 90).tolist()
+    prompts = [tokens[:40], tokens[:29], tokens[:40] + tokens[50:60], tokens[60:]]
+    with LLM(
+        tmp_path,
+        skip_tokenizer_init=True,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
+        block_size=4,
+        decode_sizes=(3,),
+        token_sizes=(16,),
+        num_gpu_blocks_override=120,
+        compilation_cache_dir=None,
+        check_invariants=True,
+    ) as llm:
+        first = llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+        outputs = first + llm.generate(prompts[1:], GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 28, 40, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        want = reference_logits(reference, [*prompt, *answer])[len(prompt) - 1 : -1]
+        assert answer == want.argmax(axis=-1).tolist()

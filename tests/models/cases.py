@@ -1,0 +1,223 @@
+"""The tiny random checkpoints: for every family, what exercises its switches."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import transformers
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
+# For 3 rotated pairs.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Read by every family; a case changes some of it.
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+# By prefix of a case's name: Transformers' names, and fields of every case of the family.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 9}),
+    "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "phi3": ("Phi3", {"original_max_position_embeddings": 256}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 9, "layer_types": [SLIDING, FULL]}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500.0},
+                SLIDING: LOCAL_ROPE,
+            },
+        },
+    ),
+}
+
+# Every case differs from the others in what it exercises, and has H != D / N or K < N somewhere.
+# Prompts are longer than every window, and pass every original context.
+CASES: dict[str, dict[str, Any]] = {
+    "llama_gqa_untied": {},
+    "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "llama3_rope": {"rope_parameters": LLAMA3_SCALING},
+    "llama_head_dim": {"head_dim": 12},
+    "llama_linear": {"rope_parameters": LINEAR},
+    "llama_dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
+    "llama_yarn": {"rope_parameters": YARN},
+    "llama_yarn_mscale": {
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}
+    },
+    "llama_longrope": {
+        "rope_parameters": LONGROPE | {"factor": 6.0},
+        "head_dim": 6,
+    },
+    "mistral_window": {},
+    "mistral_no_window_tied": {"sliding_window": None, "tie_word_embeddings": True},
+    "mistral_odd_head_yarn": {"head_dim": 14, "rope_parameters": YARN, "num_key_value_heads": 1},
+    "ministral_alternate": {"layer_types": [FULL, SLIDING]},
+    "ministral_every_layer": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "ministral_linear": {"rope_parameters": LINEAR, "head_dim": 14, "num_key_value_heads": 1},
+    "qwen2_untied": {},
+    "qwen2_tied_window": {
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "num_key_value_heads": 1,
+    },
+    "qwen2_yarn": {"rope_parameters": YARN, "head_dim": 12},
+    "qwen3": {},
+    "qwen3_tied_bias": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3_window": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": [SLIDING, FULL],
+        "num_key_value_heads": 1,
+    },
+    "phi3_window": {"sliding_window": 9},
+    "phi3_longrope": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75},
+        "original_max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    },
+    "phi3_longrope_short": {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75},
+    },
+    "phi3_odd_head": {
+        "hidden_size": 52,
+        "partial_rotary_factor": 0.6,
+        "num_key_value_heads": 4,
+    },
+    "smollm3_window": {"use_sliding_window": True, "sliding_window": 6, "head_dim": 12},
+    "smollm3_untied_bias": {"attention_bias": True, "mlp_bias": True},
+    "smollm3_tied_listed": {"tie_word_embeddings": True, "no_rope_layers": [0, 1, 1]},
+    "olmo2_gqa": {},
+    "olmo2_bias_tied": {
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
+    "olmo2_linear_head_dim": {"rope_parameters": LINEAR, "head_dim": 12, "num_key_value_heads": 1},
+    "olmo3_alternate": {},
+    "olmo3_yarn": {
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 500.0}},
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+    },
+    "olmo3_bias_tied": {
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "granite_untied": {},
+    "granite_tied_biases": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+    },
+    "granite_llama3_head_dim": {"rope_parameters": LLAMA3_SCALING, "head_dim": 12},
+    "gemma2_caps": {},
+    "gemma2_tied_no_caps": {
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "num_key_value_heads": 4,
+    },
+    "gemma2_bias_types": {"attention_bias": True, "layer_types": [FULL, SLIDING]},
+    "gemma3_two_bases": {},
+    "gemma3_tied_linear": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE},
+        "num_key_value_heads": 1,
+    },
+    "gemma3_bias_cap_types": {
+        "attention_bias": True,
+        "final_logit_softcapping": 4.0,
+        "layer_types": [FULL, SLIDING],
+        "head_dim": 16,
+    },
+}
+
+
+def family_of(case: str) -> str:
+    """The family that a case's name begins with."""
+    return next(family for family in FAMILIES if case.startswith(family))
+
+
+def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Transformers' configuration of a case, with some sizes changed."""
+    name, common = FAMILIES[family_of(case)]
+    name = "Gemma3Text" if name == "Gemma3" else name
+    return getattr(transformers, f"{name}Config")(**{**SIZES, **common, **CASES[case], **sizes})
+
+
+def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Transformers' model of a case, with its own random weights."""
+    name, _ = FAMILIES[family_of(case)]
+    return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case, sizes))

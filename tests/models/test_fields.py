@@ -1,0 +1,270 @@
+"""Every field of config.json that a family reads changes its output, or its value is refused."""
+
+import json
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.models import read_model_config
+from jaxserve.models.architectures import ARCHITECTURES
+from jaxserve.models.config import IGNORED, NEUTRAL
+from tests.models.cases import CASES, FULL, SLIDING, family_of
+from tests.models.tiny_models import PagedRunner, load
+
+TOKENS = np.random.default_rng(5).integers(0, 96, 70).tolist()
+
+# For the first case of every family; these change a shape, a name or a constant of all of them.
+COMMON: list[dict[str, Any]] = [
+    {"rms_norm_eps": 1e-2},
+    {"num_attention_heads": 2, "num_key_value_heads": 1},
+    {"hidden_size": 16},
+    {"intermediate_size": 24},
+    {"num_hidden_layers": 1},
+    {"num_hidden_layers": 5},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": 1},
+    {"head_dim": 18},
+    {"vocab_size": 95},
+    {"tie_word_embeddings": True},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"hidden_act": "gelu"},
+    {"model_type": "gpt2"},
+    {"architectures": ["GPT2LMHeadModel"]},
+]
+FIRST = {family_of(case): case for case in reversed(CASES)}
+
+# By case: changes of what it exercises. A dot leads into a mapping.
+PARTICULAR: dict[str, list[dict[str, Any]]] = {
+    "llama3_rope": [
+        {"rope_parameters.rope_type": "default"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters.factor": 2.0},
+        {"rope_parameters.low_freq_factor": 2.0},
+        {"rope_parameters.high_freq_factor": 8.0},
+        {"rope_parameters.original_max_position_embeddings": 64},
+        {"rope_parameters.partial_rotary_factor": 0.5},
+    ],
+    "llama_biases": [{"attention_bias": False}, {"mlp_bias": False}],
+    "llama_tied": [{"tie_word_embeddings": False}],
+    "llama_head_dim": [{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}],
+    "llama_linear": [{"rope_parameters.factor": 3.0}],
+    "llama_dynamic": [{"rope_parameters.factor": 2.0}, {"max_position_embeddings": 32}],
+    "llama_yarn": [
+        {"rope_parameters.factor": 2.0},
+        {"rope_parameters.original_max_position_embeddings": 128},
+        {"rope_parameters.beta_fast": 1.0},
+        {"rope_parameters.beta_slow": 0.1},
+        {"rope_parameters.truncate": False},
+        {"rope_parameters.attention_factor": 1.5},
+    ],
+    "llama_yarn_mscale": [
+        {"rope_parameters.mscale": 1.5},
+        {"rope_parameters.mscale_all_dim": 0.5},
+    ],
+    "llama_longrope": [
+        {"rope_parameters.factor": 3.0},
+        {"rope_parameters.attention_factor": 1.5},
+        {"rope_parameters.long_factor": [1.0, 2.0, 4.0]},
+        {"rope_parameters.long_factor": [1.0, 2.0]},
+        {"rope_parameters.original_max_position_embeddings": 16},
+        {"max_position_embeddings": 32},
+    ],
+    "mistral_window": [
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"layer_types": [FULL, SLIDING]},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "ministral_alternate": [
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"layer_types": None},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "qwen2_tied_window": [
+        {"sliding_window": 3},
+        {"use_sliding_window": False},
+        {"use_sliding_window": False, "layer_types": None},
+        {"layer_types": [SLIDING, FULL]},
+        {"layer_types": None, "max_window_layers": 0},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "qwen3": [
+        {"use_sliding_window": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": None,
+            "max_window_layers": 1,
+        },
+        {"rope_parameters.rope_theta": 600.0},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    ],
+    "qwen3_window": [
+        {"sliding_window": 3},
+        {"layer_types": None, "max_window_layers": 1},
+        {"layer_types": [SLIDING, SLIDING]},
+    ],
+    "phi3_window": [
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters.rope_type": "yarn"},
+    ],
+    "phi3_longrope": [
+        {"rope_parameters.partial_rotary_factor": 1.0},
+        {"rope_parameters.long_factor": [2.0, 2.0, 5.0]},
+        {"original_max_position_embeddings": 64},
+        {"max_position_embeddings": 128},
+    ],
+    "phi3_longrope_short": [{"rope_parameters.short_factor": [1.0, 1.2, 1.3]}],
+    "phi3_odd_head": [
+        {"partial_rotary_factor": 0.4},
+        {"partial_rotary_factor": 0.4, "rope_parameters.partial_rotary_factor": 0.4},
+    ],
+    "smollm3_untied_bias": [
+        {"attention_bias": False},
+        {"mlp_bias": False},
+        {"no_rope_layers": [0, 1, 1]},
+        {"no_rope_layers": [0, 1]},
+        {"no_rope_layers": None, "no_rope_layer_interval": 3},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "smollm3_window": [
+        {"sliding_window": 4},
+        {"use_sliding_window": False},
+        {"layer_types": [SLIDING, FULL, FULL]},
+    ],
+    "olmo2_gqa": [{"rope_parameters.rope_theta": 600.0}],
+    "olmo2_bias_tied": [{"attention_bias": False}],
+    "olmo3_alternate": [
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"layer_types": [FULL, SLIDING]},
+        {"layer_types": None},
+        {"rope_parameters.full_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 600.0}},
+    ],
+    "granite_untied": [
+        {"attention_multiplier": 0.3},
+        {"embedding_multiplier": 4.0},
+        {"residual_multiplier": 0.5},
+        {"logits_scaling": 3.0},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "gemma2_caps": [
+        {"query_pre_attn_scalar": 30},
+        {"attn_logit_softcapping": 3.0},
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": 3.0},
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"layer_types": [FULL, SLIDING]},
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": True},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "gemma3_two_bases": [
+        {"query_pre_attn_scalar": 30},
+        {"attn_logit_softcapping": 3.0},
+        {"final_logit_softcapping": 3.0},
+        {"sliding_window": 5},
+        {"layer_types": [FULL, SLIDING]},
+        {"layer_types": None, "sliding_window_pattern": 3},
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": True},
+        {"rope_parameters.full_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
+    ],
+}
+CHANGES = [
+    *[(case, change) for case in FIRST.values() for change in COMMON],
+    *[(case, change) for case, changes in PARTICULAR.items() for change in changes],
+]
+# They bound requests or end them, and change no logit (but see dynamic and LongRoPE above).
+NO_OUTPUT = {"max_position_embeddings", "dtype", "eos_token_id", "bos_token_id"}
+
+
+def leaves(raw: dict[str, Any], prefix: str = "") -> set[str]:
+    """The names of all fields, those of mappings with their path."""
+    names = set()
+    for key, value in raw.items():
+        name = prefix + key
+        names |= leaves(value, f"{name}.") if isinstance(value, dict) else {name}
+    return names
+
+
+def without_rope(names: set[str]) -> set[str]:
+    return {name for name in names if not name.startswith("rope_parameters.")}
+
+
+def changed(raw: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with some fields set to other values."""
+    raw = deepcopy(raw)
+    for path, value in change.items():
+        *outer, key = path.split(".")
+        inner = raw
+        for step in outer:
+            inner = inner[step]
+        inner[key] = value
+    return raw
+
+
+def test_every_field_read_is_changed_once(checkpoints):
+    rope_read, rope_changed = set(), set()
+    for family in FIRST:
+        cases = [case for case in CASES if family_of(case) == family]
+        written, unread = set(), set()
+        for case in cases:
+            raw = json.loads((checkpoints[case][0] / "config.json").read_text())
+            written |= leaves(raw)
+            unread |= IGNORED | NEUTRAL.keys() | ARCHITECTURES[raw["architectures"][0]].ignored
+        asked = {key for case, change in CHANGES if case in cases for key in change}
+        assert without_rope(written) - unread - NO_OUTPUT - asked == set(), family
+        rope_read |= {name.split(".")[-1] for name in written - without_rope(written)}
+        rope_changed |= {name.split(".")[-1] for name in asked}
+    assert rope_read <= rope_changed
+
+
+def last_logits(directory: Path) -> np.ndarray:
+    # Not compiled as a whole: most operations are those of the case before.
+    return PagedRunner(load(directory), page_size=16, max_tokens=96, whole=False).run([TOKENS])[0]
+
+
+@pytest.fixture(scope="module")
+def unchanged(checkpoints) -> dict[str, np.ndarray]:
+    cases = dict.fromkeys([*PARTICULAR, *FIRST.values()])
+    return {case: last_logits(checkpoints[case][0]) for case in cases}
+
+
+@pytest.mark.parametrize(("case", "change"), CHANGES)
+def test_a_changed_field_changes_the_output_or_is_refused(
+    checkpoints, unchanged, tmp_path, caplog, case, change
+):
+    source = checkpoints[case][0]
+    raw = changed(json.loads((source / "config.json").read_text()), change)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "weights")
+    (tmp_path / "weights").write_bytes((source / "model.safetensors").read_bytes())
+    try:
+        with caplog.at_level(logging.WARNING):
+            got = last_logits(tmp_path)
+    except (CheckpointError, UnsupportedModel):
+        return
+    assert np.abs(got - unchanged[case]).max() > 1e-3
+    assert not (change.get("tie_word_embeddings") and "lm_head.weight" not in caplog.text)
+
+
+def test_longrope_takes_the_factors_of_the_length_served(checkpoints):
+    config = read_model_config(checkpoints["llama_longrope"][0])
+    long, short = config.rope, config.for_length(32).rope
+    assert long != short and config.for_length(33).rope == long
