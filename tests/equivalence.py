@@ -14,16 +14,24 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.validation import Limits
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
@@ -64,6 +72,15 @@ class Got:
     finish_reason: str | None = None
 
 
+def number_tokenizer() -> Tokenizer:
+    """Every token is its number, with spaces between them."""
+    backend = Backend(WordLevel({str(token): token for token in range(VOCAB)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    with tempfile.TemporaryDirectory() as directory:
+        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+        return Tokenizer(directory, VOCAB)
+
+
 class Bench:
     """Compiled engines, one a page size, and the oracle of their model."""
 
@@ -73,6 +90,7 @@ class Bench:
         self.oracle = Oracle(model_config, model)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
+        tokenizer = number_tokenizer()
         for page in (1, 4, 16):
             config = EngineConfig(
                 dtype="float64",
@@ -88,7 +106,7 @@ class Bench:
             runner = Runner(config, model_config, model)
             runner.warm_up()
             limits = Limits(VOCAB, MAX_LEN, (2,), seed=0)
-            self.loaded[page] = Loaded(config, runner, None, limits, SamplingParams())
+            self.loaded[page] = Loaded(config, runner, tokenizer, limits, SamplingParams())
 
     def answer(self, ask: Ask, index: int) -> Answer:
         sampling = ask.sampling
@@ -96,7 +114,10 @@ class Bench:
         seed = ((sampling.seed or 0) + index) % 2**64
         key = (tuple(ask.prompt), sampling, index)
         if key not in self._answers:
-            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops)
+            bad_words = [
+                [int(token) for token in word.split()] for word in sampling.bad_words or ()
+            ]
+            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops, bad_words)
         return self._answers[key]
 
 
@@ -159,21 +180,32 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
             if ask.at_step == step:
-                request = engine.request(
-                    str(number),
-                    ask.prompt,
-                    ask.sampling,
-                    number=number,
-                    priority=ask.priority,
-                    cache_salt=ask.salt,
-                )
-                engine.add(request, sink)
+                _start(engine, number, ask, sink, got[number])
             if ask.abort_at == step:
                 engine.abort(str(number))
         if step > 60 and not engine.has_work:
             return got
         engine.step()
     raise AssertionError(f"not done after {MAX_STEPS} steps")
+
+
+def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) -> None:
+    try:
+        request = engine.request(
+            str(number),
+            ask.prompt,
+            ask.sampling,
+            number=number,
+            priority=ask.priority,
+            cache_salt=ask.salt,
+        )
+    except InvalidRequest as error:
+        if "leave no token to draw" not in str(error):
+            raise
+        for one in got:
+            one.finish_reason = "error"
+        return
+    engine.add(request, sink)
 
 
 def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> None:

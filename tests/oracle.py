@@ -7,6 +7,7 @@ All in float64, so that a token that differs is a defect and not a rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxserve.models.layers import rope_frequencies
 from jaxserve.request import SamplingParams
 
 Array = np.ndarray
+Words = Listing[Listing[int]]
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,24 @@ class Oracle:
         return np.einsum("tkgh,kghd->td", mixed, layer["attention.out"])
 
     def answer(
-        self, prompt: list[int], sampling: SamplingParams, seed: int, stops: tuple[int, ...]
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        stops: tuple[int, ...],
+        bad_words: Words = (),
     ) -> Answer:
         """The completion of one prompt, alone; max_tokens must be given."""
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
         for index in range(sampling.max_tokens):
-            logits = self.logits(tokens).copy()
-            if index < sampling.min_tokens:
-                logits[list(stops)] = -np.inf
+            excluded = stops if index < sampling.min_tokens else ()
+            output = tokens[len(prompt) :]
+            logits = edited_logits(
+                self.logits(tokens), sampling, prompt, output, excluded, bad_words
+            )
+            if np.all(logits == -np.inf):
+                return Answer(list(output), "error")
             token = choose(logits, sampling, seed, len(tokens))
             tokens += (token,)
             if token in stops:
@@ -105,6 +116,38 @@ def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     half = x.shape[-1] // 2
     one, two = x[..., :half], x[..., half:]
     return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+
+def edited_logits(
+    logits: Array,
+    sampling: SamplingParams,
+    prompt: Listing[int],
+    output: Listing[int],
+    excluded: Listing[int] = (),
+    bad_words: Words = (),
+) -> Array:
+    """float64[V]: logits as the request wants them, token by token."""
+    logits = logits.copy()
+    output = list(output)
+    for token in range(len(logits)):
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            logits[token] = -np.inf
+    for *before, last in bad_words:
+        if not before or output[-len(before) :] == before:
+            logits[last] = -np.inf
+    logits[list(excluded)] = -np.inf
+    for token, bias in (sampling.logit_bias or {}).items():
+        logits[token] += np.float32(bias)
+    repetition, frequency, presence = (
+        float(np.float32(getattr(sampling, f"{name}_penalty")))
+        for name in ("repetition", "frequency", "presence")
+    )
+    for token in set(prompt) | set(output):
+        positive = logits[token] > 0
+        logits[token] = logits[token] / repetition if positive else logits[token] * repetition
+    for token in set(output):
+        logits[token] -= frequency * output.count(token) + presence
+    return logits
 
 
 def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:

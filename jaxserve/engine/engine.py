@@ -17,7 +17,7 @@ from jaxserve.engine.text import Detokenizer
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import Ask, FinishReason, Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler, StepResult
@@ -123,6 +123,7 @@ class Engine:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            encode=None if self.tokenizer is None else self.tokenizer.encode_word,
         )
 
     def add(self, request: Request, sink: Sink) -> None:
@@ -264,8 +265,8 @@ class Engine:
                 self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)
-            if live is not None:  # it ended without a token: its logits were not finite
-                self._end(live, FinishReason.ERROR, error="the model's logits were not finite")
+            if live is not None:  # it ended without a token
+                self._end(live, FinishReason.ERROR, error=_why_none(sequence.request.sampling))
 
     def _deliver_token(self, live: _Live, token: int, ended: bool) -> None:
         sequence, text = live.sequence, live.detokenizer
@@ -379,6 +380,16 @@ class Engine:
             self._end(live, reason, error)
         self._in_flight = None
         self.runner.close()
+
+
+def _why_none(sampling: SamplingParams) -> str:
+    """Why a row could draw no token."""
+    if sampling.asks & (Ask.ALLOWED | Ask.BANNED):
+        return (
+            "allowed_token_ids, bad_words and min_tokens left no token to draw, or the model's "
+            "logits were not finite"
+        )
+    return "the model's logits were not finite"
 
 
 def _nowhere(delta: Delta) -> None:

@@ -39,6 +39,8 @@ class StepBatch:
     seed: Array  # u32[R, 2], the words of a threefry key
     min_length: Array  # i32[R], position from which stop tokens may be drawn
     stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
+    penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
+    asks: Array  # i32[R], flags of `Ask`; neutral 0
 
 
 jax.tree_util.register_dataclass(
@@ -95,4 +97,6 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
         seed=slots.seed.take(padded, axis=0),
         min_length=slots.min_length.take(padded),
         stop_token_ids=slots.stop_token_ids.take(padded, axis=0),
+        penalties=slots.penalties.take(padded, axis=0),
+        asks=slots.asks.take(padded),
     )

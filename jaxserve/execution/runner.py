@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.sampler_state import load_slot, null_load, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
 from jaxserve.execution.step import model_step
@@ -85,6 +86,7 @@ class Runner:
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
         self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
         self._steps: dict[Bucket, Any] = {}
+        self._load_slot: Any = None
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self.num_pages = self._size_cache()
         self._state: DeviceState | None = None
@@ -107,7 +109,8 @@ class Runner:
             largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
             temporary = self._compile(largest, num_pages=64).memory_analysis().temp_size_in_bytes
             share = config.gpu_memory_utilization * stats["bytes_limit"]
-            pages = int(share - stats["bytes_in_use"] - temporary) // self.page_bytes
+            sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in self._sampler_leaves())
+            pages = int(share - stats["bytes_in_use"] - temporary - sampler) // self.page_bytes
         if pages < 2:
             raise InvalidRequest(
                 f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
@@ -130,6 +133,10 @@ class Runner:
             )
         )
 
+    def _sampler_leaves(self) -> list[Any]:
+        """Shapes of what the sampler keeps on the device."""
+        return jax.tree.leaves(self._shapes(num_pages=2).sampler)
+
     def _compile(self, bucket: Bucket, num_pages: int) -> Any:
         step = partial(
             model_step,
@@ -144,6 +151,11 @@ class Runner:
             self._leaves, self._shapes(num_pages), self._null_batch(bucket)
         ).compile()
 
+    def _compile_load(self) -> Any:
+        load = null_load(self._null_slots, self.vocab_size)
+        shapes = self._shapes(num_pages=2).sampler
+        return jax.jit(load_slot, donate_argnums=0).lower(shapes, load).compile()
+
     def _null_batch(self, bucket: Bucket) -> StepBatch:
         """A batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
@@ -157,12 +169,14 @@ class Runner:
         pool = ThreadPoolExecutor(_COMPILE_THREADS)
         try:
             compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
+            load = pool.submit(self._compile_load)
             for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
                 self._steps[bucket] = step
                 needed = step.memory_analysis().temp_size_in_bytes
                 self.temporary_bytes = max(self.temporary_bytes, needed)
                 if on_progress is not None:
                     on_progress("compile", done, len(buckets))
+            self._load_slot = load.result()
         finally:
             # An interrupt must not wait for the programs that have not been started.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -173,6 +187,8 @@ class Runner:
             batch = self._null_batch(bucket)
             self._state, output = self._steps[bucket](self._leaves, self._state, batch)
             np.asarray(output.token_ids)
+        load = null_load(self._null_slots, self.vocab_size)
+        self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
         self.stages["warm_up"] = time.perf_counter() - started
 
     def reset(self) -> None:
@@ -192,10 +208,21 @@ class Runner:
         bucket = self.buckets.pick(plan, is_greedy(plan, slots))
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
+        if slots.needs_load[plan.slots].any():
+            state = self._load(state, plan, slots)
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
         return InFlight(plan, output, bucket)
+
+    def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+        """Write what the sampler must know of the requests that are new in this step."""
+        sampler = state.sampler
+        for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
+            for load in slot_loads(slots, slot, self.vocab_size):
+                sampler = self._load_slot(sampler, load)
+            slots.needs_load[slot] = False
+        return replace(state, sampler=sampler)
 
     def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray]:
         """Wait for a step; i32[R] tokens and bool[R] of the plan's rows.
@@ -214,3 +241,4 @@ class Runner:
         self._state = None
         self._leaves = []
         self._steps = {}
+        self._load_slot = None

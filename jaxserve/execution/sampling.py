@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.execution.logit_edits import edited
+from jaxserve.execution.sampler_state import SamplerState
+from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -139,45 +142,44 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
     return jnp.where(warm, _draw(probs, uniform), greedy)
 
 
-def _without_stops(logits: Array, batch: Any) -> Array:
-    """Rows that may not end yet lose their stop tokens."""
-    early = (batch.kv_len < batch.min_length)[:, None] & (batch.stop_token_ids >= 0)
-    columns = jnp.where(early, batch.stop_token_ids, logits.shape[1])
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
-
-
 def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
-    """Whether every row of a step takes its most likely token, with no stop token to avoid."""
+    """Whether every row of a step takes its most likely token, and asks for nothing else."""
     rows = plan.slots
-    if slots.temperature[rows].any():
+    if slots.temperature[rows].any() or slots.asks[rows].any():
         return False
     return not (plan.starts + plan.num_tokens < slots.min_length[rows]).any()
 
 
-def sample(logits: Array, batch: Any, greedy_only: bool = False) -> tuple[Array, Array]:
+def sample(
+    logits: Array, batch: Any, state: SamplerState, greedy_only: bool = False
+) -> tuple[Array, Array]:
     """Draw each row's next token.
 
-    The order of the settings is vLLM's: temperature, min_p, top_k, top_p.
+    The order of the settings is vLLM's: what `edited` does, temperature, min_p, top_k, top_p.
 
     Args:
         logits: [R, V], float32 or float64.
         batch: a StepBatch; the new token's position is `kv_len`.
+        state: what the sampler keeps of the requests.
         greedy_only: static; `is_greedy` holds, and nothing else is compiled.
 
     Returns:
-        i32[R] token ids; bool[R], whether all of the row's logits were finite. A row that is not
-        ok has drawn nothing, whatever its id says: a NaN row would otherwise pass for token 0.
+        i32[R] token ids; bool[R], whether all of the row's logits were finite and left it a
+        token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
+        would otherwise pass for token 0.
     """
     ok = jnp.isfinite(logits).all(axis=1)
     if greedy_only:
         return argmax(logits), ok
-    limited = jnp.any(batch.kv_len < batch.min_length)
-    logits = lax.cond(limited, lambda: _without_stops(logits, batch), lambda: logits)
+    asked = (batch.asks & int(Ask.EDITS) != 0) | (batch.kv_len < batch.min_length)
+    logits = lax.cond(jnp.any(asked), lambda: edited(logits, batch, state), lambda: logits)
     greedy = argmax(logits)
     tokens = lax.cond(
         jnp.any(batch.temperature > 0),
         lambda: _sampled(logits, batch, greedy),
         lambda: greedy,
     )
-    return tokens, ok
+    # A row in the middle of its tokens draws nothing: what is excluded there means nothing.
+    null_slot = state.history.shape[0] - 1
+    best = jnp.take_along_axis(logits, greedy[:, None], axis=1)[:, 0]
+    return tokens, ok & ((best > -jnp.inf) | (batch.sample_slots == null_slot))

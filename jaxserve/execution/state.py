@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.paged import KVPages
 
@@ -24,6 +25,7 @@ class DeviceState:
 
     kv: list[KVPages]  # one (k_pages, v_pages) a layer, each [P, K, S, H]
     last_token: Array  # i32[slots + 1], the newest token drawn for each slot
+    sampler: SamplerState
 
 
 @dataclass(frozen=True)
@@ -57,4 +59,5 @@ def make_state(
             for _ in range(config.num_hidden_layers)
         ],
         last_token=jnp.zeros(num_slots + 1, np.int32),
+        sampler=make_sampler_state(num_slots, config.vocab_size),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
@@ -46,7 +47,7 @@ def model_step(
         state: donated.
         batch: see StepBatch.
         decode_only: static; every row has one token.
-        greedy: static; no row draws, and none has stop tokens to avoid.
+        greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention runs.
     """
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
@@ -66,6 +67,9 @@ def model_step(
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     logits = model.logits(last)
     with jax.named_scope("sample"):
-        token_ids, ok = sample(logits, batch, greedy)
+        token_ids, ok = sample(logits, batch, state.sampler, greedy)
+        # Where every row is greedy none counts its tokens.
+        sampler = state.sampler if greedy else record(state.sampler, batch, token_ids)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
-    return DeviceState(kv=kv, last_token=last_token), StepOutput(token_ids=token_ids, ok=ok)
+    state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
+    return state, StepOutput(token_ids=token_ids, ok=ok)

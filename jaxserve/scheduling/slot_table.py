@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.request import MAX_STOP_TOKEN_IDS
+from jaxserve.request import MAX_STOP_TOKEN_IDS, Ask
 from jaxserve.scheduling.page_keys import KEY, LANES
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 NO_TOKEN = -1
+NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class SlotTable:
@@ -34,6 +35,9 @@ class SlotTable:
         min_length: tokens before which it may not end.
         generation [i64]: changes whenever the slot gets another sequence.
         temperature, top_p, min_p [f32], top_k, seed [u32 x 2], stop_token_ids [., E].
+        penalties [f32 x 3]: repetition, frequency, presence.
+        asks: the request's `Ask` flags.
+        needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
@@ -69,6 +73,10 @@ class SlotTable:
         # Columns of stop_token_ids that have been used so far: usually few, and the only ones read.
         self.max_stops = 0
         self.top_p[:] = 1.0
+        self.penalties = column(3, dtype=np.float32)
+        self.penalties[:] = NO_PENALTIES
+        self.asks = column()
+        self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
         self.sequences: list[Any] = [None] * rows
         self._free = list(range(num_slots - 1, -1, -1))
@@ -107,6 +115,13 @@ class SlotTable:
         self.min_p[slot] = sampling.min_p
         self.top_k[slot] = sampling.top_k
         self.seed[slot] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+        self.asks[slot] = sampling.asks
+        self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
+        self.penalties[slot] = (
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
         stops = request.stop_token_ids
         self.stop_token_ids[slot] = NO_TOKEN
         if stops:
