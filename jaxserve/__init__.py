@@ -22,7 +22,13 @@ if TYPE_CHECKING:
         Overloaded,
         UnsupportedModel,
     )
-    from jaxserve.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from jaxserve.request import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -34,6 +40,7 @@ _HOMES = {
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
     "FinishReason": "jaxserve.request",
+    "Logprob": "jaxserve.request",
     "JaxserveError": "jaxserve.errors",
     "InvalidRequest": "jaxserve.errors",
     "UnsupportedModel": "jaxserve.errors",
@@ -54,6 +61,7 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "JaxserveError",
+    "Logprob",
     "Overloaded",
     "RequestOutput",
     "SamplingParams",

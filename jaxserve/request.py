@@ -29,6 +29,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 300
 MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 256
 # Once they are tokens: most sequences of two and more, and most tokens of each.
@@ -54,6 +55,9 @@ class Ask(enum.IntFlag):
     BIAS = 8
     # These change logits, from data of the request that is kept on the device.
     EDITS = PENALTIES | ALLOWED | BANNED | BIAS
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+    SCORES = LOGPROBS | PROMPT_LOGPROBS
 
 
 def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
@@ -122,9 +126,13 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; None for all.
         bad_words: strings that may not be generated: the token that would complete one is
             excluded, at the start of a word and in the middle of a text.
+        logprobs: outputs carry the log-probability of each of their tokens, and of this many most
+            likely ones, 0 to 20; None for none. They are the model's own: no setting of the
+            sampler changes them.
+        prompt_logprobs: the same for the tokens of the prompt, but for the first.
 
     Attributes:
-        asks: which of the last six, and of what else costs extra work, are in use.
+        asks: what of this costs extra work, as flags of `Ask` (all but PROMPT_LOGPROBS).
 
     Raises:
         InvalidRequest: on construction, naming the first bad field.
@@ -150,6 +158,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Listing[int] | None = None
     bad_words: Listing[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     asks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -169,17 +179,21 @@ class SamplingParams:
         put("logit_bias", _logit_bias(self.logit_bias))
         put("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
         put("bad_words", _bad_words(self.bad_words))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, exact_int(getattr(self, name), name, 0, MAX_LOGPROBS))
+        put("asks", self._asks())
+
+    def _asks(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        asks = Ask(0)
-        if penalties != (0.0, 0.0, 1.0):
-            asks |= Ask.PENALTIES
-        if self.allowed_token_ids is not None:
-            asks |= Ask.ALLOWED
-        if self.bad_words:
-            asks |= Ask.ALLOWED | Ask.BANNED
-        if self.logit_bias:
-            asks |= Ask.BIAS
-        put("asks", int(asks))
+        uses = {
+            Ask.PENALTIES: penalties != (0.0, 0.0, 1.0),
+            Ask.ALLOWED: bool(self.bad_words) or self.allowed_token_ids is not None,
+            Ask.BANNED: bool(self.bad_words),
+            Ask.BIAS: bool(self.logit_bias),
+            Ask.LOGPROBS: self.logprobs is not None,
+        }
+        return int(sum(flag for flag, is_used in uses.items() if is_used))
 
     def _check_basics(self, put: Callable[[str, Any], None]) -> None:
         put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
@@ -331,15 +345,34 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability, its rank (1 is the most likely) and its text.
+
+    The text is None where there is no tokenizer, or the request wants no text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt, as far as it has come."""
+    """One completion of a prompt, as far as it has come.
+
+    `logprobs` has, for each token, that token's Logprob first and then those of the most likely
+    ones by their ids; `cumulative_logprob` is the sum over the tokens. Both are None unless the
+    request asked for logprobs.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -350,7 +383,8 @@ class RequestOutput:
     """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
 
     `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
-    `error` is set when a completion ended with finish_reason "error".
+    `error` is set when a completion ended with finish_reason "error". `prompt_logprobs`, where they
+    were asked for, has an entry for each prompt token, the first of them None.
     """
 
     request_id: str
@@ -360,3 +394,4 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -35,8 +35,9 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.scores import Scores
 from jaxserve.weights import random_weights
-from tests.oracle import Answer, Oracle
+from tests.oracle import Answer, Oracle, Score
 from tests.workloads import Ask, adversarial_workload
 
 VOCAB = 61
@@ -70,6 +71,9 @@ class Got:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[Score] = field(default_factory=list)
+    prompt_logprobs: list[Score] = field(default_factory=list)
+    times_prompt: int = 0
 
 
 def number_tokenizer() -> Tokenizer:
@@ -176,6 +180,9 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
         assert one.finish_reason is None, "a completion ended twice"
         one.token_ids += delta.token_ids
         one.finish_reason = delta.finish_reason
+        one.logprobs += scores_of(delta.logprobs)
+        one.prompt_logprobs += scores_of(delta.prompt_logprobs)
+        one.times_prompt += delta.prompt_logprobs is not None
 
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
@@ -208,6 +215,22 @@ def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) ->
     engine.add(request, sink)
 
 
+def scores_of(scores: Scores | None) -> list[Score]:
+    """One entry a token."""
+    columns = [] if scores is None else [part.tolist() for part in scores]
+    return [Score(*row) for row in zip(*columns, strict=True)]
+
+
+def same_scores(got: list[Score], want: list[Score]) -> bool:
+    """Equal but for the rounding of float64."""
+    return len(got) == len(want) and all(
+        (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        and np.allclose(one.logprob, other.logprob, rtol=0, atol=1e-9)
+        and np.allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-9)
+        for one, other in zip(got, want, strict=True)
+    )
+
+
 def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> None:
     """Every completion equals the oracle's; an aborted one is a beginning of it."""
     for number, (ask, completions) in enumerate(zip(asks, got, strict=True)):
@@ -216,9 +239,18 @@ def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> N
             where = f"schedule {seed}, request {number}, completion {index}: {ask}"
             if one.finish_reason == "abort":
                 assert one.token_ids == want.token_ids[: len(one.token_ids)], where
+                assert same_scores(one.logprobs, want.logprobs[: len(one.logprobs)]), where
             else:
                 assert one.token_ids == want.token_ids, f"{where}\n got {one}\nwant {want}"
                 assert one.finish_reason == want.finish_reason, where
+                assert same_scores(one.logprobs, want.logprobs), f"{where}\n got {one}\nwant {want}"
+            # The prompt's come once, with the first token of the first completion.
+            asked = index == 0 and ask.sampling.prompt_logprobs is not None
+            assert one.times_prompt == (asked and bool(one.token_ids)), where
+            if one.times_prompt:
+                assert same_scores(one.prompt_logprobs, want.prompt_logprobs), where
+            if ask.sampling.logprobs is not None:
+                assert len(one.logprobs) == len(one.token_ids), where
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,12 +23,23 @@ Array = np.ndarray
 Words = Listing[Listing[int]]
 
 
+class Score(NamedTuple):
+    """A token's log-probability and rank, and the most likely tokens with theirs."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a request must get: generated token ids and the reason it ended."""
 
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[Score]
+    prompt_logprobs: list[Score]
 
 
 class Oracle:
@@ -97,6 +108,12 @@ class Oracle:
         """The completion of one prompt, alone; max_tokens must be given."""
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
+        prompt_scores = self._scores(tokens, 1, sampling.prompt_logprobs)
+
+        def answer(finish_reason: str) -> Answer:
+            scores = self._scores(tokens, len(prompt), sampling.logprobs)
+            return Answer(list(tokens[len(prompt) :]), finish_reason, scores, prompt_scores)
+
         for index in range(sampling.max_tokens):
             excluded = stops if index < sampling.min_tokens else ()
             output = tokens[len(prompt) :]
@@ -104,12 +121,19 @@ class Oracle:
                 self.logits(tokens), sampling, prompt, output, excluded, bad_words
             )
             if np.all(logits == -np.inf):
-                return Answer(list(output), "error")
+                return answer("error")
             token = choose(logits, sampling, seed, len(tokens))
             tokens += (token,)
             if token in stops:
-                return Answer(list(tokens[len(prompt) :]), "stop")
-        return Answer(list(tokens[len(prompt) :]), "length")
+                return answer("stop")
+        return answer("length")
+
+    def _scores(self, tokens: tuple[int, ...], first: int, width: int | None) -> list[Score]:
+        if width is None:
+            return []
+        return [
+            score(self.logits(tokens[:at]), tokens[at], width) for at in range(first, len(tokens))
+        ]
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:
@@ -148,6 +172,15 @@ def edited_logits(
     for token in set(output):
         logits[token] -= frequency * output.count(token) + presence
     return logits
+
+
+def score(logits: Array, token: int, width: int) -> Score:
+    """A token under the softmax of logits, by sorting."""
+    logprobs = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    order = np.argsort(-logits, kind="stable")[:width]
+    rank = 1 + int((logits > logits[token]).sum())
+    return Score(float(logprobs[token]), rank, order.tolist(), logprobs[order].tolist())
 
 
 def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:

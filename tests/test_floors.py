@@ -33,7 +33,7 @@ FLOORS = {
 }
 BASE = ("jaxserve.errors", "jaxserve.request", "jaxserve.config", "jaxserve")
 # All that crosses from the host half to the device half.
-SEAM = ("jaxserve.scheduling.plan", "jaxserve.scheduling.slot_table")
+SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "scores", "slot_table"))
 # Which modules may import a library. The prefix of a package stands for all of its modules.
 HOMES = {
     "jax": (

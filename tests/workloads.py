@@ -72,6 +72,8 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
         stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
         detokenize=False,
+        logprobs=rng.choice([None, None, None, 0, 1, 5, 20]),
+        prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
         **random_edits(rng, vocab),
     )
 

@@ -22,7 +22,9 @@ from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
 from jaxserve.execution.step import model_step
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scores import Scores, StepScores
 from jaxserve.scheduling.slot_table import SlotTable
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -39,6 +41,7 @@ class InFlight:
     plan: StepPlan
     output: StepOutput
     bucket: Bucket
+    num_logprobs: np.ndarray | None  # i32[R], alternatives asked for; None if none is
 
 
 class Runner:
@@ -188,6 +191,7 @@ class Runner:
             self._state, output = self._steps[bucket](self._leaves, self._state, batch)
             np.asarray(output.token_ids)
         load = null_load(self._null_slots, self.vocab_size)
+        assert self._state is not None
         self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
         self.stages["warm_up"] = time.perf_counter() - started
 
@@ -205,15 +209,24 @@ class Runner:
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
-        bucket = self.buckets.pick(plan, is_greedy(plan, slots))
+        any_asks = int(np.bitwise_or.reduce(slots.asks[plan.slots]))
+        # Only steps with rows of several tokens have a program that scores prompts.
+        scores_prompt = bool(any_asks & Ask.PROMPT_LOGPROBS) and bool(
+            slots.is_scored(plan.slots, plan.starts).any()
+        )
+        greedy = not any_asks and is_greedy(plan, slots)
+        bucket = self.buckets.pick(plan, greedy, scores_prompt)
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
-        if slots.needs_load[plan.slots].any():
+        if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
-        return InFlight(plan, output, bucket)
+        if not any_asks & Ask.SCORES:
+            return InFlight(plan, output, bucket, None)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.scores)
+        return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots])
 
     def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""
@@ -224,15 +237,18 @@ class Runner:
             slots.needs_load[slot] = False
         return replace(state, sampler=sampler)
 
-    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows.
+    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepScores | None]:
+        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
 
         Raises whatever the device reported; the state is lost then (see `reset`).
         """
         num_rows = len(step.plan)
         token_ids = np.asarray(step.output.token_ids)[:num_rows]
         ok = np.asarray(step.output.ok)[:num_rows]
-        return token_ids, ok
+        if step.num_logprobs is None or step.output.scores is None:
+            return token_ids, ok, None
+        scores = Scores(*(np.asarray(leaf) for leaf in step.output.scores))
+        return token_ids, ok, StepScores(step.num_logprobs, np.cumsum(step.plan.num_tokens), scores)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

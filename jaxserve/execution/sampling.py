@@ -22,15 +22,15 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 Array = Any
 
-_LANES = 128
+LANES = 128
 
 
-def _in_groups(x: Array, fill: float) -> Array:
+def in_groups(x: Array, fill: float) -> Array:
     """[R, V] as [R, V / 128, 128], padded with `fill`."""
-    pad = -x.shape[1] % _LANES
+    pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
-    return x.reshape(x.shape[0], -1, _LANES)
+    return x.reshape(x.shape[0], -1, LANES)
 
 
 def argmax(logits: Array) -> Array:
@@ -39,10 +39,10 @@ def argmax(logits: Array) -> Array:
     XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
     searched among group maxima and then within one group.
     """
-    groups = _in_groups(logits, -jnp.inf)
+    groups = in_groups(logits, -jnp.inf)
     group = jnp.argmax(groups.max(axis=-1), axis=-1)
     lane = jnp.argmax(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], axis=-1)
-    return (group * _LANES + lane).astype(jnp.int32)
+    return (group * LANES + lane).astype(jnp.int32)
 
 
 def _ordered_bits(x: Array) -> Array:
@@ -92,7 +92,7 @@ def _draw(probs: Array, uniform: Array) -> Array:
 
     Inverse transform sampling with one number a row, in two levels of sums.
     """
-    groups = _in_groups(probs, 0.0)
+    groups = in_groups(probs, 0.0)
     ends = jnp.cumsum(groups.sum(axis=-1), axis=-1)
     # Below the total even if the product rounds up to it: past it there is no token to draw.
     target = jnp.minimum(uniform * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.zeros_like(uniform)))
@@ -101,10 +101,10 @@ def _draw(probs: Array, uniform: Array) -> Array:
     inside = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
     passed = jnp.cumsum(inside, axis=-1) <= (target - before)[:, None]
     # Rounding may leave the target at the group's end: then its last possible token is drawn.
-    lanes = jnp.arange(_LANES)
+    lanes = jnp.arange(LANES)
     last_possible = jnp.where(inside > 0, lanes, 0).max(axis=-1)
     lane = jnp.minimum(passed.sum(axis=-1), last_possible)
-    return (group * _LANES + lane).astype(jnp.int32)
+    return (group * LANES + lane).astype(jnp.int32)
 
 
 def _uniform(seed: Array, position: Array) -> Array:
@@ -143,9 +143,9 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
 
 
 def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
-    """Whether every row of a step takes its most likely token, and asks for nothing else."""
+    """Whether every row of a step takes its most likely token, with no stop token to avoid."""
     rows = plan.slots
-    if slots.temperature[rows].any() or slots.asks[rows].any():
+    if slots.temperature[rows].any():
         return False
     return not (plan.starts + plan.num_tokens < slots.min_length[rows]).any()
 
@@ -161,7 +161,7 @@ def sample(
         logits: [R, V], float32 or float64.
         batch: a StepBatch; the new token's position is `kv_len`.
         state: what the sampler keeps of the requests.
-        greedy_only: static; `is_greedy` holds, and nothing else is compiled.
+        greedy_only: static; `is_greedy` holds and no row asks for anything else.
 
     Returns:
         i32[R] token ids; bool[R], whether all of the row's logits were finite and left it a

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.paged import KVPages
+from jaxserve.scheduling.scores import Scores
 
 Array = Any
 
@@ -33,7 +34,8 @@ class StepOutput:
     """What the host reads of a step, one step later."""
 
     token_ids: Array  # i32[R]
-    ok: Array  # bool[R], False where the row's logits were not all finite
+    ok: Array  # bool[R], False where the row's logits were not finite or left nothing to draw
+    scores: Scores | None  # [T], of what follows each token, for rows that ask; None if greedy
 
 
 for _type in (DeviceState, StepOutput):

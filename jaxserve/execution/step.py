@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.logprobs import score_draws, score_positions
 from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
@@ -71,5 +72,13 @@ def model_step(
         # Where every row is greedy none counts its tokens.
         sampler = state.sampler if greedy else record(state.sampler, batch, token_ids)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
+    scores = None
+    if not greedy:
+        with jax.named_scope("scores"):
+            if decode_only:
+                scores = score_draws(logits, token_ids, batch)
+            else:
+                draws = batch.sample_slots < state.last_token.shape[0] - 1
+                scores = score_positions(model.logits, hidden, logits, token_ids, draws, batch)
     state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
-    return state, StepOutput(token_ids=token_ids, ok=ok)
+    return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)

@@ -37,6 +37,8 @@ class SlotTable:
         temperature, top_p, min_p [f32], top_k, seed [u32 x 2], stop_token_ids [., E].
         penalties [f32 x 3]: repetition, frequency, presence.
         asks: the request's `Ask` flags.
+        num_logprobs: alternatives asked for with each token drawn, -1 for no log-probabilities.
+        num_prompt: tokens of the prompt.
         needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
     """
 
@@ -76,6 +78,8 @@ class SlotTable:
         self.penalties = column(3, dtype=np.float32)
         self.penalties[:] = NO_PENALTIES
         self.asks = column()
+        self.num_logprobs = column()
+        self.num_prompt = column()
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
         self.sequences: list[Any] = [None] * rows
@@ -115,7 +119,9 @@ class SlotTable:
         self.min_p[slot] = sampling.min_p
         self.top_k[slot] = sampling.top_k
         self.seed[slot] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
-        self.asks[slot] = sampling.asks
+        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_prompt[slot] = sequence.num_prompt
+        self.asks[slot] = sampling.asks | (Ask.PROMPT_LOGPROBS if sequence.scores_prompt else 0)
         self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
         self.penalties[slot] = (
             sampling.repetition_penalty,
@@ -128,6 +134,12 @@ class SlotTable:
             self.stop_token_ids[slot, : len(stops)] = stops
             self.max_stops = max(self.max_stops, len(stops))
         return slot
+
+    def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
+        request wants it scored."""
+        asked = self.asks[slots] & Ask.PROMPT_LOGPROBS != 0
+        return asked & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
         """The pages that a slot holds, in order; a view."""

@@ -182,6 +182,8 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}, {"allowed_token_ids": 5},
     {"allowed_token_ids": "5"}, {"allowed_token_ids": [1.0]},
     {"bad_words": [""]}, {"bad_words": ["  "]}, {"bad_words": "word"}, {"bad_words": [5]},
+    {"logprobs": -1}, {"logprobs": 21}, {"logprobs": 10**6}, {"logprobs": True},
+    {"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 1.0},
     {"bad_words": ["w"] * 10_000}, {"bad_words": ["w" * 300]},
 ]  # fmt: skip
 
