@@ -138,6 +138,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
         tokens = tokens[:0]
     chunk = chunk_size(slots)
     bias_ids, bias_values = _biases(request)
+    allowed, banned = _allowed_words(request, vocab_size), _banned(request)
     for start in range(0, max(1, len(tokens)), chunk):
         part = np.zeros(chunk, np.int32)
         count = min(chunk, len(tokens) - start)
@@ -148,10 +149,10 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
             tokens=part,
             num_prompt=np.int32(min(max(num_prompt - start, 0), count)),
             num_tokens=np.int32(count),
-            allowed=_allowed_words(request, vocab_size),
+            allowed=allowed,
             bias_ids=bias_ids,
             bias_values=bias_values,
-            banned=_banned(request),
+            banned=banned,
             recent=recent,
         )
 
