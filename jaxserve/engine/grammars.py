@@ -1,0 +1,156 @@
+"""Grammars: forms of answers, compiled to masks over the vocabulary.
+
+The parsing is llguidance's, which finds the tokens that a lexer and an Earley parser allow next in
+some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import llguidance.numpy
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.structured import NAME, StructuredOutputsParams
+
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 4 << 20
+
+
+def words(vocab_size: int) -> int:
+    """u32 words of a mask with a bit for each token."""
+    return -(-vocab_size // 32)
+
+
+class Constraint:
+    """What one sequence may still say. Its state follows the tokens that it was given.
+
+    Args:
+        matcher: of its own, at the start.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._words = words(vocab_size)
+
+    def mask(self) -> np.ndarray:
+        """u32[words]: bit i % 32 of word i // 32 is set where token i may come next.
+
+        Ends of the sequence are among them where the text is complete.
+
+        Raises:
+            RuntimeError: the grammar has become too complex to go on.
+        """
+        mask = np.zeros((1, self._words), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error()[:200])
+        return mask[0].view(np.uint32)
+
+    def accept(self, token: int) -> bool:
+        """Take a token that the sequence got; False where the form did not allow it, or where
+        the grammar has become too complex: `error` says which, and it can go no further."""
+        return self._matcher.consume_token(token)
+
+    @property
+    def error(self) -> str:
+        """Why it can go no further, or the empty string."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow but the end."""
+        return self._matcher.is_stopped()
+
+    def copy(self) -> Constraint:
+        """Another one in the same state."""
+        copied = Constraint.__new__(Constraint)
+        copied._matcher, copied._words = self._matcher.deep_copy(), self._words
+        return copied
+
+
+class Grammars:
+    """Compiles forms for one tokenizer, and remembers them. Safe from any thread.
+
+    Args:
+        tokenizer: in the JSON of the tokenizers library.
+        vocab_size: width of the logits.
+        ends: token ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, ends: Iterable[int]) -> None:
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Constraint | str] = OrderedDict()
+        self._bytes = 0
+
+    def compile(self, params: StructuredOutputsParams) -> Constraint:
+        """A constraint of the caller's own, at its start.
+
+        Takes milliseconds where the form is new, so it belongs on the caller's thread. What does
+        not compile is remembered too.
+
+        Raises:
+            InvalidRequest: it has no meaning, or no text of this vocabulary satisfies it.
+        """
+        key = (params.form, params.text)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+        if found is None:
+            found = self._compiled(params)
+            self._remember(key, found)
+        if isinstance(found, str):
+            raise InvalidRequest(f"{NAME}.{params.form}: {found}", NAME)
+        return found.copy()
+
+    def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
+        """The compiled form, or what is wrong with it."""
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(params), log_level=0)
+            if matcher.is_error():
+                return _first_line(matcher.get_error())
+            constraint = Constraint(matcher, self._vocab_size)
+            if not constraint.mask().any():
+                return "no text satisfies it"
+        except (ValueError, RuntimeError) as error:
+            return _first_line(str(error))
+        return constraint
+
+    def _remember(self, key: tuple[str, str], found: Constraint | str) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = found
+                self._bytes += len(key[1])
+            while len(self._known) > MAX_CACHED or self._bytes > MAX_CACHED_BYTES:
+                (_, text), _ = self._known.popitem(last=False)
+                self._bytes -= len(text)
+
+
+def _first_line(message: str) -> str:
+    """The first line of a message and the one that says the reason, if it is another."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])[:200]
+
+
+def _source(params: StructuredOutputsParams) -> str:
+    """The form in llguidance's language."""
+    if params.form == "json":
+        return LLMatcher.grammar_from_json_schema(params.text)
+    if params.form == "json_object":
+        return LLMatcher.grammar_from_json_schema({"type": "object"})
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(params.text)
+    if params.form == "choice":
+        options = " | ".join(json.dumps(one) for one in json.loads(params.text))
+        return LLMatcher.grammar_from_lark(f"start: {options}")
+    return LLMatcher.grammar_from_lark(params.text)
