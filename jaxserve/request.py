@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.structured import StructuredOutputsParams
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -130,6 +132,7 @@ class SamplingParams:
             likely ones, 0 to 20; None for none. They are the model's own: no setting of the
             sampler changes them.
         prompt_logprobs: the same for the tokens of the prompt, but for the first.
+        structured_outputs: the form that the text must have.
 
     Attributes:
         asks: what of this costs extra work, as flags of `Ask` (all but PROMPT_LOGPROBS).
@@ -160,6 +163,7 @@ class SamplingParams:
     bad_words: Listing[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     asks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -182,13 +186,21 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, exact_int(getattr(self, name), name, 0, MAX_LOGPROBS))
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise InvalidRequest(
+                f"{STRUCTURED} must be StructuredOutputsParams, got {type(form).__name__}",
+                STRUCTURED,
+            )
         put("asks", self._asks())
 
     def _asks(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         uses = {
             Ask.PENALTIES: penalties != (0.0, 0.0, 1.0),
-            Ask.ALLOWED: bool(self.bad_words) or self.allowed_token_ids is not None,
+            Ask.ALLOWED: bool(self.bad_words)
+            or self.allowed_token_ids is not None
+            or self.structured_outputs is not None,
             Ask.BANNED: bool(self.bad_words),
             Ask.BIAS: bool(self.logit_bias),
             Ask.LOGPROBS: self.logprobs is not None,
@@ -331,6 +343,8 @@ class Request:
         cache_salt: requests share cached pages only with those of the same salt.
         bad_words_token_ids: what `sampling.bad_words` are in tokens: never the last token of one
             after those before it.
+        constraint: what `sampling.structured_outputs` lets through, at its start; each completion
+            has a copy. None for anything.
     """
 
     request_id: str
@@ -343,6 +357,7 @@ class Request:
     arrival_time: float = 0.0
     cache_salt: str = ""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.grammars import GrammarError, Grammars
 from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
@@ -68,6 +69,7 @@ class Engine:
         self.limits = loaded.limits
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
+        self.grammars = _grammars(loaded)
         assert self.config.max_num_seqs and self.config.max_model_len
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = SlotTable(
@@ -117,6 +119,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             encode=None if self.tokenizer is None else self.tokenizer.encode_word,
+            constrain=None if self.grammars is None else self.grammars.compile,
         )
 
     def add(self, request: Request, sink: Sink) -> None:
@@ -135,6 +138,7 @@ class Engine:
                 token_ids=request.prompt_token_ids,
                 index=index,
                 seed=(request.seed + index) % 2**64,
+                constraint=None if request.constraint is None else request.constraint.copy(),
             )
             width = request.sampling.prompt_logprobs
             if width is not None and index == 0:
@@ -273,6 +277,8 @@ class Engine:
                 continue
             try:
                 self._deliver_token(live, token, logprob, sequence in ended)
+            except GrammarError as error:
+                self._end(live, FinishReason.ERROR, error=f"structured_outputs: {error}")
             except Exception as error:  # of the text library: this request's loss alone
                 _log.exception("detokenization failed")
                 self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
@@ -283,7 +289,10 @@ class Engine:
 
     def _deliver_token(self, live: Live, token: int, logprob: Scores | None, ended: bool) -> None:
         sequence, text = live.sequence, live.detokenizer
-        stopped = False
+        stopped = complete = False
+        if sequence.constraint is not None and not ended:
+            complete = sequence.constraint.advance(token)
+            self.slots.needs_mask[sequence.slot] = True
         # The token of a stop id ends the text before itself, unless that text is asked for.
         hidden = (
             sequence.stop_token is not None
@@ -291,9 +300,9 @@ class Engine:
         )
         if text is not None and not hidden:
             stopped = text.add(token)
-        if stopped and not ended:
+        if (stopped or complete) and not ended:
             self.scheduler.finish(sequence, FinishReason.STOP)
-        if not (stopped or ended):
+        if not (stopped or complete or ended):
             self._send(live, live.delta([token], logprob))
             return
         if text is not None:
@@ -387,6 +396,15 @@ class Engine:
             self._end(live, reason, error)
         self._in_flight = None
         self.runner.close()
+
+
+def _grammars(loaded: Loaded) -> Grammars | None:
+    """None where there is no tokenizer, or nothing that ends a sequence."""
+    if loaded.tokenizer is None or not loaded.limits.eos_token_ids:
+        return None
+    return Grammars(
+        loaded.tokenizer.backend.to_str, loaded.limits.vocab_size, loaded.limits.eos_token_ids
+    )
 
 
 def _nowhere(delta: Delta) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import llguidance.numpy
 import numpy as np
@@ -22,9 +22,8 @@ MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
 
 
-def words(vocab_size: int) -> int:
-    """u32 words of a mask with a bit for each token."""
-    return -(-vocab_size // 32)
+class GrammarError(RuntimeError):
+    """A sequence cannot go on in the form that was asked for."""
 
 
 class Constraint:
@@ -33,45 +32,48 @@ class Constraint:
     Args:
         matcher: of its own, at the start.
         vocab_size: width of the logits.
+
+    Attributes:
+        words: u32[W], bit i % 32 of word i // 32 is set where token i may come next; ends of the
+            sequence are among them where the text is complete. Never written to again.
+
+    Raises:
+        GrammarError: the grammar is too complex to begin.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
-        self._words = words(vocab_size)
+        self._size = -(-vocab_size // 32)
+        self.words = self._mask()
 
-    def mask(self) -> np.ndarray:
-        """u32[words]: bit i % 32 of word i // 32 is set where token i may come next.
-
-        Ends of the sequence are among them where the text is complete.
-
-        Raises:
-            RuntimeError: the grammar has become too complex to go on.
-        """
-        mask = np.zeros((1, self._words), np.int32)
+    def _mask(self) -> np.ndarray:
+        mask = np.zeros((1, self._size), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error()[:200])
+            raise GrammarError(_first_line(self._matcher.get_error()))
         return mask[0].view(np.uint32)
 
-    def accept(self, token: int) -> bool:
-        """Take a token that the sequence got; False where the form did not allow it, or where
-        the grammar has become too complex: `error` says which, and it can go no further."""
-        return self._matcher.consume_token(token)
+    def advance(self, token: int) -> bool:
+        """Take a token that the sequence got.
 
-    @property
-    def error(self) -> str:
-        """Why it can go no further, or the empty string."""
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        Returns:
+            Whether the text is complete, and nothing can follow but the end.
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing can follow but the end."""
-        return self._matcher.is_stopped()
+        Raises:
+            GrammarError: the form did not allow it, or has become too complex to go on.
+        """
+        if not self._matcher.consume_token(token):
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        if self._matcher.is_stopped():
+            return True
+        self.words = self._mask()
+        return False
 
     def copy(self) -> Constraint:
         """Another one in the same state."""
         copied = Constraint.__new__(Constraint)
-        copied._matcher, copied._words = self._matcher.deep_copy(), self._words
+        copied._matcher, copied._size = self._matcher.deep_copy(), self._size
+        copied.words = self.words
         return copied
 
 
@@ -79,17 +81,28 @@ class Grammars:
     """Compiles forms for one tokenizer, and remembers them. Safe from any thread.
 
     Args:
-        tokenizer: in the JSON of the tokenizers library.
+        tokenizer: gives it in the JSON of the tokenizers library, once it is needed.
         vocab_size: width of the logits.
         ends: token ids that end a sequence.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, ends: Iterable[int]) -> None:
-        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, ends: Iterable[int]) -> None:
+        self._source = tokenizer
+        self._ends = list(ends)
+        self._made: LLTokenizer | None = None
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], Constraint | str] = OrderedDict()
         self._bytes = 0
+
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance's trie; for a large one it takes a second to make."""
+        with self._lock:
+            if self._made is None:
+                self._made = LLTokenizer(
+                    self._source(), n_vocab=self._vocab_size, eos_token=self._ends
+                )
+            return self._made
 
     def compile(self, params: StructuredOutputsParams) -> Constraint:
         """A constraint of the caller's own, at its start.
@@ -115,15 +128,13 @@ class Grammars:
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
         """The compiled form, or what is wrong with it."""
         try:
-            matcher = LLMatcher(self._tokenizer, _source(params), log_level=0)
+            matcher = LLMatcher(self.tokenizer(), _source(params), log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size)
-            if not constraint.mask().any():
-                return "no text satisfies it"
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, GrammarError) as error:
             return _first_line(str(error))
-        return constraint
+        return constraint if constraint.words.any() else "no text satisfies it"
 
     def _remember(self, key: tuple[str, str], found: Constraint | str) -> None:
         with self._lock:

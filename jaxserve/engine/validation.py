@@ -20,8 +20,11 @@ from jaxserve.request import (
     SamplingParams,
     exact_int,
 )
+from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.structured import StructuredOutputsParams
 
 Encode = Callable[[str], list[int]]
+Constrain = Callable[[StructuredOutputsParams], Any]
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,13 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     encode: Encode | None = None,
+    constrain: Constrain | None = None,
 ) -> Request:
     """Check everything about a request and settle what it left open.
 
     Args:
         encode: text to token ids; bad_words need it.
+        constrain: compiles structured_outputs.
         number: the request's place in the order of arrival; its seed follows from it and the
             engine's, where it brings none.
 
@@ -134,6 +139,7 @@ def make_request(
         arrival_time=time.monotonic(),
         cache_salt=_checked_salt(cache_salt),
         bad_words_token_ids=bad_words,
+        constraint=_constraint(sampling, constrain),
     )
 
 
@@ -144,6 +150,15 @@ def _checked_salt(cache_salt: Any) -> str:
             f"cache_salt must be at most {MAX_CACHE_SALT_CHARS} printable characters", "cache_salt"
         )
     return salt
+
+
+def _constraint(sampling: SamplingParams, constrain: Constrain | None) -> Any:
+    form = sampling.structured_outputs
+    if form is None:
+        return None
+    if constrain is None:
+        raise InvalidRequest(f"this engine has no tokenizer, which {STRUCTURED} needs", STRUCTURED)
+    return constrain(form)
 
 
 def bad_words_token_ids(

@@ -17,7 +17,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.sampler_state import load_slot, null_load, slot_loads
+from jaxserve.execution.sampler_state import (
+    allowed_words,
+    load_slot,
+    null_load,
+    set_allowed,
+    slot_loads,
+)
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
 from jaxserve.execution.step import model_step
@@ -90,6 +96,8 @@ class Runner:
         self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
         self._steps: dict[Bucket, Any] = {}
         self._load_slot: Any = None
+        # How many slots' masks each program replaces.
+        self._set_allowed: dict[int, Any] = dict.fromkeys(sorted({1, 8, config.max_num_seqs}))
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self.num_pages = self._size_cache()
         self._state: DeviceState | None = None
@@ -159,6 +167,12 @@ class Runner:
         shapes = self._shapes(num_pages=2).sampler
         return jax.jit(load_slot, donate_argnums=0).lower(shapes, load).compile()
 
+    def _compile_set_allowed(self, count: int) -> Any:
+        shapes = self._shapes(num_pages=2).sampler
+        words = jax.ShapeDtypeStruct((count, shapes.allowed.shape[1]), np.uint32)
+        slots = jax.ShapeDtypeStruct((count,), np.int32)
+        return jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words).compile()
+
     def _null_batch(self, bucket: Bucket) -> StepBatch:
         """A batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
@@ -173,6 +187,7 @@ class Runner:
         try:
             compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
             load = pool.submit(self._compile_load)
+            masks = pool.map(self._compile_set_allowed, self._set_allowed)
             for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
                 self._steps[bucket] = step
                 needed = step.memory_analysis().temp_size_in_bytes
@@ -180,6 +195,7 @@ class Runner:
                 if on_progress is not None:
                     on_progress("compile", done, len(buckets))
             self._load_slot = load.result()
+            self._set_allowed = dict(zip(self._set_allowed, masks, strict=True))
         finally:
             # An interrupt must not wait for the programs that have not been started.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -220,6 +236,8 @@ class Runner:
         state, self._state = self._state, None
         if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
+        if slots.num_guided:
+            state = self._guide(state, plan, slots)
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
@@ -234,8 +252,22 @@ class Runner:
         for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
             for load in slot_loads(slots, slot, self.vocab_size):
                 sampler = self._load_slot(sampler, load)
-            slots.needs_load[slot] = False
+            slots.needs_load[slot] = slots.needs_mask[slot] = False
         return replace(state, sampler=sampler)
+
+    def _guide(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+        """Tell the device what guided rows may draw, where that has changed."""
+        changed = plan.slots[slots.needs_mask[plan.slots]]
+        if not len(changed):
+            return state
+        size = next(size for size in self._set_allowed if size >= len(changed))
+        rows = np.full(size, slots.num_slots, np.int32)
+        rows[: len(changed)] = changed
+        words = np.zeros((size, state.sampler.allowed.shape[1]), np.uint32)
+        for row, slot in enumerate(changed.tolist()):
+            words[row] = allowed_words(slots, slot, self.vocab_size)
+        slots.needs_mask[changed] = False
+        return replace(state, sampler=self._set_allowed[size](state.sampler, rows, words))
 
     def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepScores | None]:
         """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
@@ -258,3 +290,4 @@ class Runner:
         self._leaves = []
         self._steps = {}
         self._load_slot = None
+        self._set_allowed = {}

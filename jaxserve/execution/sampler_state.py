@@ -9,7 +9,7 @@ earlier request left; `Ask` flags and neutral settings keep it from being used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -108,6 +108,17 @@ def load_slot(state: SamplerState, load: SlotLoad) -> SamplerState:
     )
 
 
+def set_allowed(state: SamplerState, slots: Array, words: Array) -> SamplerState:
+    """Replace what some slots may draw.
+
+    Args:
+        state: donated.
+        slots: i32[G]; the null slot where unused.
+        words: u32[G, W].
+    """
+    return replace(state, allowed=state.allowed.at[slots].set(words))
+
+
 def record(state: SamplerState, batch: Any, token_ids: Array) -> SamplerState:
     """Add a step's draws, i32[R], to the rows of the slots that drew."""
     slots = batch.sample_slots
@@ -138,7 +149,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
         tokens = tokens[:0]
     chunk = chunk_size(slots)
     bias_ids, bias_values = _biases(request)
-    allowed, banned = _allowed_words(request, vocab_size), _banned(request)
+    allowed, banned = allowed_words(slots, slot, vocab_size), _banned(request)
     for start in range(0, max(1, len(tokens)), chunk):
         part = np.zeros(chunk, np.int32)
         count = min(chunk, len(tokens) - start)
@@ -178,7 +189,18 @@ def chunk_size(slots: SlotTable) -> int:
     return min(_CHUNK, slots.max_model_len)
 
 
-def _allowed_words(request: Any, vocab_size: int) -> np.ndarray:
+def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
+    """u32[W]: what a slot's sequence may draw next."""
+    sequence = slots.sequences[slot]
+    request, constraint = sequence.request, sequence.constraint
+    if constraint is None:
+        return _listed_words(request, vocab_size)
+    if request.sampling.allowed_token_ids is None and not request.bad_words_token_ids:
+        return constraint.words
+    return constraint.words & _listed_words(request, vocab_size)
+
+
+def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
     """u32[W]: allowed_token_ids, or all, without bad words of one token."""
     bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
     chosen = request.sampling.allowed_token_ids

@@ -182,6 +182,8 @@ class Scheduler:
         need = np.minimum(length - table.num_computed[running], self.max_row_tokens)
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
+        if table.num_guided:
+            need[table.is_guided[running] & (table.num_pending[running] > 0)] = 0
         if int(need.sum()) <= self.max_num_batched_tokens:
             return need
         extra = np.maximum(need - 1, 0)

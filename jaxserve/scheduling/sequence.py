@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Sequence:
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps it took part in.
         prompt_scores: gathers its prompt's log-probabilities; None where none are asked for.
+        constraint: what its text may still be (see `engine.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 
@@ -43,6 +45,7 @@ class Sequence:
     num_failures: int = 0
     blocked_at: int = -1
     prompt_scores: PromptScores | None = None
+    constraint: Any = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
 

@@ -39,6 +39,9 @@ class SlotTable:
         asks: the request's `Ask` flags.
         num_logprobs: alternatives asked for with each token drawn, -1 for no log-probabilities.
         num_prompt: tokens of the prompt.
+        is_guided [bool]: what may be drawn next follows from the newest token, so that the host
+            must know it before the next step of the row.
+        needs_mask [bool]: what may be drawn has changed since the device was told.
         needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
     """
 
@@ -80,6 +83,9 @@ class SlotTable:
         self.asks = column()
         self.num_logprobs = column()
         self.num_prompt = column()
+        self.is_guided = column(dtype=np.bool_)
+        self.num_guided = 0
+        self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
         self.sequences: list[Any] = [None] * rows
@@ -123,6 +129,9 @@ class SlotTable:
         self.num_prompt[slot] = sequence.num_prompt
         self.asks[slot] = sampling.asks | (Ask.PROMPT_LOGPROBS if sequence.scores_prompt else 0)
         self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
+        self.needs_mask[slot] = False
+        self.is_guided[slot] = sequence.constraint is not None
+        self.num_guided += sequence.constraint is not None
         self.penalties[slot] = (
             sampling.repetition_penalty,
             sampling.frequency_penalty,
@@ -160,6 +169,7 @@ class SlotTable:
         assert sequence is not None, "release of an empty slot"
         sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         sequence.slot = NO_SLOT
+        self.num_guided -= sequence.constraint is not None
         pages = self.pages(slot).copy()
         self.sequences[slot] = None
         self.num_pages[slot] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.grammars import MAX_CACHED, Constraint, Grammars
+from jaxserve.engine.grammars import MAX_CACHED, Constraint, GrammarError, Grammars
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import Schema, schemas
@@ -25,16 +26,16 @@ SCHEMAS = schemas()
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(TOKENIZER, VOCABULARY, [END])
+    return Grammars(lambda: TOKENIZER, VOCABULARY, [END])
 
 
 @pytest.fixture(scope="module")
 def pieces(grammars: Grammars) -> list[bytes]:
-    return [grammars._tokenizer.decode_bytes([token]) for token in range(VOCABULARY)]
+    return [grammars.tokenizer().decode_bytes([token]) for token in range(VOCABULARY)]
 
 
 def allowed(constraint: Constraint) -> list[int]:
-    bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+    bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
     assert not bits[VOCABULARY:].any()
     return np.flatnonzero(bits).tolist()
 
@@ -49,8 +50,9 @@ def draw(constraint: Constraint, pieces: list[bytes], seed: int, most: int = 400
         token = rng.choice(closing if closing and rng.random() < 0.4 else tokens)
         if token == END:
             return text.decode()
-        assert constraint.accept(token)
         text += pieces[token]
+        if constraint.advance(token):
+            return text.decode()
     return None
 
 
@@ -109,11 +111,11 @@ def test_any_object(grammars: Grammars, pieces: list[bytes]) -> None:
 
 def test_the_end_is_allowed_only_where_the_text_is_complete(grammars: Grammars) -> None:
     constraint = grammars.compile(StructuredOutputsParams(regex="ab"))
-    tokens = grammars._tokenizer.tokenize_str("ab")
+    tokens = grammars.tokenizer().tokenize_str("ab")
     for token in tokens:
-        assert END not in allowed(constraint) and not constraint.is_complete
-        assert constraint.accept(token)
-    assert allowed(constraint) == [END] and constraint.is_complete
+        assert END not in allowed(constraint)
+        complete = constraint.advance(token)
+        assert complete == (token == tokens[-1])
 
 
 def test_a_token_that_is_not_allowed_is_refused_and_a_copy_is_not_touched(
@@ -121,10 +123,11 @@ def test_a_token_that_is_not_allowed_is_refused_and_a_copy_is_not_touched(
 ) -> None:
     constraint = grammars.compile(StructuredOutputsParams(choice=["yes", "no"]))
     other = constraint.copy()
-    before = other.mask()
+    before = other.words
     refused = next(t for t in range(VOCABULARY) if t not in allowed(constraint))
-    assert not constraint.accept(refused)
-    assert np.array_equal(other.mask(), before)
+    with pytest.raises(GrammarError):
+        constraint.advance(refused)
+    assert np.array_equal(other.words, before)
 
 
 def deep(levels: int) -> Schema:
@@ -186,17 +189,14 @@ def test_what_has_no_meaning_is_refused(
     ids=str,
 )
 def test_what_blows_up_elsewhere_is_served_or_refused(
-    asked: dict[str, Any], grammars: Grammars
+    asked: dict[str, Any], grammars: Grammars, pieces: list[bytes]
 ) -> None:
     try:
         constraint = grammars.compile(StructuredOutputsParams(**asked))
     except InvalidRequest:
         return
-    for _ in range(30):
-        [token, *_] = allowed(constraint)
-        if token == END or not constraint.accept(token):
-            break
-    assert token == END or not constraint.error or "too" in constraint.error.lower()
+    with contextlib.suppress(GrammarError):  # too complex to go on
+        draw(constraint, pieces, 0, most=30)
 
 
 def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
