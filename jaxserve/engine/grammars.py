@@ -20,6 +20,8 @@ from jaxserve.structured import NAME, StructuredOutputsParams
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
+# Between the parts of a JSON text; without a bound small models go on with spaces for ever.
+_SPACE = r"[ \n]{0,16}"
 
 
 class GrammarError(RuntimeError):
@@ -155,10 +157,9 @@ def _first_line(message: str) -> str:
 
 def _source(params: StructuredOutputsParams) -> str:
     """The form in llguidance's language."""
-    if params.form == "json":
-        return LLMatcher.grammar_from_json_schema(params.text)
-    if params.form == "json_object":
-        return LLMatcher.grammar_from_json_schema({"type": "object"})
+    if params.form in ("json", "json_object"):
+        schema = params.text if params.form == "json" else {"type": "object"}
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":
