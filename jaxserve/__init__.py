@@ -22,13 +22,9 @@ if TYPE_CHECKING:
         Overloaded,
         UnsupportedModel,
     )
-    from jaxserve.request import (
-        CompletionOutput,
-        FinishReason,
-        Logprob,
-        RequestOutput,
-        SamplingParams,
-    )
+    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxserve.request import FinishReason, SamplingParams
+    from jaxserve.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -37,10 +33,11 @@ _HOMES = {
     "AsyncLLM": "jaxserve.engine.async_llm",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.request",
-    "RequestOutput": "jaxserve.request",
-    "CompletionOutput": "jaxserve.request",
+    "StructuredOutputsParams": "jaxserve.structured",
     "FinishReason": "jaxserve.request",
-    "Logprob": "jaxserve.request",
+    "RequestOutput": "jaxserve.outputs",
+    "CompletionOutput": "jaxserve.outputs",
+    "Logprob": "jaxserve.outputs",
     "JaxserveError": "jaxserve.errors",
     "InvalidRequest": "jaxserve.errors",
     "UnsupportedModel": "jaxserve.errors",
@@ -65,6 +62,7 @@ __all__ = [
     "Overloaded",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModel",
 ]
 

@@ -17,7 +17,8 @@ from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
 
 
 class AsyncLLM:

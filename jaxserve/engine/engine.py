@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
-from jaxserve.engine.grammars import GrammarError, Grammars
+from jaxserve.engine.grammars import GrammarError, grammars_of
 from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
@@ -69,7 +69,7 @@ class Engine:
         self.limits = loaded.limits
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
-        self.grammars = _grammars(loaded)
+        self.grammars = grammars_of(loaded.tokenizer, loaded.limits)
         assert self.config.max_num_seqs and self.config.max_model_len
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = SlotTable(
@@ -293,12 +293,7 @@ class Engine:
         if sequence.constraint is not None and not ended:
             complete = sequence.constraint.advance(token)
             self.slots.needs_mask[sequence.slot] = True
-        # The token of a stop id ends the text before itself, unless that text is asked for.
-        hidden = (
-            sequence.stop_token is not None
-            and not sequence.request.sampling.include_stop_str_in_output
-        )
-        if text is not None and not hidden:
+        if text is not None and not live.hides_last:
             stopped = text.add(token)
         if (stopped or complete) and not ended:
             self.scheduler.finish(sequence, FinishReason.STOP)
@@ -396,15 +391,6 @@ class Engine:
             self._end(live, reason, error)
         self._in_flight = None
         self.runner.close()
-
-
-def _grammars(loaded: Loaded) -> Grammars | None:
-    """None where there is no tokenizer, or nothing that ends a sequence."""
-    if loaded.tokenizer is None or not loaded.limits.eos_token_ids:
-        return None
-    return Grammars(
-        loaded.tokenizer.backend.to_str, loaded.limits.vocab_size, loaded.limits.eos_token_ids
-    )
 
 
 def _nowhere(delta: Delta) -> None:

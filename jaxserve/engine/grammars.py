@@ -1,7 +1,8 @@
 """Grammars: forms of answers, compiled to masks over the vocabulary.
 
 The parsing is llguidance's, which finds the tokens that a lexer and an Earley parser allow next in
-some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance).
+some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance). It is
+imported where a form is asked for, and nothing else needs it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
-import llguidance.numpy
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 
+from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.validation import Limits
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import NAME, StructuredOutputsParams
 
@@ -43,12 +45,14 @@ class Constraint:
         GrammarError: the grammar is too complex to begin.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._size = -(-vocab_size // 32)
         self.words = self._mask()
 
     def _mask(self) -> np.ndarray:
+        import llguidance.numpy
+
         mask = np.zeros((1, self._size), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
         if self._matcher.is_error():
@@ -91,17 +95,19 @@ class Grammars:
     def __init__(self, tokenizer: Callable[[], str], vocab_size: int, ends: Iterable[int]) -> None:
         self._source = tokenizer
         self._ends = list(ends)
-        self._made: LLTokenizer | None = None
+        self._made: Any = None
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], Constraint | str] = OrderedDict()
         self._bytes = 0
 
-    def tokenizer(self) -> LLTokenizer:
+    def tokenizer(self) -> Any:
         """The vocabulary as llguidance's trie; for a large one it takes a second to make."""
+        import llguidance
+
         with self._lock:
             if self._made is None:
-                self._made = LLTokenizer(
+                self._made = llguidance.LLTokenizer(
                     self._source(), n_vocab=self._vocab_size, eos_token=self._ends
                 )
             return self._made
@@ -129,8 +135,10 @@ class Grammars:
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
         """The compiled form, or what is wrong with it."""
+        import llguidance
+
         try:
-            matcher = LLMatcher(self.tokenizer(), _source(params), log_level=0)
+            matcher = llguidance.LLMatcher(self.tokenizer(), _source(params), log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size)
@@ -148,6 +156,13 @@ class Grammars:
                 self._bytes -= len(text)
 
 
+def grammars_of(tokenizer: Tokenizer | None, limits: Limits) -> Grammars | None:
+    """None where there is no tokenizer, or nothing that ends a sequence."""
+    if tokenizer is None or not limits.eos_token_ids:
+        return None
+    return Grammars(tokenizer.backend.to_str, limits.vocab_size, limits.eos_token_ids)
+
+
 def _first_line(message: str) -> str:
     """The first line of a message and the one that says the reason, if it is another."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
@@ -157,6 +172,8 @@ def _first_line(message: str) -> str:
 
 def _source(params: StructuredOutputsParams) -> str:
     """The form in llguidance's language."""
+    from llguidance import LLMatcher
+
     if params.form in ("json", "json_object"):
         schema = params.text if params.form == "json" else {"type": "object"}
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})

@@ -36,6 +36,13 @@ class Live:
             ),
         )
 
+    @property
+    def hides_last(self) -> bool:
+        """Whether the newest token is a stop id: it ends the text before itself, unless that text
+        is asked for."""
+        sampling = self.sequence.request.sampling
+        return self.sequence.stop_token is not None and not sampling.include_stop_str_in_output
+
     def why_none(self) -> str:
         """Why no token could be drawn."""
         if self.sequence.request.sampling.asks & (Ask.ALLOWED | Ask.BANNED):

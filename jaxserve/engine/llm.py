@@ -18,7 +18,8 @@ from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
 
 Prompt = str | Listing[int] | Mapping[str, Any]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Listing
 from typing import Any
 
 from jaxserve.engine.delta import Delta
-from jaxserve.request import CompletionOutput, Logprob, Request, RequestOutput
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.request import Request
 from jaxserve.scheduling.scores import Scores
 
 

@@ -121,10 +121,6 @@ def make_request(
             f"got {sampling.min_tokens}",
             "min_tokens",
         )
-    seed = sampling.seed
-    if seed is None:
-        state = np.random.SeedSequence([limits.seed, number]).generate_state(2)
-        seed = int(state[0]) << 32 | int(state[1])
     stop_token_ids = _stop_token_ids(sampling, limits)
     bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
     _check_something_is_left(sampling, bad_words, stop_token_ids, limits.vocab_size)
@@ -132,7 +128,7 @@ def make_request(
         request_id=request_id,
         prompt_token_ids=ids,
         sampling=sampling,
-        seed=seed,
+        seed=_seed(sampling, limits, number),
         stop_token_ids=stop_token_ids,
         max_length=len(ids) + wanted,
         priority=exact_int(priority, "priority", -(2**31), 2**31 - 1),
@@ -150,6 +146,13 @@ def _checked_salt(cache_salt: Any) -> str:
             f"cache_salt must be at most {MAX_CACHE_SALT_CHARS} printable characters", "cache_salt"
         )
     return salt
+
+
+def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
+    if sampling.seed is not None:
+        return sampling.seed
+    state = np.random.SeedSequence([limits.seed, number]).generate_state(2)
+    return int(state[0]) << 32 | int(state[1])
 
 
 def _constraint(sampling: SamplingParams, constrain: Constrain | None) -> Any:

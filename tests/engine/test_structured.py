@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from jaxserve import LLM, InvalidRequest, SamplingParams
-from jaxserve.request import RequestOutput
+from jaxserve.outputs import RequestOutput
 from jaxserve.structured import StructuredOutputsParams
 from tests.engine.conftest import Canary
 from tests.structured.schemas import Schema, closed, listed, schemas
