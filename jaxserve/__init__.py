@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         Overloaded,
         UnsupportedModel,
     )
-    from jaxserve.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxserve.request import FinishReason, SamplingParams
+    from jaxserve.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -31,9 +33,11 @@ _HOMES = {
     "AsyncLLM": "jaxserve.engine.async_llm",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.request",
-    "RequestOutput": "jaxserve.request",
-    "CompletionOutput": "jaxserve.request",
+    "StructuredOutputsParams": "jaxserve.structured",
     "FinishReason": "jaxserve.request",
+    "RequestOutput": "jaxserve.outputs",
+    "CompletionOutput": "jaxserve.outputs",
+    "Logprob": "jaxserve.outputs",
     "JaxserveError": "jaxserve.errors",
     "InvalidRequest": "jaxserve.errors",
     "UnsupportedModel": "jaxserve.errors",
@@ -54,9 +58,11 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "JaxserveError",
+    "Logprob",
     "Overloaded",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModel",
 ]
 

@@ -26,7 +26,8 @@ from rich.markup import escape
 import jaxserve
 from jaxserve.config import EngineConfig, api_keys_from_environment, prepare_process
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import SamplingParams
 from jaxserve.server.plans import plan_models
 from jaxserve.server.settings import ServerConfig
 

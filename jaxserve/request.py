@@ -9,11 +9,14 @@ from __future__ import annotations
 import enum
 import math
 import operator
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.structured import StructuredOutputsParams
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -22,6 +25,18 @@ MAX_STOP_TOKEN_IDS = 32
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 100.0
 MAX_CACHE_SALT_CHARS = 128
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARS = 256
+# Once they are tokens: most sequences of two and more, and most tokens of each.
+MAX_BAD_WORDS_TOKENIZED = 256
+MAX_BAD_WORD_TOKENS = 16
 
 
 class FinishReason(enum.StrEnum):
@@ -33,21 +48,36 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-def exact_int(value: Any, name: str, low: int, high: int) -> int:
+class Ask(enum.IntFlag):
+    """What a request asks of the sampler beyond the settings that every row has."""
+
+    PENALTIES = 1
+    ALLOWED = 2
+    BANNED = 4
+    BIAS = 8
+    # These change logits, from data of the request that is kept on the device.
+    EDITS = PENALTIES | ALLOWED | BANNED | BIAS
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+    SCORES = LOGPROBS | PROMPT_LOGPROBS
+
+
+def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
     """`value` as an int if it is one exactly (numpy's too, bool never) and within [low, high].
 
     Raises:
-        InvalidRequest: naming `name` and the range.
+        InvalidRequest: naming `name` and the range; about `parameter`, or else `name`.
     """
+    parameter = parameter or name
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         kind = type(value).__name__
-        raise InvalidRequest(f"{name} must be an integer, got {kind}", name) from None
+        raise InvalidRequest(f"{name} must be an integer, got {kind}", parameter) from None
     if not low <= number <= high:
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {number}", name)
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {number}", parameter)
     return number
 
 
@@ -90,6 +120,22 @@ class SamplingParams:
         detokenize: whether outputs carry text.
         skip_special_tokens: whether special tokens are left out of the text.
         include_stop_str_in_output: whether a matched stop string stays in the text.
+        presence_penalty: taken from the logit of each generated token, -2 to 2.
+        frequency_penalty: the same, times how often it was generated, -2 to 2.
+        repetition_penalty: divides positive logits of tokens of the prompt and the output, and
+            multiplies negative ones; 0.01 to 100, 1 for none.
+        logit_bias: added to the logits of up to 300 tokens, -100 to 100 each.
+        allowed_token_ids: the only tokens that may be generated; None for all.
+        bad_words: strings that may not be generated: the token that would complete one is
+            excluded, at the start of a word and in the middle of a text.
+        logprobs: outputs carry the log-probability of each of their tokens, and of this many most
+            likely ones, 0 to 20; None for none. They are the model's own: no setting of the
+            sampler changes them.
+        prompt_logprobs: the same for the tokens of the prompt, but for the first.
+        structured_outputs: the form that the text must have.
+
+    Attributes:
+        asks: what of this costs extra work, as flags of `Ask` (all but PROMPT_LOGPROBS).
 
     Raises:
         InvalidRequest: on construction, naming the first bad field.
@@ -109,11 +155,59 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Listing[int] | None = None
+    bad_words: Listing[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    asks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        self._check_basics(put)
+        for name, low, high in (
+            ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        ):
+            value = finite_float(getattr(self, name), name)
+            if not low <= value <= high:
+                raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {value}", name)
+            put(name, value)
+        put("logit_bias", _logit_bias(self.logit_bias))
+        put("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
+        put("bad_words", _bad_words(self.bad_words))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, exact_int(getattr(self, name), name, 0, MAX_LOGPROBS))
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise InvalidRequest(
+                f"{STRUCTURED} must be StructuredOutputsParams, got {type(form).__name__}",
+                STRUCTURED,
+            )
+        put("asks", self._asks())
+
+    def _asks(self) -> int:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        uses = {
+            Ask.PENALTIES: penalties != (0.0, 0.0, 1.0),
+            Ask.ALLOWED: bool(self.bad_words)
+            or self.allowed_token_ids is not None
+            or self.structured_outputs is not None,
+            Ask.BANNED: bool(self.bad_words),
+            Ask.BIAS: bool(self.logit_bias),
+            Ask.LOGPROBS: self.logprobs is not None,
+        }
+        return int(sum(flag for flag, is_used in uses.items() if is_used))
+
+    def _check_basics(self, put: Callable[[str, Any], None]) -> None:
         put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
         put("temperature", _temperature(self.temperature))
         for name in ("top_p", "min_p"):
@@ -168,6 +262,61 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    name = "logit_bias"
+    if not isinstance(value, Mapping):
+        kind = type(value).__name__
+        raise InvalidRequest(f"{name} must map token ids to numbers, got {kind}", name)
+    if len(value) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"{name} takes at most {MAX_BIASED_TOKENS} tokens", name)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # JSON has no integer keys, so that OpenAI's clients send decimal strings.
+        decimal = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12
+        token = exact_int(int(key) if decimal else key, f"{name}: a token id", 0, 2**31 - 1, name)
+        number = finite_float(bias, name)
+        if abs(number) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"{name} must be from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got {number} "
+                f"for token {token}",
+                name,
+            )
+        if token in biases:
+            raise InvalidRequest(f"{name} names token {token} twice", name)
+        biases[token] = number
+    return biases
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    name = "allowed_token_ids"
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        raise InvalidRequest(f"{name} must be a list of token ids", name)
+    if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidRequest(f"{name} takes 1 to {MAX_ALLOWED_TOKEN_IDS} token ids", name)
+    return tuple(dict.fromkeys(exact_int(token, name, 0, 2**31 - 1) for token in value))
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    name = "bad_words"
+    if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
+        raise InvalidRequest(f"{name} must be a list of strings", name)
+    if len(value) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"{name} takes at most {MAX_BAD_WORDS} strings", name)
+    if not all(len(s) <= MAX_BAD_WORD_CHARS and s.strip() for s in value):
+        raise InvalidRequest(
+            f"each of {name} must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them "
+            "spaces",
+            name,
+        )
+    return tuple(dict.fromkeys(value))
+
+
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -192,6 +341,10 @@ class Request:
         priority: lower is served earlier under the priority policy.
         arrival_time: seconds, `time.monotonic`.
         cache_salt: requests share cached pages only with those of the same salt.
+        bad_words_token_ids: what `sampling.bad_words` are in tokens: never the last token of one
+            after those before it.
+        constraint: what `sampling.structured_outputs` lets through, at its start; each completion
+            has a copy. None for anything.
     """
 
     request_id: str
@@ -203,34 +356,5 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str = ""
-
-
-@dataclass
-class CompletionOutput:
-    """One completion of a prompt, as far as it has come."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class RequestOutput:
-    """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
-
-    `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
-    `error` is set when a completion ended with finish_reason "error".
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = False
-    num_cached_tokens: int = 0
-    error: str | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Any = None

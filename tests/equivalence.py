@@ -14,21 +14,30 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.validation import Limits
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.scores import Scores
 from jaxserve.weights import random_weights
-from tests.oracle import Answer, Oracle
+from tests.oracle import Answer, Oracle, Score
 from tests.workloads import Ask, adversarial_workload
 
 VOCAB = 61
@@ -62,6 +71,18 @@ class Got:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[Score] = field(default_factory=list)
+    prompt_logprobs: list[Score] = field(default_factory=list)
+    times_prompt: int = 0
+
+
+def number_tokenizer() -> Tokenizer:
+    """Every token is its number, with spaces between them."""
+    backend = Backend(WordLevel({str(token): token for token in range(VOCAB)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    with tempfile.TemporaryDirectory() as directory:
+        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+        return Tokenizer(directory, VOCAB)
 
 
 class Bench:
@@ -73,6 +94,7 @@ class Bench:
         self.oracle = Oracle(model_config, model)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
+        tokenizer = number_tokenizer()
         for page in (1, 4, 16):
             config = EngineConfig(
                 dtype="float64",
@@ -88,7 +110,7 @@ class Bench:
             runner = Runner(config, model_config, model)
             runner.warm_up()
             limits = Limits(VOCAB, MAX_LEN, (2,), seed=0)
-            self.loaded[page] = Loaded(config, runner, None, limits, SamplingParams())
+            self.loaded[page] = Loaded(config, runner, tokenizer, limits, SamplingParams())
 
     def answer(self, ask: Ask, index: int) -> Answer:
         sampling = ask.sampling
@@ -96,7 +118,10 @@ class Bench:
         seed = ((sampling.seed or 0) + index) % 2**64
         key = (tuple(ask.prompt), sampling, index)
         if key not in self._answers:
-            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops)
+            bad_words = [
+                [int(token) for token in word.split()] for word in sampling.bad_words or ()
+            ]
+            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops, bad_words)
         return self._answers[key]
 
 
@@ -155,25 +180,55 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
         assert one.finish_reason is None, "a completion ended twice"
         one.token_ids += delta.token_ids
         one.finish_reason = delta.finish_reason
+        one.logprobs += scores_of(delta.logprobs)
+        one.prompt_logprobs += scores_of(delta.prompt_logprobs)
+        one.times_prompt += delta.prompt_logprobs is not None
 
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
             if ask.at_step == step:
-                request = engine.request(
-                    str(number),
-                    ask.prompt,
-                    ask.sampling,
-                    number=number,
-                    priority=ask.priority,
-                    cache_salt=ask.salt,
-                )
-                engine.add(request, sink)
+                _start(engine, number, ask, sink, got[number])
             if ask.abort_at == step:
                 engine.abort(str(number))
         if step > 60 and not engine.has_work:
             return got
         engine.step()
     raise AssertionError(f"not done after {MAX_STEPS} steps")
+
+
+def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) -> None:
+    try:
+        request = engine.request(
+            str(number),
+            ask.prompt,
+            ask.sampling,
+            number=number,
+            priority=ask.priority,
+            cache_salt=ask.salt,
+        )
+    except InvalidRequest as error:
+        if "leave no token to draw" not in str(error):
+            raise
+        for one in got:
+            one.finish_reason = "error"
+        return
+    engine.add(request, sink)
+
+
+def scores_of(scores: Scores | None) -> list[Score]:
+    """One entry a token."""
+    columns = [] if scores is None else [part.tolist() for part in scores]
+    return [Score(*row) for row in zip(*columns, strict=True)]
+
+
+def same_scores(got: list[Score], want: list[Score]) -> bool:
+    """Equal but for the rounding of float64."""
+    return len(got) == len(want) and all(
+        (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        and np.allclose(one.logprob, other.logprob, rtol=0, atol=1e-9)
+        and np.allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-9)
+        for one, other in zip(got, want, strict=True)
+    )
 
 
 def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> None:
@@ -184,9 +239,18 @@ def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> N
             where = f"schedule {seed}, request {number}, completion {index}: {ask}"
             if one.finish_reason == "abort":
                 assert one.token_ids == want.token_ids[: len(one.token_ids)], where
+                assert same_scores(one.logprobs, want.logprobs[: len(one.logprobs)]), where
             else:
                 assert one.token_ids == want.token_ids, f"{where}\n got {one}\nwant {want}"
                 assert one.finish_reason == want.finish_reason, where
+                assert same_scores(one.logprobs, want.logprobs), f"{where}\n got {one}\nwant {want}"
+            # The prompt's come once, with the first token of the first completion.
+            asked = index == 0 and ask.sampling.prompt_logprobs is not None
+            assert one.times_prompt == (asked and bool(one.token_ids)), where
+            if one.times_prompt:
+                assert same_scores(one.prompt_logprobs, want.prompt_logprobs), where
+            if ask.sampling.logprobs is not None:
+                assert len(one.logprobs) == len(one.token_ids), where
 
 
 def main() -> int:

@@ -7,8 +7,9 @@ All in float64, so that a token that differs is a defect and not a rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,16 @@ from jaxserve.models.rope import rope_frequencies
 from jaxserve.request import SamplingParams
 
 Array = np.ndarray
+Words = Listing[Listing[int]]
+
+
+class Score(NamedTuple):
+    """A token's log-probability and rank, and the most likely tokens with theirs."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,8 @@ class Answer:
 
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[Score]
+    prompt_logprobs: list[Score]
 
 
 class Oracle:
@@ -85,26 +98,89 @@ class Oracle:
         return np.einsum("tkgh,kghd->td", mixed, layer["attention.out"])
 
     def answer(
-        self, prompt: list[int], sampling: SamplingParams, seed: int, stops: tuple[int, ...]
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        stops: tuple[int, ...],
+        bad_words: Words = (),
     ) -> Answer:
         """The completion of one prompt, alone; max_tokens must be given."""
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
+        prompt_scores = self._scores(tokens, 1, sampling.prompt_logprobs)
+
+        def answer(finish_reason: str) -> Answer:
+            scores = self._scores(tokens, len(prompt), sampling.logprobs)
+            return Answer(list(tokens[len(prompt) :]), finish_reason, scores, prompt_scores)
+
         for index in range(sampling.max_tokens):
-            logits = self.logits(tokens).copy()
-            if index < sampling.min_tokens:
-                logits[list(stops)] = -np.inf
+            excluded = stops if index < sampling.min_tokens else ()
+            output = tokens[len(prompt) :]
+            logits = edited_logits(
+                self.logits(tokens), sampling, prompt, output, excluded, bad_words
+            )
+            if np.all(logits == -np.inf):
+                return answer("error")
             token = choose(logits, sampling, seed, len(tokens))
             tokens += (token,)
             if token in stops:
-                return Answer(list(tokens[len(prompt) :]), "stop")
-        return Answer(list(tokens[len(prompt) :]), "length")
+                return answer("stop")
+        return answer("length")
+
+    def _scores(self, tokens: tuple[int, ...], first: int, width: int | None) -> list[Score]:
+        if width is None:
+            return []
+        return [
+            score(self.logits(tokens[:at]), tokens[at], width) for at in range(first, len(tokens))
+        ]
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     half = x.shape[-1] // 2
     one, two = x[..., :half], x[..., half:]
     return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+
+def edited_logits(
+    logits: Array,
+    sampling: SamplingParams,
+    prompt: Listing[int],
+    output: Listing[int],
+    excluded: Listing[int] = (),
+    bad_words: Words = (),
+) -> Array:
+    """float64[V]: logits as the request wants them, token by token."""
+    logits = logits.copy()
+    output = list(output)
+    for token in range(len(logits)):
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            logits[token] = -np.inf
+    for *before, last in bad_words:
+        if not before or output[-len(before) :] == before:
+            logits[last] = -np.inf
+    logits[list(excluded)] = -np.inf
+    for token, bias in (sampling.logit_bias or {}).items():
+        logits[token] += np.float32(bias)
+    repetition, frequency, presence = (
+        float(np.float32(getattr(sampling, f"{name}_penalty")))
+        for name in ("repetition", "frequency", "presence")
+    )
+    for token in set(prompt) | set(output):
+        positive = logits[token] > 0
+        logits[token] = logits[token] / repetition if positive else logits[token] * repetition
+    for token in set(output):
+        logits[token] -= frequency * output.count(token) + presence
+    return logits
+
+
+def score(logits: Array, token: int, width: int) -> Score:
+    """A token under the softmax of logits, by sorting."""
+    logprobs = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    order = np.argsort(-logits, kind="stable")[:width]
+    rank = 1 + int((logits > logits[token]).sum())
+    return Score(float(logprobs[token]), rank, order.tolist(), logprobs[order].tolist())
 
 
 def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:

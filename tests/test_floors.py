@@ -19,7 +19,9 @@ PACKAGES = ("jaxserve", "pallas_kernels")
 FLOORS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
+    "jaxserve.structured": 1,
     "jaxserve.request": 1,
+    "jaxserve.outputs": 1,
     "jaxserve.config": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
@@ -31,9 +33,12 @@ FLOORS = {
     "jaxserve.cli": 7,
     "jaxserve.__main__": 8,
 }
-BASE = ("jaxserve.errors", "jaxserve.request", "jaxserve.config", "jaxserve")
+BASE = (
+    *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
+    *("jaxserve.config", "jaxserve"),
+)
 # All that crosses from the host half to the device half.
-SEAM = ("jaxserve.scheduling.plan", "jaxserve.scheduling.slot_table")
+SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "scores", "slot_table"))
 # Which modules may import a library. The prefix of a package stands for all of its modules.
 HOMES = {
     "jax": (
@@ -48,6 +53,7 @@ HOMES = {
     "httpx2": ("jaxserve.server",),
     "transformers": ("jaxserve.engine.text",),
     "tokenizers": ("jaxserve.engine.text",),
+    "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
     "torch": (),
 }
@@ -57,7 +63,9 @@ ONLY = {
     "pallas_kernels": {"jax", "jaxlib", "numpy"},
     "jaxserve.scheduling": {"numpy"},
     "jaxserve.errors": set(),
+    "jaxserve.structured": set(),
     "jaxserve.request": set(),
+    "jaxserve.outputs": set(),
     "jaxserve.config": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.request import SamplingParams
 
@@ -38,8 +39,27 @@ def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int)
     ]
 
 
+def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Any mix of settings that change logits: mostly none, and often hard on few tokens."""
+    few = [rng.randrange(vocab) for _ in range(rng.choice([2, 3, 20]))]
+    choices: dict[str, list[Any]] = {
+        "presence_penalty": [0.0, 2.0, -1.5, 0.3],
+        "frequency_penalty": [0.0, 2.0, -2.0, 0.7],
+        "repetition_penalty": [1.0, 1.3, 0.6, 5.0],
+        "logit_bias": [None, {few[0]: 5.0, few[1]: -100.0}, dict.fromkeys(few, 1.5)],
+        "allowed_token_ids": [None, few],
+        "bad_words": [None, [f"{few[0]}"], [f"{few[0]} {few[0]}", f"{few[1]} {few[0]} {few[0]}"]],
+    }
+    if rng.random() < 0.4:
+        return {}
+    return {
+        name: rng.choice(values) if rng.random() < 0.4 else values[0]
+        for name, values in choices.items()
+    }
+
+
 def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
-    """Any mix of the basic settings."""
+    """Any mix of settings. Bad words are token ids with spaces between them."""
     max_tokens = rng.randrange(1, longest + 1)
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 2]),
@@ -51,6 +71,10 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         max_tokens=max_tokens,
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
         stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
+        detokenize=False,
+        logprobs=rng.choice([None, None, None, 0, 1, 5, 20]),
+        prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
+        **random_edits(rng, vocab),
     )
 
 

@@ -11,12 +11,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.llm import Prompt, prompt_parts
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
 
 
 class AsyncLLM:
@@ -59,6 +61,7 @@ class AsyncLLM:
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
         prompt_token_ids = request.prompt_token_ids.tolist()
+        logprobs = LogprobReader(request, self.get_tokenizer())
         stream = self.open([request])
         self._internal[name] = request.request_id
         try:
@@ -66,7 +69,8 @@ class AsyncLLM:
             while not finished:
                 deltas = await stream.take()
                 finished = stream.is_finished
-                yield _merged(RequestOutput(name, text, prompt_token_ids), deltas, finished)
+                output = RequestOutput(name, text, prompt_token_ids, finished=finished)
+                yield _merged(output, deltas, logprobs)
         finally:
             del self._internal[name]
             stream.close()
@@ -138,18 +142,18 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
 
-def _merged(output: RequestOutput, deltas: list[Delta], finished: bool) -> RequestOutput:
+def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
     """Deltas of one request as one output with an entry for each completion they touch."""
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         one = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
         one.text += delta.text
         one.token_ids += delta.token_ids
+        logprobs.add(output, one, delta)
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is not None:
             one.finish_reason = str(delta.finish_reason)
             one.stop_reason = delta.stop_reason
             output.error = delta.error or output.error
     output.outputs = list(completions.values())
-    output.finished = finished
     return output

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.request import FinishReason
+from jaxserve.scheduling.scores import Scores
 
 
 @dataclass
 class Delta:
-    """What is new about one completion of a request."""
+    """What is new about one completion of a request.
+
+    Where they are asked for, `logprobs` has a row for each of `token_ids`, and `prompt_logprobs`
+    one for each prompt token but the first, once: with the first token of completion 0.
+    """
 
     request_id: str
     index: int
@@ -20,6 +25,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    logprobs: Scores | None = None
+    prompt_logprobs: Scores | None = None
 
 
 Sink = Callable[[Delta], None]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.grammars import GrammarError, grammars_of
+from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text import Detokenizer
@@ -21,6 +23,7 @@ from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler, StepResult
+from jaxserve.scheduling.scores import PromptScores, Scores, StepScores
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -28,15 +31,6 @@ _log = logging.getLogger(__name__)
 MAX_STEP_FAILURES = 3
 
 MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
-
-
-@dataclass(eq=False)
-class _Live:
-    """A sequence being served and where its output goes."""
-
-    sequence: Sequence
-    sink: Sink
-    detokenizer: Detokenizer | None
 
 
 def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
@@ -75,14 +69,15 @@ class Engine:
         self.limits = loaded.limits
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
+        self.grammars = grammars_of(loaded.tokenizer, loaded.limits)
         assert self.config.max_num_seqs and self.config.max_model_len
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = SlotTable(
             self.config.max_num_seqs, self.config.max_model_len, self.config.block_size
         )
         self.scheduler = scheduler(self.config, self.pool, self.slots)
-        self._live: dict[Sequence, _Live] = {}
-        self._by_request: dict[str, list[_Live]] = {}
+        self._live: dict[Sequence, Live] = {}
+        self._by_request: dict[str, list[Live]] = {}
         self._in_flight: InFlight | None = None
         self._suspects: set[Sequence] = set()
         self._isolating = False
@@ -123,6 +118,8 @@ class Engine:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            encode=None if self.tokenizer is None else self.tokenizer.encode_word,
+            constrain=None if self.grammars is None else self.grammars.compile,
         )
 
     def add(self, request: Request, sink: Sink) -> None:
@@ -141,8 +138,12 @@ class Engine:
                 token_ids=request.prompt_token_ids,
                 index=index,
                 seed=(request.seed + index) % 2**64,
+                constraint=None if request.constraint is None else request.constraint.copy(),
             )
-            lives.append(_Live(sequence, sink, self._detokenizer(request)))
+            width = request.sampling.prompt_logprobs
+            if width is not None and index == 0:
+                sequence.prompt_scores = PromptScores(sequence.num_prompt, width)
+            lives.append(Live(sequence, sink, self._detokenizer(request)))
         for live in lives:
             self.scheduler.add(live.sequence)
             self._live[live.sequence] = live
@@ -235,56 +236,73 @@ class Engine:
 
     def _commit(self, step: InFlight) -> None:
         try:
-            token_ids, ok = self.runner.read(step)
+            token_ids, ok, scores = self.runner.read(step)
             self._check_outputs(step.plan, token_ids, ok)
         except Exception as error:
             self._recover(error)
             return
         if self._suspects:
             self._clear_suspects(step.plan)
+        if scores is not None:
+            self._keep_prompt_scores(step.plan, scores)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
-        self._deliver(result)
+        self._deliver(result, scores)
+
+    def _keep_prompt_scores(self, plan: StepPlan, scores: StepScores) -> None:
+        """Hand each prompt the scores of its chunk, before its sequence may lose its slot."""
+        live = self.slots.generation[plan.slots] == plan.generations
+        wanted = live & self.slots.is_scored(plan.slots, plan.starts)
+        for row in np.flatnonzero(wanted).tolist():
+            sequence = self.slots.sequences[plan.slots[row]]
+            prompt = sequence.prompt_scores
+            start, first = int(plan.starts[row]), int(scores.ends[row] - plan.num_tokens[row])
+            last = min(int(scores.ends[row]), first + sequence.num_prompt - 1 - start)
+            prompt.put(start, scores.scores.part(slice(first, last), prompt.width))
 
     def _check_outputs(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> None:
         if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self.limits.vocab_size:
             raise RuntimeError("a step drew a token outside the vocabulary")
 
-    def _deliver(self, result: StepResult) -> None:
+    def _deliver(self, result: StepResult, scores: StepScores | None) -> None:
         self._generation_tokens += len(result.token_ids)
         ended = set(result.finished)
-        for sequence, token in zip(result.sequences, result.token_ids, strict=True):
+        logprobs = (
+            [None] * len(result.sequences) if scores is None else scores.of_draws(result.drawn)
+        )
+        drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
+        for sequence, token, logprob in drawn:
             live = self._live.get(sequence)
             if live is None:
                 continue
             try:
-                self._deliver_token(live, token, sequence in ended)
+                self._deliver_token(live, token, logprob, sequence in ended)
+            except GrammarError as error:
+                self._end(live, FinishReason.ERROR, error=f"structured_outputs: {error}")
             except Exception as error:  # of the text library: this request's loss alone
                 _log.exception("detokenization failed")
                 self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)
-            if live is not None:  # it ended without a token: its logits were not finite
-                self._end(live, FinishReason.ERROR, error="the model's logits were not finite")
+            if live is not None:  # it ended without a token
+                self._end(live, FinishReason.ERROR, error=live.why_none())
 
-    def _deliver_token(self, live: _Live, token: int, ended: bool) -> None:
+    def _deliver_token(self, live: Live, token: int, logprob: Scores | None, ended: bool) -> None:
         sequence, text = live.sequence, live.detokenizer
-        stopped = False
-        # The token of a stop id ends the text before itself, unless that text is asked for.
-        hidden = (
-            sequence.stop_token is not None
-            and not sequence.request.sampling.include_stop_str_in_output
-        )
-        if text is not None and not hidden:
+        stopped = complete = False
+        if sequence.constraint is not None and not ended:
+            complete = sequence.constraint.advance(token)
+            self.slots.needs_mask[sequence.slot] = True
+        if text is not None and not live.hides_last:
             stopped = text.add(token)
-        if stopped and not ended:
+        if (stopped or complete) and not ended:
             self.scheduler.finish(sequence, FinishReason.STOP)
-        if not (stopped or ended):
-            self._send(live, self._delta(live, [token]))
+        if not (stopped or complete or ended):
+            self._send(live, live.delta([token], logprob))
             return
         if text is not None:
             text.finish()
-        delta = self._delta(live, [token])
+        delta = live.delta([token], logprob)
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop
@@ -293,13 +311,7 @@ class Engine:
         self._forget(live)
         self._send(live, delta)
 
-    def _delta(self, live: _Live, token_ids: list[int]) -> Delta:
-        sequence, text = live.sequence, live.detokenizer
-        piece = "" if text is None else text.take()
-        cached = max(sequence.num_cached, 0)
-        return Delta(sequence.request.request_id, sequence.index, piece, token_ids, cached)
-
-    def _send(self, live: _Live, delta: Delta) -> None:
+    def _send(self, live: Live, delta: Delta) -> None:
         try:
             live.sink(delta)
         except Exception:
@@ -308,15 +320,15 @@ class Engine:
             if delta.finish_reason is None:
                 self._end(live, FinishReason.ABORT)
 
-    def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence for a reason that no token brought."""
         self.scheduler.finish(live.sequence, reason)
-        delta = self._delta(live, [])
+        delta = live.delta([])
         delta.finish_reason, delta.error = reason, error
         self._forget(live)
         self._send(live, delta)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Live) -> None:
         del self._live[live.sequence]
         self._suspects.discard(live.sequence)
         request_id = live.sequence.request.request_id

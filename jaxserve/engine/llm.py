@@ -14,10 +14,12 @@ from tqdm.auto import tqdm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.request import Request, SamplingParams
 
 Prompt = str | Listing[int] | Mapping[str, Any]
 
@@ -119,6 +121,8 @@ class LLM:
             )
             for request, text in zip(requests, texts, strict=True)
         }
+        tokenizer = self._thread.engine.tokenizer
+        readers = {r.request_id: LogprobReader(r, tokenizer) for r in requests}
         inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         unfinished = sum(request.sampling.n for request in requests)
         progress = _Progress(len(requests), use_tqdm)
@@ -128,7 +132,7 @@ class LLM:
             while unfinished:
                 delta = self._next(inbox)
                 output = outputs[delta.request_id]
-                unfinished -= _apply(output, delta)
+                unfinished -= _apply(output, delta, readers[delta.request_id])
                 progress.update(output, delta)
         except BaseException:
             for request in requests:
@@ -202,11 +206,12 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
     return list(value)
 
 
-def _apply(output: RequestOutput, delta: Delta) -> int:
+def _apply(output: RequestOutput, delta: Delta, logprobs: LogprobReader) -> int:
     """Add a delta to an output; 1 if it ended a completion."""
     completion = output.outputs[delta.index]
     completion.text += delta.text
     completion.token_ids += delta.token_ids
+    logprobs.add(output, completion, delta)
     output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
     if delta.finish_reason is None:
         return 0

@@ -69,6 +69,10 @@ class Tokenizer:
             raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, with nothing before or after it."""
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,19 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS_TOKENIZED,
     MAX_CACHE_SALT_CHARS,
     MAX_STOP_TOKEN_IDS,
     Request,
     SamplingParams,
     exact_int,
 )
+from jaxserve.structured import NAME as STRUCTURED
+from jaxserve.structured import StructuredOutputsParams
+
+Encode = Callable[[str], list[int]]
+Constrain = Callable[[StructuredOutputsParams], Any]
 
 
 @dataclass(frozen=True)
@@ -80,10 +88,14 @@ def make_request(
     number: int,
     priority: int = 0,
     cache_salt: str | None = None,
+    encode: Encode | None = None,
+    constrain: Constrain | None = None,
 ) -> Request:
     """Check everything about a request and settle what it left open.
 
     Args:
+        encode: text to token ids; bad_words need it.
+        constrain: compiles structured_outputs.
         number: the request's place in the order of arrival; its seed follows from it and the
             engine's, where it brings none.
 
@@ -101,11 +113,6 @@ def make_request(
             f"max_model_len ({limits.max_model_len})",
             "prompt",
         )
-    salt = "" if cache_salt is None else cache_salt
-    if not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT_CHARS or not salt.isprintable():
-        raise InvalidRequest(
-            f"cache_salt must be at most {MAX_CACHE_SALT_CHARS} printable characters", "cache_salt"
-        )
     room = limits.max_model_len - len(ids)
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     if sampling.min_tokens > wanted:
@@ -114,21 +121,111 @@ def make_request(
             f"got {sampling.min_tokens}",
             "min_tokens",
         )
-    seed = sampling.seed
-    if seed is None:
-        state = np.random.SeedSequence([limits.seed, number]).generate_state(2)
-        seed = int(state[0]) << 32 | int(state[1])
+    stop_token_ids = _stop_token_ids(sampling, limits)
+    bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
+    _check_something_is_left(sampling, bad_words, stop_token_ids, limits.vocab_size)
     return Request(
         request_id=request_id,
         prompt_token_ids=ids,
         sampling=sampling,
-        seed=seed,
-        stop_token_ids=_stop_token_ids(sampling, limits),
+        seed=_seed(sampling, limits, number),
+        stop_token_ids=stop_token_ids,
         max_length=len(ids) + wanted,
         priority=exact_int(priority, "priority", -(2**31), 2**31 - 1),
         arrival_time=time.monotonic(),
-        cache_salt=salt,
+        cache_salt=_checked_salt(cache_salt),
+        bad_words_token_ids=bad_words,
+        constraint=_constraint(sampling, constrain),
     )
+
+
+def _checked_salt(cache_salt: Any) -> str:
+    salt = "" if cache_salt is None else cache_salt
+    if not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT_CHARS or not salt.isprintable():
+        raise InvalidRequest(
+            f"cache_salt must be at most {MAX_CACHE_SALT_CHARS} printable characters", "cache_salt"
+        )
+    return salt
+
+
+def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
+    if sampling.seed is not None:
+        return sampling.seed
+    state = np.random.SeedSequence([limits.seed, number]).generate_state(2)
+    return int(state[0]) << 32 | int(state[1])
+
+
+def _constraint(sampling: SamplingParams, constrain: Constrain | None) -> Any:
+    form = sampling.structured_outputs
+    if form is None:
+        return None
+    if constrain is None:
+        raise InvalidRequest(f"this engine has no tokenizer, which {STRUCTURED} needs", STRUCTURED)
+    return constrain(form)
+
+
+def bad_words_token_ids(
+    words: Listing[str], encode: Encode | None, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each word in tokens, as it is written at the start of a text and after a space.
+
+    Raises:
+        InvalidRequest: there is no tokenizer, or it makes too many or too long sequences.
+    """
+    name = "bad_words"
+    if not words:
+        return ()
+    if encode is None:
+        raise InvalidRequest(f"this engine has no tokenizer, which {name} need", name)
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = tuple(encode(word.lstrip()))
+        spaced = tuple(encode(f" {word.lstrip()}"))
+        # Where the space is a token before the word's own, those exclude it already.
+        several = (plain,) if spaced[-len(plain) :] == plain else (plain, spaced)
+        for ids in several:
+            if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"{name}: {word!r} is {len(ids)} tokens; each may be 1 to "
+                    f"{MAX_BAD_WORD_TOKENS}",
+                    name,
+                )
+            if max(ids) >= vocab_size:
+                raise InvalidRequest(f"{name}: {word!r} holds a token beyond the model's", name)
+            found[ids] = None
+    several = sum(len(ids) > 1 for ids in found)
+    if several > MAX_BAD_WORDS_TOKENIZED:
+        raise InvalidRequest(
+            f"{name} make {several} sequences of several tokens; at most "
+            f"{MAX_BAD_WORDS_TOKENIZED} are allowed (a word may make two)",
+            name,
+        )
+    return tuple(found)
+
+
+def _check_something_is_left(
+    sampling: SamplingParams,
+    bad_words: tuple[tuple[int, ...], ...],
+    stop_token_ids: tuple[int, ...],
+    vocab_size: int,
+) -> None:
+    """Ids within the logits, and among them at least one that may be drawn as the first token."""
+    for token in sampling.logit_bias or ():
+        exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
+    allowed = sampling.allowed_token_ids
+    if allowed is not None:
+        exact_int(max(allowed), "allowed_token_ids", 0, vocab_size - 1)
+    excluded = {word[0] for word in bad_words if len(word) == 1}
+    if sampling.min_tokens > 0:
+        excluded.update(stop_token_ids)
+    left = vocab_size - len(excluded) if allowed is None else len(set(allowed) - excluded)
+    if left <= 0:
+        name = "bad_words" if allowed is None else "allowed_token_ids"
+        raise InvalidRequest(
+            f"{name} leave no token to draw"
+            + (" (min_tokens excludes those that end it)" if sampling.min_tokens else ""),
+            name,
+        )
 
 
 def _stop_token_ids(sampling: SamplingParams, limits: Limits) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket
+from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
@@ -39,6 +40,9 @@ class StepBatch:
     seed: Array  # u32[R, 2], the words of a threefry key
     min_length: Array  # i32[R], position from which stop tokens may be drawn
     stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
+    penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
+    asks: Array  # i32[R], flags of `Ask`; neutral 0
+    targets: Array  # i32[T], the prompt's next token, where it is to be scored; else NO_TOKEN
 
 
 jax.tree_util.register_dataclass(
@@ -76,6 +80,10 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
     where = positions[:num_tokens]
     known = where < slots.num_known[owner]
     tokens[:num_tokens] = np.where(known, slots.tokens[owner, where], NO_TOKEN)
+    asks = slots.asks.take(padded)
+    targets = np.full(bucket.num_tokens, NO_TOKEN, np.int32)
+    if not bucket.decode_only and (asks & Ask.PROMPT_LOGPROBS).any():
+        targets[:num_tokens] = _prompt_targets(slots, owner, where)
     sample_slots = np.full(bucket.num_rows, slots.num_slots, np.int32)
     sample_slots[:num_rows][plan.samples] = plan.slots[plan.samples]
     return StepBatch(
@@ -95,4 +103,13 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
         seed=slots.seed.take(padded, axis=0),
         min_length=slots.min_length.take(padded),
         stop_token_ids=slots.stop_token_ids.take(padded, axis=0),
+        penalties=slots.penalties.take(padded, axis=0),
+        asks=asks,
+        targets=targets,
     )
+
+
+def _prompt_targets(slots: SlotTable, owner: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """i32[tokens]: the prompt token after each, where its request wants it scored."""
+    following = np.minimum(where + 1, slots.max_model_len - 1)
+    return np.where(slots.is_scored(owner, where), slots.tokens[owner, following], NO_TOKEN)

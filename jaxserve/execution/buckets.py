@@ -92,10 +92,15 @@ class BucketSet:
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def pick(self, plan: StepPlan, greedy: bool = False) -> Bucket:
-        """The smallest bucket that holds the plan; `greedy` says that none of its rows draws."""
+    def pick(self, plan: StepPlan, greedy: bool = False, mixed: bool = False) -> Bucket:
+        """The smallest bucket that holds the plan.
+
+        Args:
+            greedy: none of its rows draws, or asks for anything.
+            mixed: it needs what a decode step lacks, whatever the lengths of its rows.
+        """
         rows, tokens = len(plan), plan.total_tokens
-        if tokens == rows:
+        if tokens == rows and not mixed:
             sizes = self._greedy if greedy else self._decode
             return sizes[int(self._decode_sizes.searchsorted(rows))]
         return self._mixed[int(self._token_sizes.searchsorted(tokens))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,20 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.sampler_state import (
+    allowed_words,
+    load_slot,
+    null_load,
+    set_allowed,
+    slot_loads,
+)
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
 from jaxserve.execution.step import model_step
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scores import Scores, StepScores
 from jaxserve.scheduling.slot_table import SlotTable
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -38,6 +47,7 @@ class InFlight:
     plan: StepPlan
     output: StepOutput
     bucket: Bucket
+    num_logprobs: np.ndarray | None  # i32[R], alternatives asked for; None if none is
 
 
 class Runner:
@@ -85,6 +95,9 @@ class Runner:
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
         self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
         self._steps: dict[Bucket, Any] = {}
+        self._load_slot: Any = None
+        # How many slots' masks each program replaces.
+        self._set_allowed: dict[int, Any] = dict.fromkeys(sorted({1, 8, config.max_num_seqs}))
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self.num_pages = self._size_cache()
         self._state: DeviceState | None = None
@@ -107,7 +120,8 @@ class Runner:
             largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
             temporary = self._compile(largest, num_pages=64).memory_analysis().temp_size_in_bytes
             share = config.gpu_memory_utilization * stats["bytes_limit"]
-            pages = int(share - stats["bytes_in_use"] - temporary) // self.page_bytes
+            sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in self._sampler_leaves())
+            pages = int(share - stats["bytes_in_use"] - temporary - sampler) // self.page_bytes
         if pages < 2:
             raise InvalidRequest(
                 f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
@@ -130,6 +144,10 @@ class Runner:
             )
         )
 
+    def _sampler_leaves(self) -> list[Any]:
+        """Shapes of what the sampler keeps on the device."""
+        return jax.tree.leaves(self._shapes(num_pages=2).sampler)
+
     def _compile(self, bucket: Bucket, num_pages: int) -> Any:
         step = partial(
             model_step,
@@ -144,6 +162,17 @@ class Runner:
             self._leaves, self._shapes(num_pages), self._null_batch(bucket)
         ).compile()
 
+    def _compile_load(self) -> Any:
+        load = null_load(self._null_slots, self.vocab_size)
+        shapes = self._shapes(num_pages=2).sampler
+        return jax.jit(load_slot, donate_argnums=0).lower(shapes, load).compile()
+
+    def _compile_set_allowed(self, count: int) -> Any:
+        shapes = self._shapes(num_pages=2).sampler
+        words = jax.ShapeDtypeStruct((count, shapes.allowed.shape[1]), np.uint32)
+        slots = jax.ShapeDtypeStruct((count,), np.int32)
+        return jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words).compile()
+
     def _null_batch(self, bucket: Bucket) -> StepBatch:
         """A batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
@@ -157,12 +186,16 @@ class Runner:
         pool = ThreadPoolExecutor(_COMPILE_THREADS)
         try:
             compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
+            load = pool.submit(self._compile_load)
+            masks = pool.map(self._compile_set_allowed, self._set_allowed)
             for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
                 self._steps[bucket] = step
                 needed = step.memory_analysis().temp_size_in_bytes
                 self.temporary_bytes = max(self.temporary_bytes, needed)
                 if on_progress is not None:
                     on_progress("compile", done, len(buckets))
+            self._load_slot = load.result()
+            self._set_allowed = dict(zip(self._set_allowed, masks, strict=True))
         finally:
             # An interrupt must not wait for the programs that have not been started.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -173,6 +206,9 @@ class Runner:
             batch = self._null_batch(bucket)
             self._state, output = self._steps[bucket](self._leaves, self._state, batch)
             np.asarray(output.token_ids)
+        load = null_load(self._null_slots, self.vocab_size)
+        assert self._state is not None
+        self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
         self.stages["warm_up"] = time.perf_counter() - started
 
     def reset(self) -> None:
@@ -189,23 +225,62 @@ class Runner:
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
-        bucket = self.buckets.pick(plan, is_greedy(plan, slots))
+        any_asks = int(np.bitwise_or.reduce(slots.asks[plan.slots]))
+        # Only steps with rows of several tokens have a program that scores prompts.
+        scores_prompt = bool(any_asks & Ask.PROMPT_LOGPROBS) and bool(
+            slots.is_scored(plan.slots, plan.starts).any()
+        )
+        greedy = not any_asks and is_greedy(plan, slots)
+        bucket = self.buckets.pick(plan, greedy, scores_prompt)
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
+        if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
+            state = self._load(state, plan, slots)
+        if slots.num_guided:
+            state = self._guide(state, plan, slots)
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
-        return InFlight(plan, output, bucket)
+        if not any_asks & Ask.SCORES:
+            return InFlight(plan, output, bucket, None)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.scores)
+        return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots])
 
-    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows.
+    def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+        """Write what the sampler must know of the requests that are new in this step."""
+        sampler = state.sampler
+        for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
+            for load in slot_loads(slots, slot, self.vocab_size):
+                sampler = self._load_slot(sampler, load)
+            slots.needs_load[slot] = slots.needs_mask[slot] = False
+        return replace(state, sampler=sampler)
+
+    def _guide(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+        """Tell the device what guided rows may draw, where that has changed."""
+        changed = plan.slots[slots.needs_mask[plan.slots]]
+        if not len(changed):
+            return state
+        size = next(size for size in self._set_allowed if size >= len(changed))
+        rows = np.full(size, slots.num_slots, np.int32)
+        rows[: len(changed)] = changed
+        words = np.zeros((size, state.sampler.allowed.shape[1]), np.uint32)
+        for row, slot in enumerate(changed.tolist()):
+            words[row] = allowed_words(slots, slot, self.vocab_size)
+        slots.needs_mask[changed] = False
+        return replace(state, sampler=self._set_allowed[size](state.sampler, rows, words))
+
+    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepScores | None]:
+        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
 
         Raises whatever the device reported; the state is lost then (see `reset`).
         """
         num_rows = len(step.plan)
         token_ids = np.asarray(step.output.token_ids)[:num_rows]
         ok = np.asarray(step.output.ok)[:num_rows]
-        return token_ids, ok
+        if step.num_logprobs is None or step.output.scores is None:
+            return token_ids, ok, None
+        scores = Scores(*(np.asarray(leaf) for leaf in step.output.scores))
+        return token_ids, ok, StepScores(step.num_logprobs, np.cumsum(step.plan.num_tokens), scores)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
@@ -214,3 +289,5 @@ class Runner:
         self._state = None
         self._leaves = []
         self._steps = {}
+        self._load_slot = None
+        self._set_allowed = {}

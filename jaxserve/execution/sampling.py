@@ -14,20 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.execution.logit_edits import edited
+from jaxserve.execution.sampler_state import SamplerState
+from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 Array = Any
 
-_LANES = 128
+LANES = 128
 
 
-def _in_groups(x: Array, fill: float) -> Array:
+def in_groups(x: Array, fill: float) -> Array:
     """[R, V] as [R, V / 128, 128], padded with `fill`."""
-    pad = -x.shape[1] % _LANES
+    pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
-    return x.reshape(x.shape[0], -1, _LANES)
+    return x.reshape(x.shape[0], -1, LANES)
 
 
 def argmax(logits: Array) -> Array:
@@ -36,10 +39,10 @@ def argmax(logits: Array) -> Array:
     XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
     searched among group maxima and then within one group.
     """
-    groups = _in_groups(logits, -jnp.inf)
+    groups = in_groups(logits, -jnp.inf)
     group = jnp.argmax(groups.max(axis=-1), axis=-1)
     lane = jnp.argmax(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], axis=-1)
-    return (group * _LANES + lane).astype(jnp.int32)
+    return (group * LANES + lane).astype(jnp.int32)
 
 
 def _ordered_bits(x: Array) -> Array:
@@ -89,7 +92,7 @@ def _draw(probs: Array, uniform: Array) -> Array:
 
     Inverse transform sampling with one number a row, in two levels of sums.
     """
-    groups = _in_groups(probs, 0.0)
+    groups = in_groups(probs, 0.0)
     ends = jnp.cumsum(groups.sum(axis=-1), axis=-1)
     # Below the total even if the product rounds up to it: past it there is no token to draw.
     target = jnp.minimum(uniform * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.zeros_like(uniform)))
@@ -98,10 +101,10 @@ def _draw(probs: Array, uniform: Array) -> Array:
     inside = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
     passed = jnp.cumsum(inside, axis=-1) <= (target - before)[:, None]
     # Rounding may leave the target at the group's end: then its last possible token is drawn.
-    lanes = jnp.arange(_LANES)
+    lanes = jnp.arange(LANES)
     last_possible = jnp.where(inside > 0, lanes, 0).max(axis=-1)
     lane = jnp.minimum(passed.sum(axis=-1), last_possible)
-    return (group * _LANES + lane).astype(jnp.int32)
+    return (group * LANES + lane).astype(jnp.int32)
 
 
 def _uniform(seed: Array, position: Array) -> Array:
@@ -139,14 +142,6 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
     return jnp.where(warm, _draw(probs, uniform), greedy)
 
 
-def _without_stops(logits: Array, batch: Any) -> Array:
-    """Rows that may not end yet lose their stop tokens."""
-    early = (batch.kv_len < batch.min_length)[:, None] & (batch.stop_token_ids >= 0)
-    columns = jnp.where(early, batch.stop_token_ids, logits.shape[1])
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
-
-
 def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
     """Whether every row of a step takes its most likely token, with no stop token to avoid."""
     rows = plan.slots
@@ -155,29 +150,36 @@ def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
     return not (plan.starts + plan.num_tokens < slots.min_length[rows]).any()
 
 
-def sample(logits: Array, batch: Any, greedy_only: bool = False) -> tuple[Array, Array]:
+def sample(
+    logits: Array, batch: Any, state: SamplerState, greedy_only: bool = False
+) -> tuple[Array, Array]:
     """Draw each row's next token.
 
-    The order of the settings is vLLM's: temperature, min_p, top_k, top_p.
+    The order of the settings is vLLM's: what `edited` does, temperature, min_p, top_k, top_p.
 
     Args:
         logits: [R, V], float32 or float64.
         batch: a StepBatch; the new token's position is `kv_len`.
-        greedy_only: static; `is_greedy` holds, and nothing else is compiled.
+        state: what the sampler keeps of the requests.
+        greedy_only: static; `is_greedy` holds and no row asks for anything else.
 
     Returns:
-        i32[R] token ids; bool[R], whether all of the row's logits were finite. A row that is not
-        ok has drawn nothing, whatever its id says: a NaN row would otherwise pass for token 0.
+        i32[R] token ids; bool[R], whether all of the row's logits were finite and left it a
+        token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
+        would otherwise pass for token 0.
     """
     ok = jnp.isfinite(logits).all(axis=1)
     if greedy_only:
         return argmax(logits), ok
-    limited = jnp.any(batch.kv_len < batch.min_length)
-    logits = lax.cond(limited, lambda: _without_stops(logits, batch), lambda: logits)
+    asked = (batch.asks & int(Ask.EDITS) != 0) | (batch.kv_len < batch.min_length)
+    logits = lax.cond(jnp.any(asked), lambda: edited(logits, batch, state), lambda: logits)
     greedy = argmax(logits)
     tokens = lax.cond(
         jnp.any(batch.temperature > 0),
         lambda: _sampled(logits, batch, greedy),
         lambda: greedy,
     )
-    return tokens, ok
+    # A row in the middle of its tokens draws nothing: what is excluded there means nothing.
+    null_slot = state.history.shape[0] - 1
+    best = jnp.take_along_axis(logits, greedy[:, None], axis=1)[:, 0]
+    return tokens, ok & ((best > -jnp.inf) | (batch.sample_slots == null_slot))

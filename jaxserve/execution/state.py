@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.paged import KVPages
+from jaxserve.scheduling.scores import Scores
 
 Array = Any
 
@@ -24,6 +26,7 @@ class DeviceState:
 
     kv: list[KVPages]  # one (k_pages, v_pages) a layer, each [P, K, S, H]
     last_token: Array  # i32[slots + 1], the newest token drawn for each slot
+    sampler: SamplerState
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class StepOutput:
     """What the host reads of a step, one step later."""
 
     token_ids: Array  # i32[R]
-    ok: Array  # bool[R], False where the row's logits were not all finite
+    ok: Array  # bool[R], False where the row's logits were not finite or left nothing to draw
+    scores: Scores | None  # [T], of what follows each token, for rows that ask; None if greedy
 
 
 for _type in (DeviceState, StepOutput):
@@ -57,4 +61,5 @@ def make_state(
             for _ in range(config.num_hidden_layers)
         ],
         last_token=jnp.zeros(num_slots + 1, np.int32),
+        sampler=make_sampler_state(num_slots, config.vocab_size),
     )

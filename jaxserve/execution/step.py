@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.logprobs import score_draws, score_positions
+from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
@@ -46,7 +48,7 @@ def model_step(
         state: donated.
         batch: see StepBatch.
         decode_only: static; every row has one token.
-        greedy: static; no row draws, and none has stop tokens to avoid.
+        greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention runs.
     """
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
@@ -66,6 +68,17 @@ def model_step(
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     logits = model.logits(last)
     with jax.named_scope("sample"):
-        token_ids, ok = sample(logits, batch, greedy)
+        token_ids, ok = sample(logits, batch, state.sampler, greedy)
+        # Where every row is greedy none counts its tokens.
+        sampler = state.sampler if greedy else record(state.sampler, batch, token_ids)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
-    return DeviceState(kv=kv, last_token=last_token), StepOutput(token_ids=token_ids, ok=ok)
+    scores = None
+    if not greedy:
+        with jax.named_scope("scores"):
+            if decode_only:
+                scores = score_draws(logits, token_ids, batch)
+            else:
+                draws = batch.sample_slots < state.last_token.shape[0] - 1
+                scores = score_positions(model.logits, hidden, logits, token_ids, draws, batch)
+    state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
+    return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)

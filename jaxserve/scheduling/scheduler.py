@@ -28,12 +28,13 @@ class StepResult:
     """What one committed step changed: the tokens that were drawn, and the sequences that ended.
 
     `sequences[i]` got `token_ids[i]`; those in `finished` carry a finish_reason, and are out
-    of the scheduler.
+    of the scheduler. `drawn`, bool[R], tells which of the plan's rows the tokens are of.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     finished: list[Sequence]
+    drawn: np.ndarray
 
 
 class Scheduling(Protocol):
@@ -181,6 +182,8 @@ class Scheduler:
         need = np.minimum(length - table.num_computed[running], self.max_row_tokens)
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
+        if table.num_guided:
+            need[table.is_guided[running] & (table.num_pending[running] > 0)] = 0
         if int(need.sum()) <= self.max_num_batched_tokens:
             return need
         extra = np.maximum(need - 1, 0)
@@ -276,7 +279,8 @@ class Scheduler:
         if sequence.prefix_keys is None:
             sequence.prefix_keys = self.page_keys.prefix(sequence.request.cache_salt, tokens)
         keys = sequence.prefix_keys.keys[: (len(tokens) - 1) // self.pool.page_size]
-        return self.pool.match(keys.tolist())
+        # What a prompt is scored by must be computed.
+        return [] if sequence.scores_prompt else self.pool.match(keys.tolist())
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a step's results: append tokens, publish full pages, end what has ended.
@@ -314,7 +318,7 @@ class Scheduler:
             finished.append(sequence)
         if finished:
             self._vacate([sequence.slot for sequence in finished])
-        return StepResult(sequences, tokens.tolist(), finished)
+        return StepResult(sequences, tokens.tolist(), finished, drawn)
 
     def _vacate(self, slots: list[int]) -> None:
         """Take slots and pages from their sequences, and the slots out of the running order."""

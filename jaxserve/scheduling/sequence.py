@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.page_keys import PrefixKeys
+from jaxserve.scheduling.scores import PromptScores
 
 NO_SLOT = -1
 
@@ -27,6 +29,8 @@ class Sequence:
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps it took part in.
+        prompt_scores: gathers its prompt's log-probabilities; None where none are asked for.
+        constraint: what its text may still be (see `engine.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 
@@ -40,6 +44,8 @@ class Sequence:
     num_cached: int = -1
     num_failures: int = 0
     blocked_at: int = -1
+    prompt_scores: PromptScores | None = None
+    constraint: Any = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
 
@@ -47,6 +53,11 @@ class Sequence:
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     def output_token_ids(self) -> list[int]:
         """Generated tokens; only once it has finished."""

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.request import MAX_STOP_TOKEN_IDS
+from jaxserve.request import MAX_STOP_TOKEN_IDS, Ask
 from jaxserve.scheduling.page_keys import KEY, LANES
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
 NO_TOKEN = -1
+NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class SlotTable:
@@ -34,6 +35,14 @@ class SlotTable:
         min_length: tokens before which it may not end.
         generation [i64]: changes whenever the slot gets another sequence.
         temperature, top_p, min_p [f32], top_k, seed [u32 x 2], stop_token_ids [., E].
+        penalties [f32 x 3]: repetition, frequency, presence.
+        asks: the request's `Ask` flags.
+        num_logprobs: alternatives asked for with each token drawn, -1 for no log-probabilities.
+        num_prompt: tokens of the prompt.
+        is_guided [bool]: what may be drawn next follows from the newest token, so that the host
+            must know it before the next step of the row.
+        needs_mask [bool]: what may be drawn has changed since the device was told.
+        needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
@@ -69,6 +78,15 @@ class SlotTable:
         # Columns of stop_token_ids that have been used so far: usually few, and the only ones read.
         self.max_stops = 0
         self.top_p[:] = 1.0
+        self.penalties = column(3, dtype=np.float32)
+        self.penalties[:] = NO_PENALTIES
+        self.asks = column()
+        self.num_logprobs = column()
+        self.num_prompt = column()
+        self.is_guided = column(dtype=np.bool_)
+        self.num_guided = 0
+        self.needs_mask = column(dtype=np.bool_)
+        self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
         self.sequences: list[Any] = [None] * rows
         self._free = list(range(num_slots - 1, -1, -1))
@@ -107,12 +125,30 @@ class SlotTable:
         self.min_p[slot] = sampling.min_p
         self.top_k[slot] = sampling.top_k
         self.seed[slot] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_prompt[slot] = sequence.num_prompt
+        self.asks[slot] = sampling.asks | (Ask.PROMPT_LOGPROBS if sequence.scores_prompt else 0)
+        self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
+        self.needs_mask[slot] = False
+        self.is_guided[slot] = sequence.constraint is not None
+        self.num_guided += sequence.constraint is not None
+        self.penalties[slot] = (
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
         stops = request.stop_token_ids
         self.stop_token_ids[slot] = NO_TOKEN
         if stops:
             self.stop_token_ids[slot, : len(stops)] = stops
             self.max_stops = max(self.max_stops, len(stops))
         return slot
+
+    def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
+        request wants it scored."""
+        asked = self.asks[slots] & Ask.PROMPT_LOGPROBS != 0
+        return asked & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
         """The pages that a slot holds, in order; a view."""
@@ -133,6 +169,7 @@ class SlotTable:
         assert sequence is not None, "release of an empty slot"
         sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         sequence.slot = NO_SLOT
+        self.num_guided -= sequence.constraint is not None
         pages = self.pages(slot).copy()
         self.sequences[slot] = None
         self.num_pages[slot] = 0

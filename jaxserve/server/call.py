@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -78,7 +80,7 @@ class Call:
             )
         model.admission.check(completions)
 
-    def request(
+    async def request(
         self, model: ServedModel, prompt: list[int], sampling: SamplingParams, body: Sampling
     ) -> EngineRequest:
         """Have the engine check one prompt.
@@ -86,7 +88,14 @@ class Call:
         Raises:
             InvalidRequest: naming the field.
         """
-        request = model.llm.request(
-            prompt, sampling, priority=body.priority or 0, cache_salt=body.cache_salt
+        check = partial(
+            model.llm.request,
+            prompt,
+            sampling,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
         )
+        # A form is compiled with the check, which takes from milliseconds to a second.
+        form = sampling.structured_outputs
+        request = check() if form is None else await asyncio.to_thread(check)
         return model.salted(request, self._request.scope["jaxserve.key"])

@@ -110,12 +110,14 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     if renamed:
         call.renamed["max_tokens"] = call.renamed.get("max_tokens", "max_completion_tokens")
     wanted = body.max_completion_tokens if renamed else body.max_tokens
+    if body.response_format is not None:
+        call.renamed.setdefault("structured_outputs", "response_format")
     sampling = sampling_params(body, model.default_sampling, wanted)
     call.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
     prompt = await model.render(messages, **template_options(body))
     prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-    return Generation(model, [call.request(model, prompt, sampling, body)])
+    return Generation(model, [await call.request(model, prompt, sampling, body)])
 
 
 async def chat_completions(request: Request) -> Response:

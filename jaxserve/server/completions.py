@@ -43,6 +43,8 @@ async def completions(request: Request) -> Response:
     call = Call(request)
     body = call.parse(CompletionRequest)
     check_stream_options(body)
+    if body.response_format is not None:
+        call.renamed["structured_outputs"] = "response_format"
     model = call.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -55,7 +57,7 @@ async def completions(request: Request) -> Response:
         if isinstance(prompt, str):
             prompt = await model.encode(prompt, body.add_special_tokens is not False)
         prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-        requests.append(call.request(model, prompt, sampling, body))
+        requests.append(await call.request(model, prompt, sampling, body))
     texts = [_text(call, model, one) if body.echo else "" for one in prompts]
     form = CompletionForm(body, texts, sampling.n)
     return await respond(request, Generation(model, requests), form, bool(body.stream))

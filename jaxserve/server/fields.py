@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.protocol import Sampling
+from jaxserve.structured import StructuredOutputsParams
 
 # Fields that are known and not served yet, each with the values that ask for nothing and pass.
 # A field leaves this table when the engine can do it.
@@ -17,14 +20,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -54,6 +49,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("allowed_token_ids", "bad_words"),
 )
 
 
@@ -78,8 +75,42 @@ def sampling_params(
         InvalidRequest: naming the field.
     """
     given = {name: getattr(request, name) for name in _SAMPLING}
+    given["logit_bias"] = _logit_bias(request.logit_bias)
+    given["structured_outputs"] = _form(request)
     given = {name: value for name, value in given.items() if value is not None}
     return replace(defaults, max_tokens=max_tokens, **given)
+
+
+def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's keys are texts."""
+    if asked is None:
+        return None
+    for key in asked:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias: {key[:60]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in asked.items()}
+
+
+def _form(request: Sampling) -> StructuredOutputsParams | None:
+    """What form the text must have, said in vLLM's words or in OpenAI's.
+
+    Raises:
+        InvalidRequest: naming the field that said it.
+    """
+    asked, form = request.structured_outputs, request.response_format
+    if form is None or form.type == "text":
+        if asked is None:
+            return None
+        return StructuredOutputsParams(**msgspec.structs.asdict(asked))
+    if asked is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs exclude each other", "response_format"
+        )
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise InvalidRequest("response_format needs json_schema.schema", "response_format")
+    return StructuredOutputsParams(json=form.json_schema.schema)
 
 
 def check_stream_options(request: Sampling) -> None:

@@ -73,8 +73,8 @@ def to_schema(value: Any, schema: type[T]) -> T:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         text = str(error)
-        found = _MISSING.search(text) or _PATH.search(text)
-        param = found.group(1) if found else None
+        found = [rule.search(text) for rule in (_PATH, _MISSING)]
+        param = ".".join(one.group(1) for one in found if one is not None) or None
         text = text.replace("`$.", "`").replace(" - at `$`", "")
         raise ApiError(400, text, param, "invalid_type") from None
     except RecursionError:

@@ -15,7 +15,13 @@ from jaxserve.server.call import Call
 from jaxserve.server.chat import prepare
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, Part
-from jaxserve.server.protocol import ChatMessage, ChatRequest, ContentPart
+from jaxserve.server.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    JsonSchemaFormat,
+    ResponseFormat,
+)
 
 # As fields.NOT_YET, of this endpoint's own fields.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -23,7 +29,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "background": (None, False),
     "prompt": (None,),
-    "text": (None, {}, {"format": {"type": "text"}}),
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
     "include": (None, [], ["reasoning.encrypted_content"]),
@@ -38,6 +43,14 @@ class InputItem(msgspec.Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
 
 
+class TextFormat(JsonSchemaFormat, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/responses."""
 
@@ -50,6 +63,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    text: TextOptions | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -142,13 +156,21 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         priority=body.priority,
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
+        response_format=_response_format(body.text),
     )
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    return ResponseFormat(type=text.format.type, json_schema=text.format)
 
 
 async def responses(request: Request) -> Response:
     """Answer an input."""
     call = Call(request)
     call.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+    call.renamed |= {"response_format": "text", "structured_outputs": "text"}
     body = call.parse(ResponsesRequest, NOT_YET)
     generation = await prepare(call, as_chat(body))
     return await respond(request, generation, ResponsesForm(body), bool(body.stream))

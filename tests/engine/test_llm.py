@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from pathlib import Path
@@ -172,6 +173,18 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"stop_token_ids": [-1]}, {"stop_token_ids": [1.0]}, {"stop_token_ids": "ab"},
     {"stop_token_ids": list(range(33))}, {"ignore_eos": 1}, {"detokenize": "no"},
     {"stop": "a", "detokenize": False},
+    {"presence_penalty": 2.1}, {"frequency_penalty": -1e9}, {"presence_penalty": math.nan},
+    {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"repetition_penalty": 1e9},
+    {"logit_bias": {"-1": 1}}, {"logit_bias": {"1e3": 1}}, {"logit_bias": {"x": 1}},
+    {"logit_bias": {5: 1e9}}, {"logit_bias": {5: math.nan}}, {"logit_bias": {5: "1"}},
+    {"logit_bias": [1]}, {"logit_bias": dict.fromkeys(range(301), 1)}, {"logit_bias": {True: 1}},
+    {"logit_bias": {"5": 1, 5: 2}}, {"logit_bias": {2**31: 1}},
+    {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}, {"allowed_token_ids": 5},
+    {"allowed_token_ids": "5"}, {"allowed_token_ids": [1.0]},
+    {"bad_words": [""]}, {"bad_words": ["  "]}, {"bad_words": "word"}, {"bad_words": [5]},
+    {"logprobs": -1}, {"logprobs": 21}, {"logprobs": 10**6}, {"logprobs": True},
+    {"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 1.0},
+    {"bad_words": ["w"] * 10_000}, {"bad_words": ["w" * 300]},
 ]  # fmt: skip
 
 

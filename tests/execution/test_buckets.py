@@ -55,6 +55,7 @@ def test_greedy_decode_steps_have_programs_of_their_own_where_asked() -> None:
     assert plain.pick(decode, True) == plain.pick(decode, False)
     assert split.pick(decode, True) != split.pick(decode, False) == plain.pick(decode)
     assert split.pick(mixed, True) == split.pick(mixed, False)
+    assert not split.pick(decode, False, mixed=True).decode_only
     assert len(split) == len(plain) + 3 and len(set(split)) == len(split)
 
 

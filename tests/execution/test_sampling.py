@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.execution import sampling as device
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.request import SamplingParams
 from tests.oracle import kept_tokens
 
@@ -38,10 +39,16 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
         seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),
         min_length=column("min_tokens", np.int32),
         stop_token_ids=np.full((rows, 4), -1, np.int32),
+        penalties=np.tile(np.array([1, 0, 0], np.float32), (rows, 1)),
+        asks=np.array([one.asks for one in settings], np.int32),
+        targets=none,
     )
 
 
-sample = jax.jit(device.sample)
+@jax.jit
+def sample(logits: Any, batch: StepBatch) -> Any:
+    """Draws of requests that ask for no edits."""
+    return device.sample(logits, batch, make_sampler_state(1, logits.shape[1]))
 
 
 @settings(max_examples=150)

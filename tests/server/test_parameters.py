@@ -123,14 +123,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "logprobs": (0, 1, 10**6, True),
     "top_logprobs": (1,),
     "prompt_logprobs": (0,),
-    "presence_penalty": (1.0, 1e9),
-    "frequency_penalty": (-1e9,),
-    "repetition_penalty": (1.1, 0),
-    "logit_bias": ({"5": 1}, {"-1": 1}, {"1e3": 1}, {"x": 1}),
-    "allowed_token_ids": ([5], [VOCABULARY]),
-    "bad_words": (["a"], [""]),
-    "response_format": ({"type": "json_object"}, 5),
-    "structured_outputs": ({"regex": "a"},),
     "guided_json": ({},),
     "tools": ([{"type": "function"}],),
     "tool_choice": ("required", {"type": "function"}),
@@ -139,6 +131,74 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "chat_template": ("{{ messages }}",),
     "documents": ([{}],),
 }
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (1e9, -2.5, "1"),
+    "frequency_penalty": (-1e9, 2.5),
+    "repetition_penalty": (0, -1, 1e9),
+    "logit_bias": (
+        *({"-1": 1}, {"1e3": 1}, {"x": 1}, {"": 1}, {"99999999": 1}, {"5": 1e9}, {"5": "1"}),
+        {str(token): -100 for token in range(301)},
+        [5],
+    ),
+    "allowed_token_ids": ([], [-1], [VOCABULARY], [2**31], ["5"]),
+    "bad_words": ([""], ["x" * 10_000], ["a"] * 10_001, "a"),
+    "response_format": (
+        *(
+            5,
+            {},
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {}},
+        ),
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}},
+    ),
+    "structured_outputs": (
+        *({}, {"regex": "("}, {"regex": "a", "json_object": True}, {"json": "{"}, {"choice": []}),
+        *({"regex": "a" * 5000}, {"grammar": "start: nothing"}, {"json": {"type": 5}}, "json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_of_the_sampler_are_checked(server: Server, path: str, name: str) -> None:
+    for value in REFUSED[name]:
+        named = refuse(server, path, {name: value})["param"]
+        assert named is not None and named.partition(".")[0] == name, value
+
+
+def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "word": {"type": "string", "maxLength": 5}},
+        "required": ["ok", "word"],
+        "additionalProperties": False,
+    }
+    openai = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    more = {"temperature": 1, "seed": 3, "max_tokens": 200}
+    chat = server.request(CHAT, GOOD[CHAT] | more | {"response_format": openai}).json()
+    answer = json.loads(chat["choices"][0]["message"]["content"])
+    assert set(answer) == {"ok", "word"} and chat["choices"][0]["finish_reason"] == "stop"
+    form = {"type": "json_schema", "name": "answer", "schema": schema}
+    body = {"input": "hello", "temperature": 1, "seed": 3, "max_output_tokens": 200}
+    response = server.request("/v1/responses", body | {"text": {"format": form}}).json()
+    assert set(json.loads(response["output"][0]["content"][0]["text"])) == {"ok", "word"}
+    choice = {"structured_outputs": {"choice": ["left", "right"]}}
+    text = server.request(TEXT, GOOD[TEXT] | more | choice).json()["choices"][0]["text"]
+    assert text in ("left", "right")
+
+
+def test_settings_of_the_sampler_are_obeyed(server: Server) -> None:
+    only = {"allowed_token_ids": [70, 71], "max_tokens": 8, "ignore_eos": True}
+    asked = GOOD[TEXT] | only | {"return_token_ids": True}
+    tokens = server.request(TEXT, asked).json()["choices"][0]["token_ids"]
+    assert set(tokens) <= {70, 71} and len(tokens) == 8
+    biased = asked | {"logit_bias": {str(tokens[0]): -100}, "temperature": 0}
+    others = server.request(TEXT, biased).json()["choices"][0]["token_ids"]
+    assert set(others) == {70, 71} - {tokens[0]}
 
 
 @pytest.mark.parametrize("name", UNSERVED)

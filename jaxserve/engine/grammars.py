@@ -1,0 +1,185 @@
+"""Grammars: forms of answers, compiled to masks over the vocabulary.
+
+The parsing is llguidance's, which finds the tokens that a lexer and an Earley parser allow next in
+some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance). It is
+imported where a form is asked for, and nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.validation import Limits
+from jaxserve.errors import InvalidRequest
+from jaxserve.structured import NAME, StructuredOutputsParams
+
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 4 << 20
+# Between the parts of a JSON text; without a bound small models go on with spaces for ever.
+_SPACE = r"[ \n]{0,16}"
+
+
+class GrammarError(RuntimeError):
+    """A sequence cannot go on in the form that was asked for."""
+
+
+class Constraint:
+    """What one sequence may still say. Its state follows the tokens that it was given.
+
+    Args:
+        matcher: of its own, at the start.
+        vocab_size: width of the logits.
+
+    Attributes:
+        words: u32[W], bit i % 32 of word i // 32 is set where token i may come next; ends of the
+            sequence are among them where the text is complete. Never written to again.
+
+    Raises:
+        GrammarError: the grammar is too complex to begin.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._size = -(-vocab_size // 32)
+        self.words = self._mask()
+
+    def _mask(self) -> np.ndarray:
+        import llguidance.numpy
+
+        mask = np.zeros((1, self._size), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        return mask[0].view(np.uint32)
+
+    def advance(self, token: int) -> bool:
+        """Take a token that the sequence got.
+
+        Returns:
+            Whether the text is complete, and nothing can follow but the end.
+
+        Raises:
+            GrammarError: the form did not allow it, or has become too complex to go on.
+        """
+        if not self._matcher.consume_token(token):
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        if self._matcher.is_stopped():
+            return True
+        self.words = self._mask()
+        return False
+
+    def copy(self) -> Constraint:
+        """Another one in the same state."""
+        copied = Constraint.__new__(Constraint)
+        copied._matcher, copied._size = self._matcher.deep_copy(), self._size
+        copied.words = self.words
+        return copied
+
+
+class Grammars:
+    """Compiles forms for one tokenizer, and remembers them. Safe from any thread.
+
+    Args:
+        tokenizer: gives it in the JSON of the tokenizers library, once it is needed.
+        vocab_size: width of the logits.
+        ends: token ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, ends: Iterable[int]) -> None:
+        self._source = tokenizer
+        self._ends = list(ends)
+        self._made: Any = None
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Constraint | str] = OrderedDict()
+        self._bytes = 0
+
+    def tokenizer(self) -> Any:
+        """The vocabulary as llguidance's trie; for a large one it takes a second to make."""
+        import llguidance
+
+        with self._lock:
+            if self._made is None:
+                self._made = llguidance.LLTokenizer(
+                    self._source(), n_vocab=self._vocab_size, eos_token=self._ends
+                )
+            return self._made
+
+    def compile(self, params: StructuredOutputsParams) -> Constraint:
+        """A constraint of the caller's own, at its start.
+
+        Takes milliseconds where the form is new, so it belongs on the caller's thread. What does
+        not compile is remembered too.
+
+        Raises:
+            InvalidRequest: it has no meaning, or no text of this vocabulary satisfies it.
+        """
+        key = (params.form, params.text)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+        if found is None:
+            found = self._compiled(params)
+            self._remember(key, found)
+        if isinstance(found, str):
+            raise InvalidRequest(f"{NAME}.{params.form}: {found}", NAME)
+        return found.copy()
+
+    def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
+        """The compiled form, or what is wrong with it."""
+        import llguidance
+
+        try:
+            matcher = llguidance.LLMatcher(self.tokenizer(), _source(params), log_level=0)
+            if matcher.is_error():
+                return _first_line(matcher.get_error())
+            constraint = Constraint(matcher, self._vocab_size)
+        except (ValueError, GrammarError) as error:
+            return _first_line(str(error))
+        return constraint if constraint.words.any() else "no text satisfies it"
+
+    def _remember(self, key: tuple[str, str], found: Constraint | str) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = found
+                self._bytes += len(key[1])
+            while len(self._known) > MAX_CACHED or self._bytes > MAX_CACHED_BYTES:
+                (_, text), _ = self._known.popitem(last=False)
+                self._bytes -= len(text)
+
+
+def grammars_of(tokenizer: Tokenizer | None, limits: Limits) -> Grammars | None:
+    """None where there is no tokenizer, or nothing that ends a sequence."""
+    if tokenizer is None or not limits.eos_token_ids:
+        return None
+    return Grammars(tokenizer.backend.to_str, limits.vocab_size, limits.eos_token_ids)
+
+
+def _first_line(message: str) -> str:
+    """The first line of a message and the one that says the reason, if it is another."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])[:200]
+
+
+def _source(params: StructuredOutputsParams) -> str:
+    """The form in llguidance's language."""
+    from llguidance import LLMatcher
+
+    if params.form in ("json", "json_object"):
+        schema = params.text if params.form == "json" else {"type": "object"}
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(params.text)
+    if params.form == "choice":
+        options = " | ".join(json.dumps(one) for one in json.loads(params.text))
+        return LLMatcher.grammar_from_lark(f"start: {options}")
+    return LLMatcher.grammar_from_lark(params.text)

@@ -1,0 +1,72 @@
+"""From scores as arrays to logprobs as callers of vLLM know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from typing import Any
+
+from jaxserve.engine.delta import Delta
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.request import Request
+from jaxserve.scheduling.scores import Scores
+
+
+def logprob_dicts(
+    scores: Scores, token_ids: Listing[int], decode: Callable[[int], str | None]
+) -> list[dict[int, Logprob]]:
+    """For each token its own Logprob, and then those of the most likely tokens, by their ids.
+
+    Args:
+        scores: of the tokens, with as many alternatives as are wanted.
+        token_ids: one each.
+        decode: a token's text, or None.
+    """
+    texts: dict[int, str | None] = {}
+
+    def text(token: int) -> str | None:
+        if token not in texts:
+            texts[token] = decode(token)
+        return texts[token]
+
+    rows = zip(token_ids, *(part.tolist() for part in scores), strict=True)
+    return [
+        {token: Logprob(logprob, rank, text(token))}
+        | {
+            other: Logprob(value, place, text(other))
+            for place, (other, value) in enumerate(zip(ids, values, strict=True), 1)
+            if other != token
+        }
+        for token, logprob, rank, ids, values in rows
+    ]
+
+
+class LogprobReader:
+    """Adds the logprobs that deltas bring to one request's outputs.
+
+    Args:
+        request: what was asked.
+        tokenizer: for the tokens' texts; None for none.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self._request = request
+        self._tokenizer = tokenizer if request.sampling.detokenize else None
+
+    def _text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], False)
+
+    def add(self, output: RequestOutput, completion: CompletionOutput, delta: Delta) -> None:
+        """Take in a delta of one of the request's completions."""
+        if delta.logprobs is not None:
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += logprob_dicts(delta.logprobs, delta.token_ids, self._text)
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + float(
+                delta.logprobs.logprob.sum()
+            )
+        if delta.prompt_logprobs is not None:
+            following = self._request.prompt_token_ids[1:].tolist()
+            output.prompt_logprobs = [
+                None,
+                *logprob_dicts(delta.prompt_logprobs, following, self._text),
+            ]

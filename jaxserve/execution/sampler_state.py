@@ -1,0 +1,228 @@
+"""SamplerState: what the sampler keeps of each request on the device, one row a slot.
+
+Only requests that ask for it have theirs written, when they get their slot (`load_slot`); each
+step then adds the tokens it draws. The token in flight is thus counted before the host knows it,
+and chunks, cached prefixes and preemption need no care. A row that nobody asked for holds what an
+earlier request left; `Ask` flags and neutral settings keep it from being used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS_TOKENIZED,
+    MAX_BIASED_TOKENS,
+    Ask,
+)
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+
+Array = Any
+
+WORD_BITS = 32
+_CHUNK = 1024
+_IN_PROMPT, _GENERATED = 1, 2
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """One row for each slot and the null slot.
+
+    V is the vocabulary, W its bits in words of 32, B banned sequences of up to L tokens.
+    """
+
+    history: Array  # i32[slots + 1, V], 2 for each time generated, and 1 if in the prompt
+    allowed: Array  # u32[slots + 1, W], bit t % 32 of word t // 32 is set where t may be drawn
+    bias_ids: Array  # i32[slots + 1, 300], NO_TOKEN where unused
+    bias_values: Array  # f32[slots + 1, 300]
+    banned: Array  # i32[slots + 1, B, L], each at its row's end; before it NO_TOKEN
+    recent: Array  # i32[slots + 1, L - 1], newest last; NO_TOKEN before the first generated
+
+
+@dataclass(frozen=True)
+class SlotLoad:
+    """A request's row, with a part of its known tokens. Numpy until passed; not changed after."""
+
+    slot: Array  # i32
+    is_first: Array  # bool, whether the row's history is to be emptied
+    tokens: Array  # i32[CHUNK]
+    num_prompt: Array  # i32, of these tokens
+    num_tokens: Array  # i32, with those generated; the rest is padding
+    allowed: Array
+    bias_ids: Array
+    bias_values: Array
+    banned: Array
+    recent: Array
+
+
+for _type in (SamplerState, SlotLoad):
+    jax.tree_util.register_dataclass(
+        _type, data_fields=[f.name for f in fields(_type)], meta_fields=[]
+    )
+
+
+def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
+    """Rows of zeros: they mean nothing until they are loaded."""
+    rows = num_slots + 1
+    return SamplerState(
+        history=jnp.zeros((rows, vocab_size), jnp.int32),
+        allowed=jnp.zeros((rows, -(-vocab_size // WORD_BITS)), jnp.uint32),
+        bias_ids=jnp.zeros((rows, MAX_BIASED_TOKENS), jnp.int32),
+        bias_values=jnp.zeros((rows, MAX_BIASED_TOKENS), jnp.float32),
+        banned=jnp.zeros((rows, MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), jnp.int32),
+        recent=jnp.zeros((rows, MAX_BAD_WORD_TOKENS - 1), jnp.int32),
+    )
+
+
+def load_slot(state: SamplerState, load: SlotLoad) -> SamplerState:
+    """Write a request's row; its tokens come in one or more parts, in their order.
+
+    Args:
+        state: donated.
+        load: see SlotLoad.
+    """
+    slot = load.slot
+    index = jnp.arange(load.tokens.shape[0])
+    past = state.history.shape[1]
+    in_prompt = jnp.where(index < load.num_prompt, load.tokens, past)
+    is_generated = (index >= load.num_prompt) & (index < load.num_tokens)
+    generated = jnp.where(is_generated, load.tokens, past)
+    row = jnp.where(load.is_first, 0, state.history[slot])
+    # The prompt comes first: nothing in the row is above 1 until all of it is marked.
+    row = row.at[in_prompt].max(_IN_PROMPT, mode="drop")
+    row = row.at[generated].add(_GENERATED, mode="drop")
+    return SamplerState(
+        history=state.history.at[slot].set(row),
+        allowed=state.allowed.at[slot].set(load.allowed),
+        bias_ids=state.bias_ids.at[slot].set(load.bias_ids),
+        bias_values=state.bias_values.at[slot].set(load.bias_values),
+        banned=state.banned.at[slot].set(load.banned),
+        recent=state.recent.at[slot].set(load.recent),
+    )
+
+
+def set_allowed(state: SamplerState, slots: Array, words: Array) -> SamplerState:
+    """Replace what some slots may draw.
+
+    Args:
+        state: donated.
+        slots: i32[G]; the null slot where unused.
+        words: u32[G, W].
+    """
+    return replace(state, allowed=state.allowed.at[slots].set(words))
+
+
+def record(state: SamplerState, batch: Any, token_ids: Array) -> SamplerState:
+    """Add a step's draws, i32[R], to the rows of the slots that drew."""
+    slots = batch.sample_slots
+    recent = state.recent.at[slots].get(mode="clip")
+    recent = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
+    return SamplerState(
+        history=state.history.at[slots, token_ids].add(_GENERATED, mode="drop"),
+        allowed=state.allowed,
+        bias_ids=state.bias_ids,
+        bias_values=state.bias_values,
+        banned=state.banned,
+        recent=state.recent.at[slots].set(recent, mode="drop"),
+    )
+
+
+def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad]:
+    """What `load_slot` needs to know of a slot's request, and of its tokens where it counts them.
+
+    Parts after the first repeat everything but the tokens.
+    """
+    request = slots.sequences[slot].request
+    tokens, num_prompt = slots.tokens[slot, : slots.num_known[slot]], len(request.prompt_token_ids)
+    generated = tokens[num_prompt:]
+    recent = np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32)
+    newest = generated[-len(recent) :]
+    recent[len(recent) - len(newest) :] = newest
+    if not request.sampling.asks & Ask.PENALTIES:
+        tokens = tokens[:0]
+    chunk = chunk_size(slots)
+    bias_ids, bias_values = _biases(request)
+    allowed, banned = allowed_words(slots, slot, vocab_size), _banned(request)
+    for start in range(0, max(1, len(tokens)), chunk):
+        part = np.zeros(chunk, np.int32)
+        count = min(chunk, len(tokens) - start)
+        part[:count] = tokens[start : start + count]
+        yield SlotLoad(
+            slot=np.int32(slot),
+            is_first=np.bool_(start == 0),
+            tokens=part,
+            num_prompt=np.int32(min(max(num_prompt - start, 0), count)),
+            num_tokens=np.int32(count),
+            allowed=allowed,
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+            banned=banned,
+            recent=recent,
+        )
+
+
+def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad:
+    """A load that writes to the null slot."""
+    return SlotLoad(
+        slot=np.int32(slots.num_slots),
+        is_first=np.bool_(True),
+        tokens=np.zeros(chunk_size(slots), np.int32),
+        num_prompt=np.int32(0),
+        num_tokens=np.int32(0),
+        allowed=np.zeros(-(-vocab_size // WORD_BITS), np.uint32),
+        bias_ids=np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32),
+        bias_values=np.zeros(MAX_BIASED_TOKENS, np.float32),
+        banned=np.full((MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32),
+        recent=np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32),
+    )
+
+
+def chunk_size(slots: SlotTable) -> int:
+    """Tokens of one SlotLoad."""
+    return min(_CHUNK, slots.max_model_len)
+
+
+def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
+    """u32[W]: what a slot's sequence may draw next."""
+    sequence = slots.sequences[slot]
+    request, constraint = sequence.request, sequence.constraint
+    if constraint is None:
+        return _listed_words(request, vocab_size)
+    if request.sampling.allowed_token_ids is None and not request.bad_words_token_ids:
+        return constraint.words
+    return constraint.words & _listed_words(request, vocab_size)
+
+
+def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
+    """u32[W]: allowed_token_ids, or all, without bad words of one token."""
+    bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
+    chosen = request.sampling.allowed_token_ids
+    bits[slice(vocab_size) if chosen is None else list(chosen)] = True
+    bits[[word[0] for word in request.bad_words_token_ids if len(word) == 1]] = False
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _banned(request: Any) -> np.ndarray:
+    """i32[B, L]: bad words of several tokens."""
+    banned = np.full((MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
+    words = [word for word in request.bad_words_token_ids if len(word) > 1]
+    for row, word in zip(banned, words, strict=False):
+        row[len(row) - len(word) :] = word
+    return banned
+
+
+def _biases(request: Any) -> tuple[np.ndarray, np.ndarray]:
+    """i32[300], f32[300]: logit_bias."""
+    ids = np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32)
+    values = np.zeros(MAX_BIASED_TOKENS, np.float32)
+    bias = request.sampling.logit_bias or {}
+    ids[: len(bias)] = list(bias.keys())
+    values[: len(bias)] = list(bias.values())
+    return ids, values

@@ -1,0 +1,57 @@
+"""What is answered: the types that callers get, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability, its rank (1 is the most likely) and its text.
+
+    The text is None where there is no tokenizer, or the request wants no text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt, as far as it has come.
+
+    `logprobs` has, for each token, that token's Logprob first and then those of the most likely
+    ones by their ids; `cumulative_logprob` is the sum over the tokens. Both are None unless the
+    request asked for logprobs.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
+
+    `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
+    `error` is set when a completion ended with finish_reason "error". `prompt_logprobs`, where they
+    were asked for, has an entry for each prompt token, the first of them None.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,0 +1,135 @@
+"""StructuredOutputsParams: the form that an answer must have, as the request states it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxserve.errors import InvalidRequest
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_ITEMS = 1000
+MAX_REGEX_CHARS = 4096
+MAX_CHOICES = 1000
+MAX_CHOICE_CHARS = 4096
+
+Form = Literal["json", "json_object", "regex", "choice", "grammar"]
+NAME = "structured_outputs"
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Exactly one of five forms; the names are vLLM's.
+
+    Args:
+        json: a JSON schema, as text or as a mapping.
+        json_object: any JSON object.
+        regex: a regular expression that the whole text matches; no backreferences, no
+            look-around.
+        choice: texts, one of which is the answer.
+        grammar: a context-free grammar in Lark's syntax.
+
+    Raises:
+        InvalidRequest: none or several of them, or one that is larger than the limits. Whether
+            its meaning can be served is found out when it is compiled.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Listing[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in Form.__args__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            said = " and ".join(given) or "none"
+            raise InvalidRequest(
+                f"{NAME} takes exactly one of {', '.join(Form.__args__)}, got {said}", NAME
+            )
+        form: Form = given[0]
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "text", _TEXTS[form](getattr(self, form)))
+
+    form: Form = "json"
+    text: str = ""
+
+
+def _problem(form: Form, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{NAME}.{form} {message}", NAME)
+
+
+def _schema(value: Any) -> str:
+    """The schema as canonical text, once it is known to be small."""
+    text = value
+    if not isinstance(value, str):
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise _problem("json", "must be a JSON schema") from None
+    if len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        raise _problem("json", f"takes at most {MAX_SCHEMA_BYTES} bytes")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _problem("json", f"is not JSON: {error}"[:200]) from None
+    if not isinstance(schema, dict):
+        raise _problem("json", "must be a JSON schema, an object")
+    _check_size(schema)
+    return json.dumps(schema)
+
+
+def _check_size(schema: Any) -> None:
+    """Refuse what is too deep or too wide, level by level."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict | list):
+                if len(one) > MAX_SCHEMA_ITEMS:
+                    raise _problem("json", f"takes at most {MAX_SCHEMA_ITEMS} entries at one place")
+                below.extend(one.values() if isinstance(one, dict) else one)
+        if not below:
+            return
+        level = below
+    raise _problem("json", f"takes at most {MAX_SCHEMA_DEPTH} levels")
+
+
+def _text(form: Form, most: int) -> Any:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not 1 <= len(value) <= most:
+            raise _problem(form, f"must be a text of 1 to {most} characters")
+        return value
+
+    return check
+
+
+def _choices(value: Any) -> str:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise _problem("choice", "must be a list of texts")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise _problem("choice", f"takes 1 to {MAX_CHOICES} texts")
+    if not all(1 <= len(one) <= MAX_CHOICE_CHARS for one in value):
+        raise _problem("choice", f"takes texts of 1 to {MAX_CHOICE_CHARS} characters")
+    if sum(map(len, value)) > MAX_SCHEMA_BYTES:
+        raise _problem("choice", f"takes at most {MAX_SCHEMA_BYTES} characters in all")
+    return json.dumps(list(dict.fromkeys(value)))
+
+
+def _any_object(value: Any) -> str:
+    if value is not True:
+        raise _problem("json_object", "must be true")
+    return "{}"
+
+
+_TEXTS = {
+    "json": _schema,
+    "json_object": _any_object,
+    "regex": _text("regex", MAX_REGEX_CHARS),
+    "choice": _choices,
+    "grammar": _text("grammar", MAX_SCHEMA_BYTES),
+}

@@ -1,0 +1,81 @@
+"""Log-probabilities on the device against the oracle's, which sorts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.execution.logprobs import score, score_positions, top_k
+from jaxserve.request import Ask
+from tests.oracle import score as slow_score
+
+best = jax.jit(top_k, static_argnums=1)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(20, 20), (128, 20), (300, 1), (300, 20), (3000, 20), (5, 5)]),
+    st.sampled_from([1, 3, 1000]),
+)
+def test_top_k_is_exact_and_takes_equals_in_their_order(
+    seed: int, shape: tuple[int, int], spread: int
+) -> None:
+    vocabulary, k = shape
+    x = np.random.default_rng(seed).integers(-spread, spread, (4, vocabulary)).astype(np.float32)
+    values, ids = best(x, k)
+    order = np.argsort(-x, axis=1, kind="stable")[:, :k]
+    assert np.array_equal(ids, order)
+    assert np.array_equal(values, np.take_along_axis(x, order, axis=1))
+
+
+@pytest.mark.parametrize("vocabulary", [7, 61, 300])
+def test_scores_equal_the_oracles(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.normal(0, 4, (50, vocabulary)).astype(np.float32)
+    tokens = rng.integers(0, vocabulary, 50).astype(np.int32)
+    found = jax.jit(score)(logits, tokens)
+    for row in range(50):
+        want = slow_score(logits[row].astype(np.float64), int(tokens[row]), 20)
+        assert found.rank[row] == want.rank
+        assert np.asarray(found.top_ids[row]).tolist() == want.top_ids
+        np.testing.assert_allclose(found.logprob[row], want.logprob, atol=2e-5)
+        np.testing.assert_allclose(found.top_logprobs[row], want.top_logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 100])
+def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
+    """Two rows: the first, of all tokens but one, scores its prompt; both may score their draw."""
+    rng = np.random.default_rng(num_tokens)
+    weights = rng.normal(0, 1, (8, 61)).astype(np.float32)
+    hidden = jnp.asarray(rng.normal(0, 1, (num_tokens, 8)).astype(np.float32))
+    targets = rng.integers(0, 61, num_tokens).astype(np.int32)
+    targets[rng.random(num_tokens) < 0.3] = -1
+    targets[-1] = -1
+    first = max(num_tokens - 2, 0)
+    batch = SimpleNamespace(
+        asks=np.array([Ask.PROMPT_LOGPROBS, Ask.LOGPROBS], np.int32),
+        sample_index=np.array([first, num_tokens - 1], np.int32),
+        targets=jnp.asarray(targets),
+    )
+    token_ids = np.array([3, 4], np.int32)
+    logits = np.zeros((2, 61), np.float32)
+    for drawing in (False, True):
+        found = jax.jit(
+            lambda draws: score_positions(
+                lambda x: x @ weights, hidden, logits, token_ids, draws, batch
+            )
+        )(np.array([True, drawing]))
+        wanted = targets.copy()
+        if drawing:
+            wanted[-1] = 4
+        every = score(hidden @ weights, np.maximum(wanted, 0))
+        for one, other in zip(found, every, strict=True):
+            np.testing.assert_allclose(one[wanted >= 0], other[wanted >= 0], atol=1e-5)
+            assert not np.asarray(one)[wanted < 0].any()

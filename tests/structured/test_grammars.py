@@ -1,0 +1,206 @@
+"""Grammars: what the masks let through has the form that was asked for, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxserve.config import bundled_model
+from jaxserve.engine.grammars import MAX_CACHED, Constraint, GrammarError, Grammars
+from jaxserve.errors import InvalidRequest
+from jaxserve.structured import StructuredOutputsParams
+from tests.structured.schemas import Schema, schemas
+
+TOKENIZER = (bundled_model() / "tokenizer.json").read_text()
+VOCABULARY = json.loads((bundled_model() / "config.json").read_text())["vocab_size"]
+END = 3
+SCHEMAS = schemas()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: TOKENIZER, VOCABULARY, [END])
+
+
+@pytest.fixture(scope="module")
+def pieces(grammars: Grammars) -> list[bytes]:
+    return [grammars.tokenizer().decode_bytes([token]) for token in range(VOCABULARY)]
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
+    assert not bits[VOCABULARY:].any()
+    return np.flatnonzero(bits).tolist()
+
+
+def draw(constraint: Constraint, pieces: list[bytes], seed: int, most: int = 400) -> str | None:
+    """A random text of the form, with a liking for tokens that close something; None if unended."""
+    rng, text = random.Random(seed), b""
+    for _ in range(most):
+        tokens = allowed(constraint)
+        assert tokens, f"nothing may follow {text!r}"
+        closing = [t for t in tokens if t == END or pieces[t] in (b'"', b"}", b"]", b'"}')]
+        token = rng.choice(closing if closing and rng.random() < 0.4 else tokens)
+        if token == END:
+            return text.decode()
+        text += pieces[token]
+        if constraint.advance(token):
+            return text.decode()
+    return None
+
+
+def test_there_are_enough_schemas_and_no_two_are_equal() -> None:
+    assert len(SCHEMAS) >= 150
+    assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
+def test_every_finished_text_satisfies_its_schema(
+    schema: Schema, grammars: Grammars, pieces: list[bytes]
+) -> None:
+    compiled = grammars.compile(StructuredOutputsParams(json=schema))
+    texts = [draw(compiled.copy(), pieces, seed) for seed in range(3)]
+    finished = [text for text in texts if text is not None]
+    assert finished, "no text came to an end"
+    check = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    for text in finished:
+        check.validate(json.loads(text))
+
+
+@pytest.mark.parametrize("pattern", ["[ab]{2,5}c", r"\d{3}-\d{2}", "(red|green) [a-f]{1,4}", "é+"])
+def test_a_regex_matches_the_whole_text(
+    pattern: str, grammars: Grammars, pieces: list[bytes]
+) -> None:
+    compiled = grammars.compile(StructuredOutputsParams(regex=pattern))
+    texts = [draw(compiled.copy(), pieces, seed) for seed in range(10)]
+    assert any(texts)
+    assert all(re.fullmatch(pattern, text) for text in texts if text is not None)
+
+
+def test_a_choice_is_one_of_the_texts(grammars: Grammars, pieces: list[bytes]) -> None:
+    choices = ["yes", "no", 'a "quoted"\nline', "ünï\u2028code", "no way"]
+    compiled = grammars.compile(StructuredOutputsParams(choice=choices))
+    drawn = {draw(compiled.copy(), pieces, seed) for seed in range(60)}
+    assert drawn == set(choices)
+
+
+def test_a_grammar_of_ones_own(grammars: Grammars, pieces: list[bytes]) -> None:
+    source = 'start: "(" start ")" | "x"'
+    compiled = grammars.compile(StructuredOutputsParams(grammar=source))
+    for seed in range(8):
+        text = draw(compiled.copy(), pieces, seed)
+        assert text is None or re.fullmatch(r"(\(*)x(\)*)", text)
+        assert text is None or text.count("(") == text.count(")")
+
+
+def test_any_object(grammars: Grammars, pieces: list[bytes]) -> None:
+    compiled = grammars.compile(StructuredOutputsParams(json_object=True))
+    texts = [draw(compiled.copy(), pieces, seed) for seed in range(20)]
+    assert all(isinstance(json.loads(text), dict) for text in texts if text is not None)
+    assert any(texts)
+
+
+def test_the_end_is_allowed_only_where_the_text_is_complete(grammars: Grammars) -> None:
+    constraint = grammars.compile(StructuredOutputsParams(regex="ab"))
+    tokens = grammars.tokenizer().tokenize_str("ab")
+    for token in tokens:
+        assert END not in allowed(constraint)
+        complete = constraint.advance(token)
+        assert complete == (token == tokens[-1])
+
+
+def test_a_token_that_is_not_allowed_is_refused_and_a_copy_is_not_touched(
+    grammars: Grammars,
+) -> None:
+    constraint = grammars.compile(StructuredOutputsParams(choice=["yes", "no"]))
+    other = constraint.copy()
+    before = other.words
+    refused = next(t for t in range(VOCABULARY) if t not in allowed(constraint))
+    with pytest.raises(GrammarError):
+        constraint.advance(refused)
+    assert np.array_equal(other.words, before)
+
+
+def deep(levels: int) -> Schema:
+    schema: Schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one"),
+    ({"json": {"type": "object"}, "regex": "a"}, "exactly one"),
+    ({"json": "{"}, "not JSON"),
+    ({"json": "[1]"}, "an object"),
+    ({"json": {"a": {1, 2}}}, "must be a JSON schema"),
+    ({"json": {"type": "foo"}}, "Invalid type"),
+    ({"json": {"type": "string", "minLength": 3, "maxLength": 1}}, "Unsatisfiable"),
+    ({"json": {"$ref": "http://169.254.169.254/schema"}}, "does not fetch"),
+    ({"json": {"$ref": "#/$defs/missing"}}, "structured_outputs.json"),
+    ({"json": deep(40)}, "levels"),
+    ({"json": {"enum": list(range(1001))}}, "entries at one place"),
+    ({"json": {"enum": ["x" * 70_000]}}, "at most 65536 bytes"),
+    ({"json": "[" * 100_000}, "at most 65536 bytes"),
+    ({"json": "[" * 60_000}, "JSON"),
+    ({"regex": ""}, "1 to 4096"),
+    ({"regex": "a" * 4097}, "1 to 4096"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": r"(a)\1"}, "backreferences"),
+    ({"regex": "a(?=b)"}, "look-around"),
+    ({"choice": []}, "1 to 1000"),
+    ({"choice": [""]}, "1 to 4096"),
+    ({"choice": ["a", 1]}, "list of texts"),
+    ({"choice": "ab"}, "list of texts"),
+    ({"grammar": "start: missing"}, "unknown name"),
+    ({"grammar": ""}, "1 to 65536"),
+    ({"json_object": 3}, "must be true"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_what_has_no_meaning_is_refused(
+    asked: dict[str, Any], message: str, grammars: Grammars
+) -> None:
+    for _ in range(2):  # what failed is remembered, and says the same again
+        with pytest.raises(InvalidRequest, match=re.escape(message)) as error:
+            grammars.compile(StructuredOutputsParams(**asked))
+        assert error.value.parameter == "structured_outputs"
+        assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "(a+)+$"},
+        {"regex": "(a|a)*b{1000000}"},
+        {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    ],
+    ids=str,
+)
+def test_what_blows_up_elsewhere_is_served_or_refused(
+    asked: dict[str, Any], grammars: Grammars, pieces: list[bytes]
+) -> None:
+    try:
+        constraint = grammars.compile(StructuredOutputsParams(**asked))
+    except InvalidRequest:
+        return
+    with contextlib.suppress(GrammarError):  # too complex to go on
+        draw(constraint, pieces, 0, most=30)
+
+
+def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
+    for number in range(MAX_CACHED + 50):
+        grammars.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
+    assert len(grammars._known) <= MAX_CACHED
+    assert grammars._bytes == sum(len(text) for _, text in grammars._known)
