@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -90,6 +91,15 @@ def test_what_goes_wrong_is_one_line(url: str, case: str) -> None:
     assert err.startswith("jaxserve: error: ") and message in err and err.count("\n") == 1, err
 
 
+def _take_terminal() -> None:
+    """In the child: the terminal is its own, and Ctrl-C means what it does in a shell.
+
+    Whoever was started in the background ignores interrupts, and would hand that on.
+    """
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Screen:
     """A terminal with a program on it."""
 
@@ -103,7 +113,7 @@ class Screen:
             stderr=end,
             env=os.environ | {"TERM": "dumb", "INPUTRC": "/dev/null"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         os.close(end)
         self.text = ""
