@@ -6,13 +6,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import read_model_config
+from jaxserve.models import attention, read_model_config
 from jaxserve.models.architectures import ARCHITECTURES
 from jaxserve.models.config import IGNORED, NEUTRAL
+from pallas_kernels import ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of
 from tests.models.tiny_models import PagedRunner, load
 
@@ -233,6 +235,16 @@ def test_every_field_read_is_changed_once(checkpoints):
         rope_read |= {name.split(".")[-1] for name in written - without_rope(written)}
         rope_changed |= {name.split(".")[-1] for name in asked}
     assert rope_read <= rope_changed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def attention_is_compiled_once():
+    """Its loops would be compiled again in every call; all else is compiled by operation."""
+    static = ("scale", "window", "soft_cap", "implementation")
+    compiled = jax.jit(ragged_paged_attention, static_argnames=static)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ragged_paged_attention", compiled)
+        yield
 
 
 def last_logits(directory: Path) -> np.ndarray:
