@@ -1,11 +1,12 @@
 """Grouped-query attention over a paged cache."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import LLAMA, Design, RMSNorm
@@ -13,6 +14,9 @@ from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 class Attention(nnx.Module):

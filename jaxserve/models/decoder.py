@@ -1,12 +1,14 @@
 """The decoder that Llama and its many relatives share."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import ModelConfig
@@ -14,6 +16,9 @@ from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, RMSNorm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin, rope_cos_sin
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 
 class DecoderLayer(nnx.Module):
@@ -60,7 +65,7 @@ def _normed(norm: RMSNorm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]
     return x if norm is None else norm(x)
 
 
-def scaled(x: Float[Array, "..."], factor: float | Array) -> Float[Array, "..."]:
+def scaled(x: Float[Array, ...], factor: float | Array) -> Float[Array, ...]:
     """x times a factor, in at least float32, rounded once."""
     if isinstance(factor, float) and factor == 1.0:
         return x

@@ -1,17 +1,21 @@
 """Layers that families share, apart from attention: norm, embedding, gated MLP."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 
 @dataclass(frozen=True)

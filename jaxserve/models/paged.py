@@ -4,15 +4,19 @@ Also the logical axes that name the dimensions of parameters; `jaxserve.executio
 axes. A parameter carries its axes as metadata, set where it is created (`linear.weight`).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
 
 # One layer's k_pages and v_pages, each [P, K, S, H].
-KVPages = tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]
+KVPages = tuple[jax.Array, jax.Array]
 
 # "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
 LogicalAxis = Literal["vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp"]

@@ -1,11 +1,13 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its stretchings, as numbers."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.linear import accumulator
 from jaxserve.models.rope_fields import (
@@ -17,8 +19,11 @@ from jaxserve.models.rope_fields import (
     YarnScaling,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
 # Cosines and sines of each token's rotary angles, each [T, pairs].
-CosSin = tuple[Float[Array, "T pairs"], Float[Array, "T pairs"]]
+CosSin = tuple[jnp.ndarray, jnp.ndarray]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

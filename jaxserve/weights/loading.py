@@ -1,15 +1,17 @@
 """Fill a model with weights: a checkpoint's, or random ones."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
@@ -19,12 +21,15 @@ from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.names import match_names
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
 ROWS = 64  # of a parameter, copied at a time
 
 # Called with the bytes read so far and the bytes to read in all.
 Progress = Callable[[int, int], None]
 # Puts a parameter, given its path and values, on its device or devices.
-Place = Callable[[str, np.ndarray], Array]
+Place = Callable[[str, np.ndarray], jnp.ndarray]
 
 
 def load_weights(
