@@ -109,7 +109,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
     "llama_yarn": {"rope_parameters": YARN},
     "llama_yarn_mscale": {
-        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}
+        "rope_parameters": YARN
+        | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, "beta_slow": 0.02}
     },
     "llama_longrope": {
         "rope_parameters": LONGROPE | {"factor": 6.0},
