@@ -68,8 +68,14 @@ def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from the start at which each event with tokens came, and its number of tokens."""
     came = [one for one in outcomes if one.ttft or one.itls]
     times = [one.sent + one.ttft + np.cumsum([0.0, *one.itls]) for one in came]
-    tokens = [one.event_tokens or [1] * (len(one.itls) + 1) for one in came]
+    tokens = [_event_tokens(one) for one in came]
     return np.concatenate([[], *times]), np.concatenate([[], *tokens])
+
+
+def _event_tokens(outcome: Outcome) -> np.ndarray:
+    """Tokens of each event; where events do not say, the server's count in equal parts."""
+    tokens = np.array(outcome.event_tokens or [1.0] * (len(outcome.itls) + 1))
+    return tokens * (outcome.output_tokens / tokens.sum())
 
 
 def each_second(outcomes: Iterable[Outcome]) -> np.ndarray:

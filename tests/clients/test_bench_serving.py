@@ -144,5 +144,7 @@ def test_the_arithmetic_of_the_report() -> None:
     assert most_at_once(run.outcomes) == 2 and result["max_output_tokens_per_s"] == 6
     times, tokens = token_times([fast, slow])
     assert times.tolist() == pytest.approx([0.1, 0.2, 0.5, *(2.05 + i / 10 for i in range(6))])
-    assert tokens.tolist() == [1] * 9
+    assert tokens.tolist() == pytest.approx([1] * 9)
+    fused = Outcome(1, 0.0, 0.0, 200, 0.1, [0.1], 0.2, 12, event_tokens=[1, 2])
+    assert token_times([fused])[1].tolist() == pytest.approx([4, 8])
     assert summarize(Run([refused], 1.0, 0.1))["completed"] == 0
