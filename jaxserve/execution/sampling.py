@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.execution.logit_edits import edited
+from jaxserve.execution.random import uniform
 from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
@@ -102,25 +102,16 @@ def _draw(probs: Array, uniform: Array) -> Array:
     ends = jnp.cumsum(groups.sum(axis=-1), axis=-1)
     # Below the total even if the product rounds up to it: past it there is no token to draw.
     target = jnp.minimum(uniform * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.zeros_like(uniform)))
-    group = (ends <= target[:, None]).sum(axis=-1)
-    before = jnp.where(group > 0, jnp.take_along_axis(ends, group[:, None] - 1, axis=1)[:, 0], 0)
-    inside = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
+    is_before = ends <= target[:, None]
+    group = is_before.sum(axis=-1)
+    before = jnp.where(is_before, ends, 0).max(axis=-1)
+    inside = groups.at[jnp.arange(len(groups)), group].get(mode="clip")
     passed = jnp.cumsum(inside, axis=-1) <= (target - before)[:, None]
     # Rounding may leave the target at the group's end: then its last possible token is drawn.
     lanes = jnp.arange(LANES)
     last_possible = jnp.where(inside > 0, lanes, 0).max(axis=-1)
     lane = jnp.minimum(passed.sum(axis=-1), last_possible)
     return (group * LANES + lane).astype(jnp.int32)
-
-
-def _uniform(seed: Array, position: Array) -> Array:
-    """One number in [0, 1) for each row: from fold_in(key(seed), position)."""
-
-    def one(words: Array, where: Array) -> Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, where), dtype=jnp.float32)
-
-    return jax.vmap(one)(seed, position)
 
 
 def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
@@ -144,8 +135,8 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
         lambda: _keep_top_p(probs, keys, batch.top_p),
         lambda: probs,
     )
-    uniform = _uniform(batch.seed, batch.kv_len).astype(probs.dtype)
-    return jnp.where(warm, _draw(probs, uniform), greedy)
+    number = uniform(batch.seed, batch.kv_len).astype(probs.dtype)
+    return jnp.where(warm, _draw(probs, number), greedy)
 
 
 def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from jaxserve.execution import sampling as device
 from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.random import uniform as row_uniform
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.request import SamplingParams
-from tests.oracle import kept_tokens
+from tests.oracle import kept_tokens, uniform
 
 ROWS = 6
+
+numbers = jax.jit(row_uniform)
 
 
 def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> StepBatch:
@@ -129,6 +132,13 @@ def test_draws_have_the_right_distribution(params: SamplingParams) -> None:
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@settings(max_examples=100)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
+def test_random_numbers_are_those_of_jax(seed: int, position: int) -> None:
+    words = np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)
+    assert float(numbers(words, np.array([position], np.int32))[0]) == uniform(seed, position)
+
+
 def test_rows_that_are_not_finite_are_reported() -> None:
     logits = np.zeros((ROWS, 300), np.float32)
     logits[1, 7], logits[2, 7], logits[3, 7] = np.nan, np.inf, -np.inf
@@ -142,6 +152,6 @@ def test_draw_never_leaves_the_kept_set() -> None:
     probs = np.zeros((4, 300), np.float32)
     probs[:, 3] = [1.0, 0.1, 1e-30, 3e7]
     probs[:, 150] = [1.0, 1e-9, 1e-38, 1.0]
-    for uniform in (0.0, 0.5, 1 - 2**-24):
-        tokens = device._draw(jnp.asarray(probs), jnp.full(4, uniform, jnp.float32))
+    for number in (0.0, 0.5, 1 - 2**-24):
+        tokens = device._draw(jnp.asarray(probs), jnp.full(4, number, jnp.float32))
         assert np.all(np.isin(tokens, [3, 150]))
