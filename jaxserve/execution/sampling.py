@@ -77,20 +77,26 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     return lax.fori_loop(0, bits, try_bit, jnp.zeros(keys.shape[0], keys.dtype))
 
 
-def _keep_top_k(probs: Array, keys: Array, top_k: Array) -> Array:
-    """Zero all but the k most likely tokens of each row (equals of the k-th stay)."""
+def _truncated(probs: Array, keys: Array, batch: Any) -> Array:
+    """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
+    but the smallest set of likely ones whose share of the rest reaches top_p.
+
+    Both are turns of one loop: it runs for what a row asks, and is compiled once.
+    """
     vocabulary = probs.shape[1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
-    least = _threshold(keys, jnp.ones((), jnp.int32), wanted)
-    return jnp.where(keys >= least[:, None], probs, 0)
+    count = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocabulary), vocabulary)
+    top_p = batch.top_p.astype(probs.dtype)
 
+    def narrow(turn: Array, probs: Array) -> Array:
+        counts = turn == 0
+        target = jnp.where(counts, count.astype(probs.dtype), top_p * probs.sum(axis=1))
+        least = _threshold(keys, jnp.where(counts, 1, probs), target)
+        keeps_all = jnp.where(counts, batch.top_k <= 0, top_p >= 1)
+        return jnp.where((keys >= least[:, None]) | keeps_all[:, None], probs, 0)
 
-def _keep_top_p(probs: Array, keys: Array, top_p: Array) -> Array:
-    """Zero all but the smallest set of likely tokens whose share of the rest reaches top_p."""
-    target = top_p.astype(probs.dtype) * probs.sum(axis=1)
-    least = _threshold(keys, probs, target)
-    kept = (keys >= least[:, None]) | (top_p >= 1)[:, None]
-    return jnp.where(kept, probs, 0)
+    first = jnp.where(jnp.any(batch.top_k > 0), 0, 1)
+    last = jnp.where(jnp.any(batch.top_p < 1), 2, 1)
+    return lax.fori_loop(first, last, narrow, probs)
 
 
 def _draw(probs: Array, uniform: Array) -> Array:
@@ -124,17 +130,7 @@ def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
     # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
     likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (scaled == top)
     probs = jnp.where(likely, probs, 0)
-    keys = _ordered_bits(scaled)
-    probs = lax.cond(
-        jnp.any(batch.top_k > 0),
-        lambda: _keep_top_k(probs, keys, batch.top_k),
-        lambda: probs,
-    )
-    probs = lax.cond(
-        jnp.any(batch.top_p < 1),
-        lambda: _keep_top_p(probs, keys, batch.top_p),
-        lambda: probs,
-    )
+    probs = _truncated(probs, _ordered_bits(scaled), batch)
     number = uniform(batch.seed, batch.kv_len).astype(probs.dtype)
     return jnp.where(warm, _draw(probs, number), greedy)
 
