@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
-import termios
 import time
 from urllib.request import Request, urlopen
 
@@ -91,13 +88,15 @@ def test_what_goes_wrong_is_one_line(url: str, case: str) -> None:
     assert err.startswith("jaxserve: error: ") and message in err and err.count("\n") == 1, err
 
 
-def _take_terminal() -> None:
-    """In the child: the terminal is its own, and Ctrl-C means what it does in a shell.
-
-    Whoever was started in the background ignores interrupts, and would hand that on.
-    """
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# In the child, before the command: the terminal is its own, and Ctrl-C means what it does in a
+# shell (whoever was started in the background ignores interrupts, and would hand that on). A
+# program of its own, since a function between fork and exec would fork this process with JAX in it.
+TAKE_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Screen:
@@ -106,14 +105,13 @@ class Screen:
     def __init__(self, *words: str) -> None:
         self._side, end = pty.openpty()
         self.process = subprocess.Popen(
-            words,
+            [sys.executable, "-c", TAKE_TERMINAL, *words],
             cwd=ROOT,
             stdin=end,
             stdout=end,
             stderr=end,
             env=os.environ | {"TERM": "dumb", "INPUTRC": "/dev/null"},
             start_new_session=True,
-            preexec_fn=_take_terminal,
         )
         os.close(end)
         self.text = ""
