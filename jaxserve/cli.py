@@ -15,10 +15,9 @@ import os
 import re
 import sys
 import types
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,89 +25,23 @@ from rich.markup import escape
 import jaxserve
 from jaxserve.config import EngineConfig, api_keys_from_environment, prepare_process
 from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add_fields, given
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.server.plans import plan_models
 from jaxserve.server.settings import ServerConfig
 
-BAD_INPUT, INTERRUPTED = 2, 130
+INTERRUPTED = 130
 DEFAULT_MAX_TOKENS = 256
 
 # Of SamplingParams, what has a meaning for prompts given on a command line.
 SAMPLING_FIELDS = (
     "n temperature top_p top_k min_p seed stop max_tokens min_tokens ignore_eos".split()
 )
-# `model` is one folder for all commands; `seed` is the sampling's, and dummy weights follow it.
-ENGINE_FIELDS = [
-    field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
-]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad argument in one line, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class _CommandError(Exception):
-    """Something that the user can put right; its message is shown alone."""
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """Each field's text in the Args section of a dataclass's docstring."""
-    section = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
-
-
-def _option(hint: Any) -> dict[str, Any]:
-    """What argparse must know to read a value of a field's type."""
-    if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint)}
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if hint in (int, float):
-        return {"type": hint, "metavar": "N" if hint is int else "X"}
-    if typing.get_origin(hint) is tuple:
-        return {"type": _integers, "metavar": "N,N,..."}
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        if any(typing.get_origin(kind) is not None for kind in kinds[1:]):
-            return {"action": "append", "metavar": "TEXT"}
-        return _option(kinds[0])
-    return {"metavar": "TEXT"}
-
-
-def add_fields(
-    parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
-) -> None:
-    """An option for each named field of a dataclass; one not given leaves no attribute."""
-    hints, helps = typing.get_type_hints(cls), field_help(cls)
-    for field in dataclasses.fields(cls):
-        if field.name not in names:
-            continue
-        text = helps[field.name]
-        if field.default is not None and not skip_default:
-            text += f" (default: {field.default})"
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-            **_option(hints[field.name]),
-        )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxserve", description="An LLM inference engine in JAX.")
+    parser = Parser(prog="jaxserve", description="An LLM inference engine in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
@@ -176,15 +109,15 @@ def serve(arguments: argparse.Namespace) -> int:
     fields = [field.name for field in dataclasses.fields(ServerConfig)]
     asked: dict[str, Any] = {"api_key": api_keys_from_environment() or None}
     try:
-        config = ServerConfig(**asked | _given(arguments, fields))
-        plans = plan_models(arguments.models, _given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        config = ServerConfig(**asked | given(arguments, fields))
+        plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
         # Imported late: it needs the `serve` extra, and brings JAX with it.
         module = importlib.import_module("jaxserve.server.serve")
         return module.serve(plans, config)
     except ModuleNotFoundError as error:
-        raise _CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
+        raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
     except (ValueError, OSError) as error:  # settings, files or a port that are not right
-        raise _CommandError(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 def add_talk(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -265,17 +198,17 @@ def run_batch(arguments: argparse.Namespace) -> int:
     """Run `jaxserve run-batch`."""
     source, sink = arguments.input_file, arguments.output_file
     if not source.is_file():
-        raise _CommandError(f"there is no file {str(source)!r}")
+        raise CommandError(f"there is no file {str(source)!r}")
     if sink.exists() and sink.samefile(source):
-        raise _CommandError("the output would overwrite the input")
+        raise CommandError("the output would overwrite the input")
     module = _server_module("batch")
     try:
         config = module.batch_config(getattr(arguments, "served_model_name", None))
         models = [arguments.model] if arguments.model else []
-        plans = plan_models(models, _given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        plans = plan_models(models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
         return module.run_batch(plans, config, source, sink)
     except (ValueError, OSError) as error:
-        raise _CommandError(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 def _server_module(name: str) -> types.ModuleType:
@@ -283,19 +216,15 @@ def _server_module(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(f"jaxserve.server.{name}")
     except ModuleNotFoundError as error:
-        raise _CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
-
-
-def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+        raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run `jaxserve generate`."""
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
-    asked: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | _given(arguments, SAMPLING_FIELDS)
+    asked: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**asked)  # refuse a bad value before the model is loaded
-    settings = _given(arguments, [*ENGINE_FIELDS, "seed"])
+    settings = given(arguments, [*ENGINE_FIELDS, "seed"])
     bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
     with _open(arguments.model, settings) as llm:
         sampling = dataclasses.replace(llm.get_default_sampling_params(), **asked)
@@ -323,7 +252,7 @@ def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
         with console.status("loading the model and compiling"):
             return jaxserve.LLM(model, **settings)
     except (ValueError, OSError) as error:  # settings, or files that are not what they should be
-        raise _CommandError(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 def _has_chat_template(llm: jaxserve.LLM) -> bool:
@@ -338,7 +267,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in re.split(r"[,\s]+", text.strip())]
     except ValueError:
-        raise _CommandError(
+        raise CommandError(
             f"{text!r} is not token ids like 1,2,3, and --skip-tokenizer-init takes nothing else"
         ) from None
 
@@ -371,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         return arguments.run(arguments)
-    except (JaxserveError, _CommandError) as error:
+    except (JaxserveError, CommandError) as error:
         print(f"jaxserve: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -13,7 +13,8 @@ import pytest
 
 import jaxserve
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.cli import ENGINE_FIELDS, SAMPLING_FIELDS, field_help, main, make_parser
+from jaxserve.cli import SAMPLING_FIELDS, main, make_parser
+from jaxserve.options import ENGINE_FIELDS, field_help
 from tests.engine.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).parent.parent

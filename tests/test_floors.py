@@ -30,8 +30,9 @@ FLOORS = {
     "jaxserve.execution": 4,
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
-    "jaxserve.cli": 7,
-    "jaxserve.__main__": 8,
+    "jaxserve.options": 7,  # of command lines
+    "jaxserve.cli": 8,
+    "jaxserve.__main__": 9,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),

@@ -1,0 +1,87 @@
+"""Options of the command line, made from the fields of dataclasses: one list of names."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from jaxserve.config import EngineConfig
+
+BAD_INPUT = 2
+# `model` is one folder for all commands; `seed` is the sampling's, and dummy weights follow it.
+ENGINE_FIELDS = [
+    field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class CommandError(Exception):
+    """Something that the user can put right; its message is shown alone."""
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Each field's text in the Args section of a dataclass's docstring."""
+    section = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
+
+
+def _option(hint: Any) -> dict[str, Any]:
+    """What argparse must know to read a value of a field's type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if hint in (int, float):
+        return {"type": hint, "metavar": "N" if hint is int else "X"}
+    if typing.get_origin(hint) is tuple:
+        return {"type": _integers, "metavar": "N,N,..."}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        if any(typing.get_origin(kind) is not None for kind in kinds[1:]):
+            return {"action": "append", "metavar": "TEXT"}
+        return _option(kinds[0])
+    return {"metavar": "TEXT"}
+
+
+def add_fields(
+    parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
+) -> None:
+    """An option for each named field of a dataclass; one not given leaves no attribute."""
+    hints, helps = typing.get_type_hints(cls), field_help(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in names:
+            continue
+        text = helps[field.name]
+        if field.default is not None and not skip_default:
+            text += f" (default: {field.default})"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_option(hints[field.name]),
+        )
+
+
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The named options that were given."""
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
