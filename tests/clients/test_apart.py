@@ -66,7 +66,8 @@ def test_lm_eval_scores_as_transformers_does(url: str, apart: Program, tmp_path:
     for sample in samples:
         for argument, [answer] in zip(sample["arguments"].values(), sample["resps"], strict=True):
             context, end = (argument[name] for name in ("arg_0", "arg_1"))
-            before = len(tokenizer.encode(context, add_special_tokens=False))
+            # lm-eval counts blanks between the two to the continuation.
+            before = len(tokenizer.encode(context.rstrip(), add_special_tokens=False))
             ids = tokenizer(context + end, add_special_tokens=False, return_tensors="pt").input_ids
             with torch.no_grad():
                 rows = model(ids).logits[0].log_softmax(-1)[before - 1 : -1]
