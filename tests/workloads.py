@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.request import SamplingParams
+from jaxserve.structured import StructuredOutputsParams
+from tests.letters import FORMS, TEXTS
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int)
 def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
     """Any mix of settings that change logits: mostly none, and often hard on few tokens."""
     few = [rng.randrange(vocab) for _ in range(rng.choice([2, 3, 20]))]
+    words = [TEXTS[token].strip() or "a" for token in few]
     choices: dict[str, list[Any]] = {
         "presence_penalty": [0.0, 2.0, -1.5, 0.3],
         "frequency_penalty": [0.0, 2.0, -2.0, 0.7],
         "repetition_penalty": [1.0, 1.3, 0.6, 5.0],
         "logit_bias": [None, {few[0]: 5.0, few[1]: -100.0}, dict.fromkeys(few, 1.5)],
         "allowed_token_ids": [None, few],
-        "bad_words": [None, [f"{few[0]}"], [f"{few[0]} {few[0]}", f"{few[1]} {few[0]} {few[0]}"]],
+        "bad_words": [None, words[:1], [words[0] * 2, words[1] + words[0] * 2]],
     }
     if rng.random() < 0.4:
         return {}
@@ -58,9 +61,23 @@ def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
     }
 
 
+def random_ends(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Stop strings, among them some that lie across tokens and some that begin another."""
+    if rng.random() < 0.6:
+        return {"detokenize": rng.random() < 0.5}
+    texts = [text for text in TEXTS[:vocab] if text]
+    pairs = [rng.choice(texts) + rng.choice(texts) for _ in range(3)]
+    stops = [rng.choice(texts), *pairs, *(pair[:-1] or pair for pair in pairs)]
+    return {
+        "stop": rng.sample(stops, rng.randrange(1, 5)),
+        "include_stop_str_in_output": rng.random() < 0.5,
+    }
+
+
 def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
-    """Any mix of settings. Bad words are token ids with spaces between them."""
+    """Any mix of settings."""
     max_tokens = rng.randrange(1, longest + 1)
+    form = rng.choice(FORMS) if rng.random() < 0.35 else None
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 2]),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 3.0]),
@@ -71,9 +88,11 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         max_tokens=max_tokens,
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
         stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
-        detokenize=False,
+        ignore_eos=rng.random() < 0.2,
         logprobs=rng.choice([None, None, None, 0, 1, 5, 20]),
         prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
+        structured_outputs=None if form is None else StructuredOutputsParams(**form),
+        **random_ends(rng, vocab),
         **random_edits(rng, vocab),
     )
 
