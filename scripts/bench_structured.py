@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import sysconfig
@@ -28,10 +29,12 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.engine import Delta, Engine
-from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.grammars import GrammarError, Grammars
 from jaxserve.engine.loading import Loaded, load
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 
@@ -168,6 +171,40 @@ def mask_cost(repeats: int) -> dict[str, Any]:
     return result
 
 
+def hostile_cost(tokens: int = 60) -> dict[str, Any]:
+    """How long forms made to take for ever hold up the caller, and the engine a token at most."""
+    backend = vocabulary()
+    grammars = Grammars(backend.to_str, VOCAB, (0,))
+    grammars.tokenizer()
+    result: dict[str, Any] = {}
+    for name, form in HOSTILE.items():
+        rng, longest, end = random.Random(0), 0.0, "served"
+        started = time.perf_counter()
+        compiled = None
+        try:
+            constraint = grammars.compile(StructuredOutputsParams(**form))
+            compiled = time.perf_counter() - started
+            for _ in range(tokens):
+                bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
+                token = rng.choice(np.flatnonzero(bits[1:]).tolist() or [-1]) + 1
+                before = time.perf_counter()
+                complete = token == 0 or constraint.advance(token)
+                longest = max(longest, time.perf_counter() - before)
+                if complete:
+                    break
+        except InvalidRequest as error:
+            end = f"refused: {error}"
+        except GrammarError as error:
+            end = f"ended: {error}"
+        compiled = time.perf_counter() - started if compiled is None else compiled
+        result[name] = {
+            "compile_ms": compiled * 1e3,
+            "longest_token_ms": longest * 1e3,
+            "end": end[:80],
+        }
+    return result
+
+
 def sampling(guided: bool, seed: int, tokens: int) -> SamplingParams:
     item = {
         "type": "object",
@@ -254,6 +291,8 @@ def main() -> int:
     options = parser.parse_args()
     masks = mask_cost(20)
     print(json.dumps(masks, indent=1), flush=True)
+    hostile = hostile_cost()
+    print(json.dumps(hostile, indent=1), flush=True)
     engine = throughput(options.model, options.rows, options.tokens, options.repeats)
     print(json.dumps(engine, indent=1), flush=True)
     met = {
@@ -262,7 +301,7 @@ def main() -> int:
         >= GOAL_RATIO,
     }
     setting = {"rows": options.rows, "tokens": options.tokens, "cores": os.cpu_count()}
-    report = {"setting": setting, "masks": masks, "engine": engine, "met": met}
+    report = {"setting": setting, "masks": masks, "hostile": hostile, "engine": engine, "met": met}
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(met)
     return 0 if all(met.values()) else 1

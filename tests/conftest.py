@@ -29,7 +29,7 @@ FOLDER = "JAXSERVE_TESTS_FOLDER"
 TOGETHER = ("tests/clients/", "tests/models/", "tests/page/", "tests/server/")
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
-TURNS = pytest.StashKey[TextIO]()
+DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
 
 
 class ByFixtures(LoadScopeScheduling):
@@ -60,20 +60,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-    turns = config.stash[TURNS] = (Path(os.environ[FOLDER]) / "turns").open("a")
-    config.add_cleanup(turns.close)
+    for key, name in ((DOOR, "door"), (TURNS, "turns")):
+        file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
+        config.add_cleanup(file.close)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """While a test that needs the machine runs, other processes of this run wait with theirs."""
-    turns = item.config.stash[TURNS]
+    door, turns = item.config.stash[DOOR], item.config.stash[TURNS]
     alone = item.nodeid.startswith(ALONE)
+    # Whoever waits to be alone stands in the door, so that the others cannot go on before it.
+    fcntl.flock(door, fcntl.LOCK_EX)
     fcntl.flock(turns, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    fcntl.flock(door, fcntl.LOCK_UN)
     try:
         return (yield)
     finally:
-        if not (alone and nextitem is not None and nextitem.nodeid.startswith(ALONE)):
-            fcntl.flock(turns, fcntl.LOCK_UN)
+        fcntl.flock(turns, fcntl.LOCK_UN)
