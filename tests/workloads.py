@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +42,30 @@ def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int)
     ]
 
 
-def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
+def numbers(token_ids: list[int]) -> str:
+    """Text of a vocabulary in which each token is its number, with spaces between them."""
+    return " ".join(map(str, token_ids))
+
+
+def letters(token_ids: list[int]) -> str:
+    """Text in the vocabulary of `tests.letters`."""
+    return "".join(TEXTS[token] for token in token_ids)
+
+
+def random_edits(
+    rng: random.Random, vocab: int, spell: Callable[[list[int]], str] = numbers
+) -> dict[str, Any]:
     """Any mix of settings that change logits: mostly none, and often hard on few tokens."""
     few = [rng.randrange(vocab) for _ in range(rng.choice([2, 3, 20]))]
-    words = [TEXTS[token].strip() or "a" for token in few]
+    one, other = few[0], few[1]
+    banned = [word for word in map(spell, ([one, one], [other, one, one])) if word.strip()]
     choices: dict[str, list[Any]] = {
         "presence_penalty": [0.0, 2.0, -1.5, 0.3],
         "frequency_penalty": [0.0, 2.0, -2.0, 0.7],
         "repetition_penalty": [1.0, 1.3, 0.6, 5.0],
         "logit_bias": [None, {few[0]: 5.0, few[1]: -100.0}, dict.fromkeys(few, 1.5)],
         "allowed_token_ids": [None, few],
-        "bad_words": [None, words[:1], [words[0] * 2, words[1] + words[0] * 2]],
+        "bad_words": [None, [spell([one]) if spell([one]).strip() else "a"], banned or None],
     }
     if rng.random() < 0.4:
         return {}
@@ -93,7 +107,7 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
         structured_outputs=None if form is None else StructuredOutputsParams(**form),
         **random_ends(rng, vocab),
-        **random_edits(rng, vocab),
+        **random_edits(rng, vocab, letters),
     )
 
 
