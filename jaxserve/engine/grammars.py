@@ -138,7 +138,7 @@ class Grammars:
         import llguidance
 
         try:
-            matcher = llguidance.LLMatcher(self.tokenizer(), _source(params), log_level=0)
+            matcher = llguidance.LLMatcher(self.tokenizer(), grammar_source(params), log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size)
@@ -170,7 +170,7 @@ def _first_line(message: str) -> str:
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
-def _source(params: StructuredOutputsParams) -> str:
+def grammar_source(params: StructuredOutputsParams) -> str:
     """The form in llguidance's language."""
     from llguidance import LLMatcher
 

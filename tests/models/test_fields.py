@@ -16,7 +16,7 @@ from jaxserve.models.architectures import ARCHITECTURES
 from jaxserve.models.config import IGNORED, NEUTRAL
 from pallas_kernels import ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of
-from tests.models.tiny_models import PagedRunner, load
+from tests.models.tiny_models import FAST, PagedRunner, load
 
 TOKENS = np.random.default_rng(5).integers(0, 96, 70).tolist()
 
@@ -241,7 +241,7 @@ def test_every_field_read_is_changed_once(checkpoints):
 def attention_is_compiled_once():
     """Its loops would be compiled again in every call; all else is compiled by operation."""
     static = ("scale", "window", "soft_cap", "implementation")
-    compiled = jax.jit(ragged_paged_attention, static_argnames=static)
+    compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "ragged_paged_attention", compiled)
         yield
