@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
+import re
 import time
 from contextlib import suppress
 
 import pytest
 
+from tests.server import attacks
+from tests.server.attacks import POST
 from tests.server.conftest import KEYS
 from tests.server.live import Server, read_all, status_of
 
 GOOD = {"prompt": "a", "max_tokens": 2, "temperature": 0}
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -59,16 +60,7 @@ def test_many_headers_are_refused(server: Server) -> None:
 
 
 def test_half_open_headers_are_closed_while_others_are_served(server: Server) -> None:
-    files = server.num_files()
-    waiting = [server.connect() for _ in range(200)]
-    for one in waiting:
-        one.sendall(b"GET /health HTTP/1.1\r\nhost: lo")
-    for _ in range(5):
-        assert server.complete("a").status == 200
-    for one in waiting:
-        assert read_all(one) == b""
-        one.close()
-    assert server.num_files() <= files + 1
+    attacks.half_open(server, 200)
 
 
 def test_a_header_sent_byte_by_byte_gets_no_more_time(server: Server) -> None:
@@ -85,13 +77,29 @@ def test_a_header_sent_byte_by_byte_gets_no_more_time(server: Server) -> None:
 
 
 def test_a_slow_body_is_given_up(server: Server) -> None:
+    attacks.slow_body(server, 0.2)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_body_that_nobody_reads_gets_no_more_time(server: Server, method: str) -> None:
+    """The answer does not wait for it; nor may the connection be held by it for ever."""
+    head = f"{method} /version HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n"
     with server.connect() as one:
-        one.sendall(POST + b"content-length: 100\r\n\r\n")
-        for _ in range(4):
-            one.sendall(b" ")
-            time.sleep(0.2)
-        answer = read_all(one)
-    assert status_of(answer) == 408 and b"body_timeout" in answer
+        one.sendall(head.encode())
+        assert status_of(one.recv(1 << 16)) == {"GET": 200, "POST": 415}[method]
+        one.settimeout(0.2)
+        for _ in range(20):
+            with suppress(OSError):
+                one.sendall(b"x")
+            try:
+                one.recv(1 << 16)
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            raise AssertionError("still open")
 
 
 def test_large_bodies_are_refused_at_the_limit(server: Server) -> None:
@@ -115,9 +123,7 @@ def test_an_endless_chunked_body_is_refused(server: Server) -> None:
 
 
 def test_a_body_in_tiny_chunks_is_refused(server: Server) -> None:
-    body = b"1\r\n \r\n" * 300_000
-    answer = server.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
-    assert status_of(answer) in (413, 0)
+    attacks.tiny_chunks(server, 300_000)
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps(GOOD).encode())
     end = b"0\r\n\r\n"
     head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -320,23 +326,43 @@ def test_commas_and_brackets_in_text_are_no_nodes(server: Server) -> None:
 
 
 def test_pipelined_requests_are_all_answered(server: Server) -> None:
-    one = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    attacks.pipelined(server, 2000)
+
+
+def test_pipelined_work_is_answered_in_order(server: Server) -> None:
+    ask = [
+        server.http("/v1/completions", json.dumps(GOOD | {"max_tokens": n}).encode())
+        for n in (3, 1, 2)
+    ]
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    with server.connect() as connection:
-        sender = threading.Thread(target=connection.sendall, args=(one * 1999 + last,))
-        sender.start()
-        answers = read_all(connection)
-        sender.join()
-    assert answers.count(b"HTTP/1.1 200 OK") == 2000
+    answer = server.send(b"".join(ask) + last)
+    assert re.findall(rb'"completion_tokens":(\d)', answer) == [b"3", b"1", b"2"]
+
+
+def test_a_client_may_ask_before_it_sends_its_body(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    head = POST + b"connection: close\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+    with server.connect() as one:
+        one.sendall(head % len(body))
+        assert one.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        one.sendall(body)
+        assert status_of(read_all(one)) == 200
+    with server.connect() as one:  # refused by its head alone: the body is never asked for
+        one.sendall(head % (9 << 20))
+        assert status_of(read_all(one)) == 413
+
+
+def test_trailers_of_a_chunked_body_are_let_be(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\nx-sum: 1\r\ncontent-length: 5\r\n\r\n" % (len(body), body)
+    assert status_of(server.send(head + chunks)) == 200
+    long = b"0\r\n" + b"x: " + b"a" * (1 << 20) + b"\r\n\r\n"
+    assert status_of(server.send(head + long)) in (400, 431, 0)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
-    files = server.num_files()
-    for _ in range(50):
-        with server.connect() as one:
-            one.sendall(POST + b'content-length: 1000\r\n\r\n{"prompt": ')
-    time.sleep(0.2)
-    assert server.num_files() <= files + 1
+    attacks.reset_in_the_body(server, 50)
 
 
 @pytest.mark.parametrize(
