@@ -28,7 +28,7 @@ from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add_fields, given
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
-from jaxserve.server.plans import plan_models
+from jaxserve.server.plans import check_folders, plan_models
 from jaxserve.server.settings import ServerConfig
 
 INTERRUPTED = 130
@@ -111,6 +111,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         config = ServerConfig(**asked | given(arguments, fields))
         plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        check_folders(plans)
         # Imported late: it needs the `serve` extra, and brings JAX with it.
         module = importlib.import_module("jaxserve.server.serve")
         return module.serve(plans, config)

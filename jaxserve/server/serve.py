@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TextIO
 
 from jaxserve.engine.async_llm import AsyncLLM
@@ -60,7 +61,8 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
     served: list[ServedModel] = []
     try:
         for plan in plans:
-            report.say(f"loading {plan.names[0]} from {plan.root}")
+            name = plan.names[0]
+            report.say(f"loading {name}" + ("" if plan.root == name else f" from {plan.root}"))
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
@@ -120,19 +122,20 @@ def bind(host: str, port: int) -> socket.socket:
     """Take the port before the models are loaded; nobody can connect before `listen`.
 
     Raises:
-        OSError: it is taken, or no address of this machine.
+        OSError: it is taken, or the host is no address of this machine.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            stack.pop_all()
+            return listener
     except OSError as error:
-        listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:
