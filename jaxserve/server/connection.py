@@ -56,6 +56,9 @@ class _Pieces:
     def close(self) -> None:
         self.is_closed = True
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
 
 class Connection(H11Protocol):
     """One client's connection.
@@ -109,6 +112,10 @@ class Connection(H11Protocol):
             scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
             scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
 
+    def _should_upgrade(self) -> bool:
+        """No protocol but HTTP/1 is spoken: who asks for another is answered in this one."""
+        return False
+
     async def _write_event(self, data: bytes) -> bool:
         """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
 
@@ -151,9 +158,10 @@ class Connection(H11Protocol):
 
         So must what is left of a body that was answered without it.
         """
-        state = self.conn.their_state
+        state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
-        waiting = waiting or (state is h11.SEND_BODY and self.cycle.response_complete)
+        if state is h11.SEND_BODY and cycle is not None and cycle.response_complete:
+            waiting = True
         if not waiting or self.transport.is_closing():
             self._stop("_header_timer")
         elif self._header_timer is None:

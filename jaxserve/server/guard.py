@@ -92,6 +92,12 @@ class Guard:
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            # Of what goes on for too long after SIGTERM, such as a body that never ends.
+            if not self._lifecycle.is_draining or answer.is_started:
+                raise
+            error = ApiError(503, "the server is stopping", code="shutting_down")
+            await error_response(error)(scope, receive, answer.send)
         except Exception as error:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)

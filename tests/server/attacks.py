@@ -97,6 +97,22 @@ def tiny_chunks(server: Server, count: int) -> Figures:
     return {"server_cpu_s": cpu_seconds(server) - cpu}
 
 
+def slowest_refusal(server: Server, bodies: Sequence[bytes], times: int = 5) -> Figures:
+    """Bad bodies are refused, each in the time that it takes to see what is bad."""
+    seconds = []
+    for body in bodies:
+        data = server.http("/v1/completions", body)
+        best = []
+        for _ in range(times):
+            with server.connect() as one:
+                begun = time.perf_counter()
+                one.sendall(data)
+                assert status_of(one.recv(1 << 16)) == 400
+                best.append(time.perf_counter() - begun)
+        seconds.append(percentile(best, 50))
+    return {"slowest_ms": max(seconds) * 1e3}
+
+
 def pipelined(server: Server, count: int) -> Figures:
     """Every one of many requests sent without waiting is answered."""
     one = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"

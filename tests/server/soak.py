@@ -1,6 +1,6 @@
 """What the tests do in small to a live server, at full size; figures go to scripts/results.
 
-    python -m tests.server.soak --items 3,4,6,15,42
+    python -m tests.server.soak --items 3,4,6,13,15,22,42
     python -m tests.server.soak --items 43,44,45,50
 
 Every item is followed by a request whose tokens must be what they were before, on a server that
@@ -20,6 +20,7 @@ from pathlib import Path
 from tests.server import attacks
 from tests.server.attacks import Figures
 from tests.server.live import ROOT, SMALL, Canary, Server
+from tests.server.test_http import BAD_JSON
 
 RESULTS = ROOT / "scripts" / "results" / "soak.json"
 KEYS = ("first-key", "second-key")
@@ -49,6 +50,17 @@ class Item:
     keys: bool = False
 
 
+def _bad_json(server: Server) -> Figures:
+    return attacks.slowest_refusal(server, list(BAD_JSON.values()))
+
+
+def _too_many(server: Server) -> Figures:
+    fields: list[dict[str, object]] = [{"n": n} for n in (0, -1, 17, 10**9)]
+    fields += [{"prompt": ["a"] * 100_000}, {"prompt": ["a"] * 65}]
+    bodies = [json.dumps({"prompt": "a", **one}).encode() for one in fields]
+    return attacks.slowest_refusal(server, bodies)
+
+
 def _pipelines(server: Server) -> Figures:
     return attacks.pipelined(server, 10_000) | attacks.reset_in_the_body(server, 1000)
 
@@ -63,7 +75,9 @@ ITEMS = {
     "3": Item(NARROW, lambda one: attacks.half_open(one, 1000), {"all_closed_after_s": 12.0}),
     "4": Item(NARROW, lambda one: attacks.slow_body(one, 1.0), {"answered_after_s": 32.0}),
     "6": Item(NARROW, lambda one: attacks.tiny_chunks(one, 3 << 20), {"server_cpu_s": 1.0}),
+    "13": Item(NARROW, _bad_json, {"slowest_ms": 100.0}),
     "15": Item(NARROW, _pipelines, {}),
+    "22": Item(NARROW, _too_many, {"slowest_ms": 50.0}),
     "42": Item(NARROW, lambda one: attacks.leave_in_every_phase(one, 1000), {}),
     "43": Item(WIDE, lambda one: attacks.never_read(one, 500), {}),
     "44": Item(WIDE, lambda one: attacks.head_of_line(one, 20.0, 1022), {"ratio": 2.0}),

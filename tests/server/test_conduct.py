@@ -97,7 +97,10 @@ def test_short_requests_are_served_beside_a_long_prompt(server: Server) -> None:
 
 def test_clients_with_one_id_do_not_meet(server: Server) -> None:
     fields = STREAM | {"request_id": "same", "max_tokens": 150}
-    leaves, stays = (server.open_stream(fields) for _ in range(2))
+    data = server.http("/v1/completions", json.dumps(fields).encode())
+    leaves, stays = (server.connect() for _ in range(2))
+    for one in (leaves, stays):
+        one.sendall(data.replace(b"\r\n", b"\r\nx-request-id: same\r\n", 1))
     leaves.recv(100)
     leaves.close()
     with stays:

@@ -14,8 +14,8 @@ from jaxserve import AsyncLLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.app import App
 from jaxserve.server.generation import Generation
+from jaxserve.server.listener import bind
 from jaxserve.server.process import Process
-from jaxserve.server.serve import bind
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 
@@ -157,19 +157,22 @@ def test_a_stop_does_not_wait_for_ever(app: App) -> None:
             while not process.started:
                 await asyncio.sleep(0.01)
             port = listener.getsockname()[1]
-            (reader, writer), (silent, other) = [
-                await asyncio.open_connection("127.0.0.1", port) for _ in range(2)
+            (reader, writer), (silent, other), (half, slow) = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(3)
             ]
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            slow.write(f"{head}content-length: 100\r\n\r\n".encode())
             data = await reader.read(20)
             process.handle_exit(15, None)
             assert await silent.read() == b"" and not reader.at_eof()
             data += await reader.read()
             assert b" 200 OK" in data and b"shutting_down" in data
+            data = await half.read()
+            assert b" 503 " in data and b"shutting_down" in data
             async with asyncio.timeout(20):
                 await serving
             assert process.status == 0
-            for one in (writer, other):
+            for one in (writer, other, slow):
                 one.close()
                 await one.wait_closed()
 
