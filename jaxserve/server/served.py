@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
@@ -18,6 +18,13 @@ from jaxserve.server.settings import ServerConfig
 
 # Text up to this many characters is tokenized at once; more of it on a thread beside the loop.
 INLINE_CHARS = 8192
+
+
+@dataclass
+class Lifecycle:
+    """Where the server stands between start and end."""
+
+    is_draining: bool = False
 
 
 class Admission:
