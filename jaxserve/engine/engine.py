@@ -16,6 +16,7 @@ from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text import Detokenizer
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
@@ -97,6 +98,7 @@ class Engine:
         number: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
     ) -> Request:
         """Check a prompt (text or token ids) and its settings; changes nothing.
 
@@ -118,6 +120,7 @@ class Engine:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            thinking=thinking,
             encode=None if self.tokenizer is None else self.tokenizer.encode_word,
             constrain=None if self.grammars is None else self.grammars.compile,
         )
@@ -291,8 +294,7 @@ class Engine:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
         if sequence.constraint is not None and not ended:
-            complete = sequence.constraint.advance(token)
-            self.slots.needs_mask[sequence.slot] = True
+            complete = self.slots.advance(sequence.slot, token)
         if text is not None and not live.hides_last:
             stopped = text.add(token)
         if (stopped or complete) and not ended:

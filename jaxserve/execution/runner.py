@@ -236,7 +236,7 @@ class Runner:
         state, self._state = self._state, None
         if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
-        if slots.num_guided:
+        if any_asks & Ask.ALLOWED:
             state = self._guide(state, plan, slots)
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
