@@ -139,22 +139,24 @@ def tool_use(
             may_answer=is_auto,
             answer_schema=answer,
         )
-    described = [_described(tool) for tool in tools]
     called = tuple(tool.function.name for tool in callable_tools)
-    return ToolUse(form, called, described, grammar, is_named, parallel)
+    return ToolUse(form, called, described(tools), grammar, is_named, parallel)
 
 
 def _function(tool: Tool) -> Function:
     return Function(tool.function.name, tool.function.parameters or _ANY)
 
 
-def _described(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    described: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        described["description"] = function.description
-    described["parameters"] = function.parameters or _ANY
-    return {"type": "function", "function": described}
+def described(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates know them."""
+    made = []
+    for function in (tool.function for tool in tools):
+        one: dict[str, Any] = {"name": function.name}
+        if function.description is not None:
+            one["description"] = function.description
+        one["parameters"] = function.parameters or _ANY
+        made.append({"type": "function", "function": one})
+    return made
 
 
 def _answer_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
