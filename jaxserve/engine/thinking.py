@@ -10,6 +10,9 @@ import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
+# Tokens that may be drawn before the host has seen the newest: two launches of the most steps.
+# From there to the end of the budget a row waits for each token.
+AHEAD = 128
 # Tokens in which a marker that is several of them is looked for, as text.
 _TAIL = 16
 # Tokens that may stand before the mark which begins the thoughts: blank lines.
@@ -111,7 +114,9 @@ class ThinkingConstraint:
         if self._phase == "after":
             complete = self._inner is not None and self._inner.advance(token)
         elif self._phase == "forcing":
-            self._num_forced += 1
+            # A token that was under way may come first, in launches of very many steps.
+            is_forced = token == self._marks.end_token_ids[self._num_forced]
+            self._num_forced = self._num_forced + 1 if is_forced else 0
             if self._num_forced == len(self._forced):
                 self._phase = "after"
         elif self._phase == "thinking":
@@ -150,10 +155,9 @@ class ThinkingConstraint:
         if self._phase == "forcing":
             self.words, self.is_guided = self._forced[self._num_forced], True
         elif self._phase == "thinking":
-            # One token may be under way: the row waits from the last but one on.
-            self.words, self.is_guided = self._free, inner is not None or left <= 1
+            self.words, self.is_guided = self._free, inner is not None or left <= AHEAD
         elif self._phase == "before":
-            self.is_guided = inner is not None or (budget is not None and budget <= 1)
+            self.is_guided = inner is not None or left <= AHEAD
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None

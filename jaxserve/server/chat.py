@@ -15,8 +15,9 @@ from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.completions import truncated
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import check_stream_options, sampling_params
+from jaxserve.server.fields import check_stream, sampling_params
 from jaxserve.server.generation import Choice, Generation, Part
+from jaxserve.server.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.protocol import (
     AnswerMessage,
     CallDelta,
@@ -122,13 +123,21 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
     return options
 
 
+def _wanted_logprobs(body: ChatRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        return None
+    return body.top_logprobs or 0
+
+
 async def prepare(call: Call, body: ChatRequest) -> Generation:
     """Everything before the first token: check, count, render, queue.
 
     Raises:
         InvalidRequest, ApiError, Overloaded: nothing was started.
     """
-    check_stream_options(body)
+    check_stream(body)
     model = call.find_model(body.model)
     renamed = body.max_completion_tokens is not None
     if renamed:
@@ -161,7 +170,9 @@ def chat_sampling(
     Raises:
         InvalidRequest: naming the field.
     """
-    sampling = sampling_params(body, model.default_sampling, max_tokens)
+    sampling = sampling_params(
+        body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
+    )
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, thinking_token_budget=body.thinking_token_budget)
     if model.talk.shows_special(tools):
@@ -179,18 +190,26 @@ def chat_sampling(
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, n times."""
     call = Call(request)
-    call.renamed["prompt"] = "messages"
+    call.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = call.parse(ChatRequest)
     if body.echo:
         raise InvalidRequest("echo is not supported for chat", "echo")
     generation = await prepare(call, body)
-    return await respond(request, generation, ChatForm(body), bool(body.stream))
+    form = ChatForm(body, generation.model.llm.get_tokenizer())
+    return await respond(request, generation, form, bool(body.stream))
 
 
 class ChatForm:
-    """Words a generation as chat completions."""
+    """Words a generation as chat completions.
 
-    def __init__(self, body: ChatRequest) -> None:
+    Args:
+        body: the request.
+        tokenizer: spells tokens.
+    """
+
+    def __init__(self, body: ChatRequest, tokenizer: Any) -> None:
+        self._body = body
+        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._id = f"chatcmpl-{uuid4().hex}"
         self._ids = bool(body.return_token_ids)
         options = body.stream_options
@@ -207,11 +226,20 @@ class ChatForm:
         )
         if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        width, scores = self._body.prompt_logprobs, generation.prompt_scores[0]
+        if width is not None and scores is not None:
+            prompt = generation.choices[0].prompt_token_ids
+            response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
         return response
 
+    def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return ChatLogprobs(self._texts.chat(part.token_ids, part.scores))
+
     def _choice(self, generation: Generation, one: Choice) -> ChatChoice:
-        reason = generation.finish_reason(one)
-        choice = ChatChoice(one.index, _answer(one.message), None, reason, one.stop_reason)
+        reason, answer = generation.finish_reason(one), _answer(one.message)
+        choice = ChatChoice(one.index, answer, self._logprobs(one), reason, one.stop_reason)
         if self._ids:
             choice.token_ids = one.token_ids
         return choice
@@ -237,9 +265,9 @@ class ChatForm:
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
         for part in parts:
-            if not (part.pieces or part.finish_reason or self._ids):
+            if not (part.pieces or part.finish_reason or self._ids or part.scores):
                 continue
-            choice = ChunkChoice(part.index, _delta(part.pieces))
+            choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason

@@ -12,7 +12,8 @@ from jaxserve.server.answers import event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.chat import prepare
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, Part
+from jaxserve.server.generation import Choice, Generation, Part
+from jaxserve.server.logprobs import TokenLogprob, TokenTexts
 from jaxserve.server.responses_schema import (
     FunctionCallItem,
     InputTokensDetails,
@@ -26,6 +27,7 @@ from jaxserve.server.responses_schema import (
     ResponsesResponse,
     ResponsesUsage,
     as_chat,
+    wants_logprobs,
 )
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
@@ -37,7 +39,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
-    "include": (None, [], ["reasoning.encrypted_content"]),
 }
 
 
@@ -46,19 +47,27 @@ async def responses(request: Request) -> Response:
     call = Call(request)
     call.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
     call.renamed |= {"response_format": "text", "structured_outputs": "text"}
+    call.renamed["logprobs"] = "top_logprobs"
     body = call.parse(ResponsesRequest, NOT_YET)
     generation = await prepare(call, as_chat(body))
-    return await respond(request, generation, ResponsesForm(body), bool(body.stream))
+    form = ResponsesForm(body, generation.model.llm.get_tokenizer())
+    return await respond(request, generation, form, bool(body.stream))
 
 
 class ResponsesForm:
     """Words a generation as a response object, or as the events that build one.
 
     Items of the output are made from what was read, in its order, streamed or not.
+
+    Args:
+        body: the request.
+        tokenizer: spells tokens.
     """
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    def __init__(self, body: ResponsesRequest, tokenizer: Any) -> None:
         self._body = body
+        self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
+        self._unsaid: list[TokenLogprob] = []  # of tokens since the last text
         self._id = f"resp_{uuid4().hex}"
         self._number = 0
         self._items: list[OutputItem] = []
@@ -85,6 +94,7 @@ class ResponsesForm:
     def whole(self, generation: Generation) -> ResponsesResponse:
         choice = generation.choices[0]
         if not self._items:
+            self._unsaid = self._logprobs(choice)
             for piece in _pieces(choice.message):
                 self._piece(piece)
         status = "incomplete" if choice.finish_reason == "length" else "completed"
@@ -122,7 +132,17 @@ class ResponsesForm:
         return created + self._event("response.in_progress", response=response)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
+        return b"".join([self._part(generation, part) for part in parts])
+
+    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+        return self._texts.chat(part.token_ids, part.scores) if self._texts else []
+
+    def _part(self, generation: Generation, part: Part) -> bytes:
+        pieces = part.pieces
+        self._unsaid += self._logprobs(part)
+        if not pieces and self._unsaid and generation.choices[0].reader is None:
+            pieces = [Content("")]
+        return b"".join([self._piece(piece) for piece in pieces])
 
     def _piece(self, piece: Piece) -> bytes:
         """Events of what is new, which is kept among the items."""
@@ -136,7 +156,9 @@ class ResponsesForm:
             delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
         elif isinstance(item, OutputMessage) and isinstance(piece, Content):
             item.content[0].text += piece.text
-            delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=[])
+            logprobs, self._unsaid = self._unsaid, []
+            item.content[0].logprobs += logprobs
+            delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
         else:
             raise AssertionError("a piece beside its item")
         return opened + delta
@@ -177,7 +199,8 @@ class ResponsesForm:
             done += self._in_item("response.content_part.done", part=item.content[0])
         else:
             text = item.content[0]
-            done = self._in_item("response.output_text.done", text=text.text, logprobs=[])
+            logprobs = text.logprobs
+            done = self._in_item("response.output_text.done", text=text.text, logprobs=logprobs)
             done += self._in_item("response.content_part.done", part=text)
         return done + self._event("response.output_item.done", output_index=index, item=item)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.logprobs import TokenLogprob
 from jaxserve.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -80,6 +81,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     text: TextOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    top_logprobs: int | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -98,7 +103,7 @@ class OutputText(msgspec.Struct, kw_only=True):
     text: str
     type: str = "output_text"
     annotations: list[str] = []
-    logprobs: list[str] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
@@ -205,6 +210,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
         response_format=_response_format(body.text),
+        logprobs=wants_logprobs(body),
+        top_logprobs=body.top_logprobs,
         thinking_token_budget=body.thinking_token_budget,
         parallel_tool_calls=body.parallel_tool_calls,
     )
@@ -218,6 +225,11 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     else:
         chat.tool_choice = choice
     return chat
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the answer carries log-probabilities."""
+    return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
 def _tool(one: FunctionTool) -> Tool:
