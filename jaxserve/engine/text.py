@@ -205,10 +205,10 @@ class Tokenizer:
         # No text can hold the mark by design or by chance; it is where text is cut for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
-        variables = {"add_generation_prompt": True, "tools": None, "documents": None, **options}
+        variables: dict[str, Any] = {"add_generation_prompt": True, "tools": None}
+        variables |= {"documents": None, **self._cut(options, mark)}
         continued = variables.pop("continue_final_message", False)
         variables |= self._tokenizer.special_tokens_map
-        variables["tools"] = self._cut(variables["tools"], mark)
         conversation = [self._cut(message, mark) for message in messages]
         if continued:
             conversation[-1]["content"] = f"{conversation[-1].get('content') or ''}{end} "
@@ -228,7 +228,7 @@ class Tokenizer:
             # Templates look for names that are identifiers, and no special token is one.
             return {
                 name if name.isidentifier() else self._cut(name, mark): self._cut(inner, mark)
-                for name, inner in value.items()
+                for name, inner in ((str(name), inner) for name, inner in value.items())
             }
         if isinstance(value, list | tuple):
             return [self._cut(inner, mark) for inner in value]

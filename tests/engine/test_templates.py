@@ -144,6 +144,12 @@ def test_special_tokens_in_texts_are_texts(tokenizer: Tokenizer, messages: Any, 
     )
 
 
+def test_special_tokens_in_options_are_texts(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render_chat(USER, extra="<|end|>")
+    assert ids[: -len("<|end|>")] == tokenizer.render_chat(USER)
+    assert tokenizer.token_id("<|end|>") not in ids[-len("<|end|>") :]
+
+
 def test_options_cannot_replace_special_tokens(tokenizer: Tokenizer) -> None:
     plain = tokenizer.render_chat(USER)
     assert tokenizer.render_chat(USER, eos_token="x", bos_token="y") == plain

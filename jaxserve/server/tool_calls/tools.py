@@ -15,6 +15,7 @@ from jaxserve.server.protocol import ChatRequest, NamedTool, ResponseFormat, Too
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
 from jaxserve.server.tool_calls.reader import NAME, CallReader
+from jaxserve.structured import MAX_SCHEMA_BYTES
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10
@@ -138,6 +139,12 @@ def tool_use(
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
             answer_schema=answer,
+        )
+    if grammar is not None and len(grammar) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
+            "bytes together, without descriptions",
+            "tools",
         )
     called = tuple(tool.function.name for tool in callable_tools)
     return ToolUse(form, called, described(tools), grammar, is_named, parallel)
