@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING
+from jaxserve.server.tool_calls.formats import (
+    CALL_FORMATS,
+    THINKING,
+    detect_calls,
+    detect_thinking,
+)
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, CallReader
 from jaxserve.server.tool_calls.talk import AnswerReader
@@ -216,10 +221,16 @@ def test_only_the_first_call_where_parallel_ones_are_not_wanted() -> None:
         assert len(message.calls) == 1 and message.content == ""
 
 
-def test_many_marks_cost_no_more_than_their_length() -> None:
+def test_marks_are_not_looked_for_for_ever() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for num_malformed, num_calls in ((MAX_MALFORMED - 1, 1), (MAX_MALFORMED, 0)):
+        text = "<tool_call>{}" * num_malformed + call
+        message, _ = read(CallReader(CALL_FORMATS["hermes"], NAMES, False), [text])
+        assert len(message.calls) == num_calls
+    # Each of these begins an object that never ends.
     text = "<tool_call>{" * 5000
     message, _ = read(CallReader(CALL_FORMATS["hermes"], NAMES, False), [text])
-    assert message.content == text and MAX_MALFORMED < 1000
+    assert message.content == text
 
 
 def test_ids_are_as_templates_want_them() -> None:
@@ -289,3 +300,23 @@ def test_thoughts_before_calls() -> None:
 )
 def test_where_a_prompt_leaves_the_thoughts(tail: str, start: Start) -> None:
     assert start_of(tail, THINKING["qwen3"]) is start
+
+
+DETECTED = [
+    ("<tools>{{ t | tojson }}</tools> within <tool_call></tool_call> XML tags", "hermes", None),
+    ("<tool_call>\n<function=name>\n<parameter=x></tool_call>", None, None),
+    ("{{ '[TOOL_CALLS] ' }}{% if x %}[THINK]{{ x }}[/THINK]{% endif %}", "mistral", "mistral"),
+    ('{% if tools %}<|python_tag|>{"name": f, "parameters": {}}{% endif %}', "llama3_json", None),
+    ("If you call: [func_name1(params_name1=params_value1)] <|python_tag|>", "pythonic", None),
+    ("<|tool_call|>{{ tools }} Write thought process, Here is my response:", "granite", "granite"),
+    ("{{ '<think>\\n\\n</think>\\n\\n' }} <tool_call>", "hermes", "qwen3"),
+    ("<|im_start|>{{ m.content }}", None, None),
+    ("", None, None),
+]
+
+
+@pytest.mark.parametrize(("template", "calls", "thinking"), DETECTED)
+def test_formats_are_found_in_chat_templates(
+    template: str, calls: str | None, thinking: str | None
+) -> None:
+    assert (detect_calls(template), detect_thinking(template)) == (calls, thinking)
