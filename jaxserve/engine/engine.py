@@ -295,7 +295,7 @@ class Engine:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
         if sequence.constraint is not None and not ended:
-            complete = self.slots.advance(sequence.slot, token)
+            complete = self.slots.advance(sequence, token)
         if text is not None and not (ended and live.hides_last):
             stopped = text.add(token)
         if (stopped or complete) and not ended:

@@ -151,19 +151,20 @@ class SlotTable:
         self.num_guided += int(is_guided) - int(self.is_guided[slot])
         self.is_guided[slot] = is_guided
 
-    def advance(self, slot: int, token: int) -> bool:
-        """Tell a slot's constraint the newest token.
+    def advance(self, sequence: Sequence, token: int) -> bool:
+        """Tell a sequence's constraint its newest token, which may have cost it its slot.
 
         Returns:
             Whether its text is complete.
 
         Raises: as the constraint.
         """
-        constraint = self.sequences[slot].constraint
+        constraint, slot = sequence.constraint, sequence.slot
         words = constraint.words
         is_complete = constraint.advance(token)
-        self.needs_mask[slot] |= constraint.words is not words
-        self.guide(slot)
+        if slot != NO_SLOT:
+            self.needs_mask[slot] |= constraint.words is not words
+            self.guide(slot)
         return is_complete
 
     def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
