@@ -145,6 +145,7 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     wanted = body.max_completion_tokens if renamed else body.max_tokens
     if body.response_format is not None:
         call.renamed.setdefault("structured_outputs", "response_format")
+    model.tokenizer()  # there is nothing to say without one
     talk = model.talk
     tools = tool_use(body, talk.parser, call.config.enable_auto_tool_choice, talk.spell)
     if tools is not None and tools.grammar is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.template import TemplateTooLong
+from jaxserve.engine.template import TemplateTooLong, weigh
 from jaxserve.errors import InvalidRequest, Overloaded, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.errors import ApiError
@@ -123,7 +123,7 @@ class ServedModel:
         render = self.tokenizer().render_chat
         characters = sum(len(message["content"]) for message in messages)
         self._check_length(characters, "messages")
-        if characters <= INLINE_CHARS:
+        if weigh([messages, options], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
                 return render(messages, seconds=INLINE_SECONDS, **options)
         return await asyncio.to_thread(render, messages, **options)
