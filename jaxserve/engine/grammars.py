@@ -38,12 +38,15 @@ class Constraint:
         vocab_size: width of the logits.
 
     Attributes:
+        is_guided: true: what may come after the next token depends on it.
         words: u32[W], bit i % 32 of word i // 32 is set where token i may come next; ends of the
             sequence are among them where the text is complete. Never written to again.
 
     Raises:
         GrammarError: the grammar is too complex to begin.
     """
+
+    is_guided = True
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
