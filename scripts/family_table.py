@@ -39,6 +39,7 @@ from tests.models.tiny_models import (  # noqa: E402
     load,
     reference_logits,
     relative_error,
+    save,
 )
 
 RESULTS = ROOT / "scripts" / "results"
@@ -77,7 +78,7 @@ def parity(case: str, page_size: int) -> tuple[int, float, int, int]:
     generator = np.random.default_rng(sum(case.encode()))
     prompts = [generator.integers(0, 96, length).tolist() for length in PROMPT_LENGTHS]
     with tempfile.TemporaryDirectory() as folder:
-        reference.save_pretrained(folder)
+        save(case, reference, Path(folder))
         model = load(Path(folder))
     runner = PagedRunner(model, len(prompts), page_size)
     logits = runner.greedy(prompts, NUM_GENERATED, chunks=2)
@@ -100,8 +101,11 @@ def num_parameters(model: nnx.Module) -> int:
 def loading(family: str) -> tuple[int, float]:
     """Parameters, and seconds to read them: the faster of two reads."""
     case = next(case for case in CASES if family_of(case) == family)
+    sizes = dict(LARGE)
+    if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
+        sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
     with tempfile.TemporaryDirectory() as folder:
-        transformers_model(case, LARGE).to(torch.bfloat16).save_pretrained(folder)
+        transformers_model(case, sizes).to(torch.bfloat16).save_pretrained(folder)
         config, seconds, count = read_model_config(folder), [], 0
         for _ in range(2):
             started = time.perf_counter()

@@ -59,6 +59,7 @@ class Attention(nnx.Module):
         query, key = (shape, axes), (shape[::2], axes[::2])
         if design.qk_norm == "head":
             query = key = shape[2:], axes[2:]
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if design.sinks else None
         normed, eps = design.qk_norm is not None, config.rms_norm_eps
         self.query_norm = RMSNorm(*query, eps, dtype, design) if normed else None
         self.key_norm = RMSNorm(*key, eps, dtype, design) if normed else None
@@ -89,6 +90,8 @@ class Attention(nnx.Module):
         """Causal attention of each token over its row's pages, or the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options["implementation"] = step.implementation
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
             return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
         return ragged_paged_attention(

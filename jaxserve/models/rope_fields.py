@@ -43,7 +43,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN; `attention_factor` multiplies cosines and sines."""
+    """YaRN; `attention_factor` multiplies cosines and sines.
+
+    Latent attention scales its scores by `mscale_all_dim` besides; 0 where it is absent.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -51,6 +54,7 @@ class YarnScaling:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,7 @@ def _yarn(case: _Case) -> Scaling:
         beta_slow=fields.number("beta_slow", 0.0, 1e4, default=1.0),
         truncate=fields.flag("truncate", default=True),
         attention_factor=attention,
+        mscale_all_dim=of_all or 0.0,
     )
     if scaling.beta_fast < scaling.beta_slow:
         fields.refuse("beta_fast", f"at least beta_slow ({scaling.beta_slow:g})")

@@ -9,6 +9,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import Checkpoint, listed
+from jaxserve.weights.mxfp4 import unpacked
 from jaxserve.weights.safetensors import TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ def match_names(
     """
     dims = dimensions(config)
     expected = {tensor.name: tensor.shape(dims) for tensor in table}
-    found = {
-        name: entry for name, entry in checkpoint.tensors.items() if not COMPUTED.fullmatch(name)
-    }
+    packed = config.experts is not None and config.experts.packed
+    tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
+    found = {name: entry for name, entry in tensors.items() if not COMPUTED.fullmatch(name)}
     if config.tie_word_embeddings and OUTPUT in found:
         output = found.pop(OUTPUT)
         if EMBEDDING in found and not _same(output, found[EMBEDDING]):
@@ -49,6 +50,7 @@ def match_names(
             for name, shape in expected.items()
             if name in found and found[name].shape != shape
         ],
+        "of integers": [name for name, entry in found.items() if entry.dtype.kind == "u"],
     }
     if any(problems.values()):
         lines = [
