@@ -40,16 +40,18 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     first = (end - group_sizes)[group] + (item - (last - tiles)[group]) * size
     x = jnp.pad(x, ((0, size), (0, 0)))
 
-    def body(tile: jax.Array, out: jax.Array) -> jax.Array:
+    def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, w = carry
+        if w.dtype != exact:
+            # A dot converts 16-bit weights to float32. Were they not carried around, past this
+            # barrier, XLA would move that out of the loop and convert the weights of all groups.
+            w = lax.optimization_barrier(w)
         some = lax.dynamic_slice(x, (first[tile], 0), (size, inputs))
         matrix = lax.dynamic_slice(w, (group[tile], 0, 0), (1, inputs, outputs))[0]
-        if w.dtype != exact:
-            # Left to itself XLA moves the conversion out of the loop, and converts all matrices.
-            matrix = lax.optimization_barrier(matrix)
         y = lax.dot(some, matrix, preferred_element_type=exact)
         # What a tile writes past the end of its group, the next group's tile overwrites.
-        return lax.dynamic_update_slice(out, y, (first[tile], 0))
+        return lax.dynamic_update_slice(out, y, (first[tile], 0)), w
 
     out = jnp.zeros((rows + size, outputs), exact)
-    out = lax.fori_loop(0, last[-1], body, out)[:rows]
-    return jnp.where((jnp.arange(rows) < end[-1])[:, None], out, 0).astype(x.dtype)
+    out, _ = lax.fori_loop(0, last[-1], body, (out, w))
+    return jnp.where((jnp.arange(rows) < end[-1])[:, None], out[:rows], 0).astype(x.dtype)
