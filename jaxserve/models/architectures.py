@@ -92,6 +92,8 @@ class Architecture:
         scales: reads multipliers and caps.
         experts: reads the mixture of experts.
         latent: reads the sizes of latent attention.
+        extra_layers: the field that counts layers which the checkpoint holds after the model's own,
+            to predict further tokens; they are not read.
         tied: `tie_word_embeddings` where it is absent.
         qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias`
             (the first two) or `mlp_bias`.
@@ -106,6 +108,7 @@ class Architecture:
     scales: Callable[[Fields, int], Scales] = _no_scales
     experts: ReadExperts = no_experts
     latent: ReadLatent = no_latent
+    extra_layers: str | None = None
     tied: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
@@ -137,6 +140,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "MinistralForCausalLM": Architecture(
             "ministral", explicit=KV_HEADS, layers=by_type, qkv_bias=False, output_bias=False
+        ),
+        "Ministral3ForCausalLM": Architecture(
+            "ministral3",
+            explicit=HEADS | {"rope_parameters"},
+            layers=one_window,
+            rope=RopeRules(theta=1e6, kinds=("yarn",), query_growth=True),
+            qkv_bias=False,
+            output_bias=False,
         ),
         "MixtralForCausalLM": Architecture(
             "mixtral",
@@ -195,6 +206,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
             ),
             ignored=_DEEPSEEK_IGNORED | {"num_nextn_predict_layers"},
+            extra_layers="num_nextn_predict_layers",
             experts=deepseek_v3_experts,
             latent=deepseek_v3_latent,
         ),

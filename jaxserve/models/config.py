@@ -60,7 +60,8 @@ class ModelConfig:
     `dtype` is the one the checkpoint declares ("float32" if it declares none). `local_rope` is that
     of layers with a window, where it differs. `attention_bias` is of queries, keys and values,
     `output_bias` of the projection after attention. `head_dim` is that of the cache. `experts` and
-    `latent` are None for models without them. Hashable, so that modules can hold it.
+    `latent` are None for models without them; `extra_layers` of the checkpoint are not the model's.
+    Hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -79,6 +80,7 @@ class ModelConfig:
     scales: Scales
     experts: Experts | None
     latent: Latent | None
+    extra_layers: int
     tie_word_embeddings: bool
     attention_bias: bool
     output_bias: bool
@@ -121,6 +123,7 @@ class ModelConfig:
             scales=rules.scales(fields, sizes["hidden_size"]),
             experts=rules.experts(fields, sizes["num_hidden_layers"]),
             latent=latent,
+            extra_layers=_extra_layers(fields, rules),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
             attention_bias=_bias(fields, "attention_bias", rules.qkv_bias),
             output_bias=_bias(fields, "attention_bias", rules.output_bias),
@@ -217,6 +220,10 @@ def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[s
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
+
+
+def _extra_layers(fields: Fields, rules: Architecture) -> int:
+    return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:

@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": LLAMA,
         "MinistralForCausalLM": LLAMA,
+        "Ministral3ForCausalLM": LLAMA,
         "MixtralForCausalLM": Family(build_llama, mixtral_weights),
         "Qwen2ForCausalLM": LLAMA,
         "Qwen3ForCausalLM": Family(build_qwen3, qwen3_weights),

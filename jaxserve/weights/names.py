@@ -34,7 +34,13 @@ def match_names(
     expected = {tensor.name: tensor.shape(dims) for tensor in table}
     packed = config.experts is not None and config.experts.packed
     tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
-    found = {name: entry for name, entry in tensors.items() if not COMPUTED.fullmatch(name)}
+    layers = config.num_hidden_layers
+    further = tuple(f"model.layers.{layers + index}." for index in range(config.extra_layers))
+    found = {
+        name: entry
+        for name, entry in tensors.items()
+        if not COMPUTED.fullmatch(name) and not name.startswith(further)
+    }
     if config.tie_word_embeddings and OUTPUT in found:
         output = found.pop(OUTPUT)
         if EMBEDDING in found and not _same(output, found[EMBEDDING]):

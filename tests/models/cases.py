@@ -70,6 +70,19 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 9}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": YARN
+            | {
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "max_position_embeddings": 256,
+            },
+        },
+    ),
     "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 12}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
@@ -161,6 +174,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral_alternate": {"layer_types": [FULL, SLIDING]},
     "ministral_every_layer": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "ministral_linear": {"rope_parameters": LINEAR, "head_dim": 14, "num_key_value_heads": 1},
+    "ministral3_growth": {},
+    "ministral3_window_tied": {"sliding_window": 9, "tie_word_embeddings": True},
+    "ministral3_odd_head": {"head_dim": 14, "num_key_value_heads": 1, "intermediate_size": 40},
     "mixtral_top2": {},
     "mixtral_top1_window_tied": {
         "num_experts_per_tok": 1,

@@ -90,6 +90,13 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"layer_types": None},
         {"rope_parameters.rope_theta": 600.0},
     ],
+    "ministral3_growth": [
+        {"sliding_window": 5},
+        {"rope_parameters.llama_4_scaling_beta": 0.6},
+        {"rope_parameters.max_position_embeddings": 16, "rope_parameters.llama_4_scaling_beta": 0},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters": None},
+    ],
     "mixtral_top2": [
         {"num_local_experts": 3},
         {"num_experts_per_tok": 1},
