@@ -1,6 +1,7 @@
 """Any schedule gives the tokens that one request alone would get: checked token for token.
 
     python -m tests.equivalence --schedules 2000 --seed 1
+    python -m tests.equivalence --schedules 200 --experts     a mixture of experts
 
 Random schedules of an adversarial workload run through the whole engine in float64 and are compared
 with the oracle: all fields of a request in any mix, structured outputs of every form among them;
@@ -64,6 +65,18 @@ TINY = {
 }
 
 
+# One dense layer and one of experts, of which a third is chosen.
+EXPERTS = TINY | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+}
+
+
 @dataclass
 class Got:
     """What one completion of a request received."""
@@ -78,10 +91,14 @@ class Got:
 
 
 class Bench:
-    """Compiled engines, one a page size, and the oracle of their model."""
+    """Compiled engines, one a page size, and the oracle of their model.
 
-    def __init__(self) -> None:
-        model_config = ModelConfig.from_dict(TINY)
+    Args:
+        experts: the model has experts; pages have one size, to compile less.
+    """
+
+    def __init__(self, experts: bool = False) -> None:
+        model_config = ModelConfig.from_dict(EXPERTS if experts else TINY)
         model = random_weights(model_config, np.float64, seed=3)
         self.oracle = Oracle(model_config, model)
         self._answers: dict[object, Answer] = {}
@@ -90,7 +107,7 @@ class Bench:
         self._vocabulary = llguidance.LLTokenizer(
             self.tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=[END]
         )
-        for page in (1, 4, 16):
+        for page in (4,) if experts else (1, 4, 16):
             config = EngineConfig(
                 dtype="float64",
                 block_size=page,
@@ -153,7 +170,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         AssertionError: a request got other tokens than alone, or the engine lost something.
     """
     rng = random.Random(seed)
-    page = rng.choice([1, 4, 16])
+    page = rng.choice(list(bench.loaded))
     loaded = bench.loaded[page]
     one_sequence = -(-MAX_LEN // page)
     budget = rng.choice([SLOTS, 8, 17, 64])
@@ -296,9 +313,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--experts", action="store_true", help="of a mixture of experts")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    bench = Bench()
+    bench = Bench(arguments.experts)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

@@ -78,9 +78,26 @@ class Oracle:
             normed = self._norm(x, layer["attention_norm.scale"])
             x = x + self._attention(normed, layer, np.cos(angles), np.sin(angles))
             normed = self._norm(x, layer["mlp_norm.scale"])
-            gate, up = np.einsum("td,dcf->ctf", normed, layer["mlp.gate_up"])
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down"]
+            if "mlp.router" in layer:
+                x = x + self._experts(normed, layer)
+            else:
+                x = x + _gated(normed, layer["mlp.gate_up"], layer["mlp.down"])
         return self._norm(x[-1], w["norm.scale"]) @ project
+
+    def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
+        """Qwen3's experts, one token and one expert at a time."""
+        experts = self._config.experts
+        assert experts is not None
+        shares = np.exp(x @ layer["mlp.router"])
+        shares /= shares.sum(axis=-1, keepdims=True)
+        mixed = np.zeros_like(x)
+        for token, share in enumerate(shares):
+            chosen = np.argsort(-share)[: experts.chosen]
+            total = share[chosen].sum() if experts.normalize else 1.0
+            for one in chosen:
+                matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
+                mixed[token] += share[one] / total * _gated(x[token : token + 1], *matrices)[0]
+        return mixed
 
     def _norm(self, x: Array, scale: Array) -> Array:
         mean = np.mean(x * x, axis=-1, keepdims=True)
@@ -162,6 +179,11 @@ class Oracle:
         return [
             score(self.logits(tokens[:at]), tokens[at], width) for at in range(first, len(tokens))
         ]
+
+
+def _gated(x: Array, gate_up: Array, down: Array) -> Array:
+    gate, up = np.einsum("td,dcf->ctf", x, gate_up)
+    return (gate / (1 + np.exp(-gate)) * up) @ down
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, PagedStep, read_model_config
 from jaxserve.weights import load_weights
 from tests.models.cases import transformers_model
+from tests.models.packed import pack_experts, set_packed_experts
 
 # Less than half the time to compile. It concerns code generation on CPU: the operations stay the
 # same, and the tests of the engine compile as users do.
@@ -35,7 +36,19 @@ def hugging_face_model(case: str) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter += 0.3 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer += 0.1 * torch.randn_like(buffer)
+    if "mxfp4" in case:
+        set_packed_experts(model)
     return model
+
+
+def save(case: str, model: Any, directory: Path) -> None:
+    """Write the checkpoint of a case."""
+    model.save_pretrained(directory)
+    if "mxfp4" in case:
+        pack_experts(directory)
 
 
 def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
