@@ -21,6 +21,7 @@ from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import ModelConfig, read_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import load_weights, random_weights
+from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,28 @@ def choose_dtype(asked: str, declared: str, platform: str) -> Any:
     return jnp.dtype(asked)
 
 
+def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
+    """The form to quantize to while loading; None if weights stay as the checkpoint has them.
+
+    Raises:
+        UnsupportedModel: what is asked for is not what the checkpoint holds.
+    """
+    stored = model_config.quantization
+    if stored is not None:
+        if asked not in (None, stored.method):
+            raise UnsupportedModel(
+                f"quantization is {asked!r}, but the checkpoint's weights are {stored.method!r} "
+                "(quantization_config); allowed: the same, or nothing"
+            )
+        return None
+    if asked not in (None, *FORMS):
+        raise UnsupportedModel(
+            f"quantization is {asked!r}, but config.json has no quantization_config; "
+            f"allowed: {', '.join(FORMS)}"
+        )
+    return asked
+
+
 def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """Read the checkpoint, place the weights, compile every bucket.
 
@@ -74,6 +97,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
     dtype = choose_dtype(config.dtype, model_config.dtype, platform)
+    quantization = choose_quantization(config.quantization, model_config)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer(config.tokenizer or directory, model_config.vocab_size)
@@ -83,10 +107,17 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
 
     started = time.perf_counter()
     if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed)
+        model = random_weights(model_config, dtype, config.seed, quantization)
     else:
         report = None if on_progress is None else _stage("weights", on_progress)
-        model = load_weights(directory, model_config, dtype, on_progress=report)
+        model = load_weights(
+            directory,
+            model_config,
+            dtype,
+            quantization=quantization,
+            kv_scales=config.kv_cache_dtype == "fp8",
+            on_progress=report,
+        )
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model)
     runner.stages["weights"] = weights_seconds

@@ -25,7 +25,7 @@ from jaxserve.execution.sampler_state import (
     slot_loads,
 )
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
+from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state, page_bytes
 from jaxserve.execution.step import model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import Ask
@@ -64,6 +64,8 @@ class Runner:
         num_compiles: programs that JAX compiled in this process since this runner was made.
         stages: seconds that each stage of the start took.
         temporary_bytes: most memory that a step takes beside weights and cache.
+        kv_dtype: of the pages.
+        weight_bytes: of the parameters as they are stored.
     """
 
     def __init__(
@@ -91,9 +93,9 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         self._graphdef, state = nnx.split(model)
         self._leaves, self._treedef = jax.tree.flatten(state)
-        self.dtype = self._leaves[0].dtype
+        self.kv_dtype = kv_dtype(config.kv_cache_dtype, model.norm.scale[...].dtype)
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
-        self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
+        self.page_bytes = page_bytes(model_config, config.block_size, self.kv_dtype)
         self._steps: dict[Bucket, Any] = {}
         self._load_slot: Any = None
         # How many slots' masks each program replaces.
@@ -140,7 +142,7 @@ class Runner:
                 num_pages,
                 config.block_size,
                 config.max_num_seqs or 1,
-                self.dtype,
+                self.kv_dtype,
             )
         )
 
@@ -220,7 +222,7 @@ class Runner:
             self.num_pages,
             config.block_size,
             config.max_num_seqs or 1,
-            self.dtype,
+            self.kv_dtype,
         )
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:

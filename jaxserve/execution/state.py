@@ -44,6 +44,11 @@ for _type in (DeviceState, StepOutput):
     )
 
 
+def kv_dtype(asked: str, activations: Any) -> Any:
+    """The dtype of pages for a setting of `kv_cache_dtype`."""
+    return jnp.dtype(jnp.float8_e4m3fn if asked == "fp8" else activations)
+
+
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
     """Bytes of one page of KV cache over all layers."""
     cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
@@ -53,7 +58,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
 def make_state(
     config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: Any
 ) -> DeviceState:
-    """A cache of zeros for every layer."""
+    """A cache of zeros for every layer; `dtype` is that of its pages."""
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
     return DeviceState(
         kv=[

@@ -56,6 +56,8 @@ class Attention(nnx.Module):
         bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
+        # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
+        self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
         if design.qk_norm == "head":
             query = key = shape[2:], axes[2:]
@@ -78,7 +80,9 @@ class Attention(nnx.Module):
         query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
         if cos_sin is not None:
             query, key = rotate(query, cos_sin), rotate(key, cos_sin)
-        kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
+        kv = kv_write(
+            key, val, *kv, step.slot_mapping, implementation=step.implementation, **self._scales()
+        )
         attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         return matmul(attended, self.out[...], contract=3, bias=value_of(self.out_bias)), kv
@@ -88,12 +92,19 @@ class Attention(nnx.Module):
     ) -> Float[Array, "T N H"]:
         """Causal attention of each token over its row's pages, or the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        options |= self._scales()
         options["implementation"] = step.implementation
         if step.decode_only:
             return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
         return ragged_paged_attention(
             query, *kv, step.page_table, step.query_start, step.kv_len, **options
         )
+
+    def _scales(self) -> dict[str, Any]:
+        if self.kv_scales is None:
+            return {}
+        key, value = self.kv_scales[...]
+        return {"k_scale": key, "v_scale": value}
 
 
 def rotate(x: Float[Array, "T N H"], cos_sin: CosSin) -> Float[Array, "T N H"]:

@@ -14,6 +14,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.architectures import ARCHITECTURES, Architecture, Scales
 from jaxserve.models.config_fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
+from jaxserve.models.quantization_fields import StoredQuantization, read_quantization
 from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
 from jaxserve.models.strict_json import read_object
 
@@ -45,7 +46,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "is_encoder_decoder": False,
         "pretraining_tp": 1,
         "pruned_heads": {},
-        "quantization_config": None,
         "rope_interleaved": False,
     }
 )
@@ -81,6 +81,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: StoredQuantization | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -119,6 +120,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+            quantization=read_quantization(fields),
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}

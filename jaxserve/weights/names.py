@@ -9,7 +9,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import Checkpoint, listed
-from jaxserve.weights.safetensors import TensorEntry, read_blocks
+from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,11 @@ def match_names(
             f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
             if name in found and found[name].shape != shape
+        ],
+        f"of a dtype other than {', '.join(sorted(FLOATS))}": [
+            f"{name} {found[name].dtype_name}"
+            for name in expected
+            if name in found and found[name].dtype_name not in FLOATS
         ],
     }
     if any(problems.values()):
