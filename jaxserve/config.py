@@ -119,9 +119,8 @@ class EngineConfig:
             ("attention_backend", IMPLEMENTATIONS),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}"
-                )
+                names = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
         if self.max_num_seqs and self.max_num_batched_tokens:
             self._check_budget()
 

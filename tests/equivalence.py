@@ -16,7 +16,9 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import numpy as np
@@ -88,16 +90,19 @@ def number_tokenizer() -> Tokenizer:
 class Bench:
     """Compiled engines, one a page size, and the oracle of their model."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kv_cache_dtype: Literal["auto", "fp8"] = "auto", pages: Sequence[int] = (1, 4, 16)
+    ) -> None:
         model_config = ModelConfig.from_dict(TINY)
         model = random_weights(model_config, np.float64, seed=3)
-        self.oracle = Oracle(model_config, model)
+        self.oracle = Oracle(model_config, model, kv_cache_dtype)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
         tokenizer = number_tokenizer()
-        for page in (1, 4, 16):
+        for page in pages:
             config = EngineConfig(
                 dtype="float64",
+                kv_cache_dtype=kv_cache_dtype,
                 block_size=page,
                 max_model_len=MAX_LEN,
                 max_num_seqs=SLOTS,
@@ -132,7 +137,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         AssertionError: a request got other tokens than alone, or the engine lost something.
     """
     rng = random.Random(seed)
-    page = rng.choice([1, 4, 16])
+    page = rng.choice(list(bench.loaded))
     loaded = bench.loaded[page]
     one_sequence = -(-MAX_LEN // page)
     budget = rng.choice([SLOTS, 8, 17, 64])
@@ -257,9 +262,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--pages", type=int, nargs="+", default=(1, 4, 16), help="page sizes")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    bench = Bench()
+    bench = Bench(arguments.kv_cache_dtype, arguments.pages)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

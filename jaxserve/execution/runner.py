@@ -25,7 +25,14 @@ from jaxserve.execution.sampler_state import (
     slot_loads,
 )
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state, page_bytes
+from jaxserve.execution.state import (
+    DeviceState,
+    StepOutput,
+    addressable_pages,
+    kv_dtype,
+    make_state,
+    page_bytes,
+)
 from jaxserve.execution.step import model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import Ask
@@ -131,7 +138,13 @@ class Runner:
                 "kv_cache_memory_bytes",
             )
         # Cells of the cache are numbered with 32 bits.
-        return min(pages, 2**31 // config.block_size - 1)
+        pages = min(pages, 2**31 // config.block_size - 1)
+        return addressable_pages(
+            pages,
+            self.page_bytes // 2 // self.model_config.num_hidden_layers,
+            self.kv_dtype,
+            device.platform,
+        )
 
     def _shapes(self, num_pages: int) -> DeviceState:
         config = self.config

@@ -13,6 +13,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.paged import KVPages
 from jaxserve.scheduling.scores import Scores
+from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 Array = Any
 
@@ -53,6 +54,17 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
     """Bytes of one page of KV cache over all layers."""
     cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return 2 * config.num_hidden_layers * page_size * cell
+
+
+def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: str) -> int:
+    """Pages, or fewer if a layer's arrays would have a size that the GPU's kernels cannot do.
+
+    Those are arrays of one-byte values of 2 to 4 GiB (see `pallas_kernels.implementation`).
+    """
+    size = pages * layer_page_bytes
+    if platform == "cpu" or dtype.itemsize > 1 or not TWO_GIB <= size <= FOUR_GIB:
+        return pages
+    return (TWO_GIB - 1) // layer_page_bytes
 
 
 def make_state(

@@ -1,9 +1,9 @@
 """`quantization_config` in config.json: how a checkpoint's weights are stored.
 
-Read: `fp8` (Hugging Face's, DeepSeek's and Qwen's, one scale a tensor or one a block), `awq` and
-`gptq` (4 bits), and `compressed-tensors` where its format is float-quantized. Which layers
-are left as they were is seen from the tensors themselves, so lists of them are checked and no more.
-Activations stay in their dtype, whatever the checkpoint was calibrated for: that only adds accuracy.
+Read: `fp8` (Hugging Face's, DeepSeek's and Qwen's: one scale a tensor or one a block), `awq` and
+`gptq` (of 4 bits), and `compressed-tensors` where its format is float-quantized. Which layers are
+left as they were is seen from the tensors themselves, so lists of them are checked and no more.
+Activations stay in their dtype, whatever the checkpoint was calibrated for: more exact, not less.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from jaxserve.models.config_fields import Fields
 
@@ -24,14 +24,16 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "fp8": frozenset({"activation_scheme", "kv_cache_scheme", "weight_per_tensor"}),
         "awq": frozenset({
-            "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "use_exllama",
+            "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
+            "use_exllama",
         }),
         "gptq": frozenset({
-            "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-            "damp_percent", "dataset", "exllama_config", "is_marlin_format", "max_input_length", "meta",
-            "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-            "modules_in_block_to_quantize", "pad_token_id", "quant_backend", "static_groups", "sym",
-            "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "quantizer", "desc_act",
+            "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+            "damp_auto_increment", "damp_percent", "dataset", "desc_act", "exllama_config",
+            "is_marlin_format", "max_input_length", "meta", "model_file_base_name",
+            "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+            "modules_in_block_to_quantize", "pad_token_id", "quant_backend", "quantizer",
+            "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
         }),
         "compressed-tensors": frozenset({
             "global_compression_ratio", "kv_cache_scheme", "quantization_status", "sparsity_config",

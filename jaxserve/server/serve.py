@@ -76,12 +76,20 @@ def _memory_plan(llm: AsyncLLM) -> str:
     runner, config = engine.runner, engine.config
     pages = runner.num_pages
     return (
-        f"memory: weights {runner.weight_bytes:,} bytes; KV cache {pages:,} pages x "
+        f"memory: weights {runner.weight_bytes:,} bytes{_how(engine)}; "
+        f"KV cache in {runner.kv_dtype.name}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
         f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "
         f"of {engine.limits.max_model_len:,} tokens"
     )
+
+
+def _how(engine: Engine) -> str:
+    """How the blocks' weights are stored, where they are quantized."""
+    stored = engine.runner.model_config.quantization
+    form = stored.method if stored is not None else engine.config.quantization
+    return "" if form is None else f" (blocks in {form})"
 
 
 def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:

@@ -50,7 +50,7 @@ def match_names(
             if name in found and found[name].shape != shape
         ],
         f"of a dtype other than {', '.join(sorted(FLOATS))}": [
-            f"{name} {found[name].dtype_name}"
+            f"{name} {found[name].dtype_name} (in {found[name].shard.path.name})"
             for name in expected
             if name in found and found[name].dtype_name not in FLOATS
         ],

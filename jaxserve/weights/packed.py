@@ -1,8 +1,8 @@
 """Checkpoints whose weights are stored quantized: which tensors hold them, and how to read those.
 
-FP8 keeps the name `X.weight`, with codes [out, in] and a scale beside it: one for the tensor, one an
-output, or one for a block of outputs and inputs (DeepSeek-V3 report, section 3.3; weights are codes
-times scale, also where it is called `weight_scale_inv`). AWQ and GPTQ hold `X.qweight`, `X.qzeros`
+FP8 keeps the name `X.weight`, with codes [out, in] and scales beside it: one for the tensor, one
+an output, or one for a block of outputs and inputs (DeepSeek-V3 report, section 3.3). A weight is
+code times scale, also where that is called `weight_scale_inv`. AWQ and GPTQ hold `X.qweight`, `X.qzeros`
 and `X.scales`; an int32 is eight codes of 4 bits:
 
 * AWQ (AutoAWQ's "gemm"): qweight [in, out / 8]; nibble i of a word is output `AWQ_ORDER[i]` of 8.
@@ -215,9 +215,9 @@ def _entries(
 def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
     """AutoGPTQ writes a bias of zeros for layers that have none."""
     bias = name.removesuffix(".weight") + ".bias"
-    if bias in left and all(weight.name != bias for weight in table):
-        if not read_tensor(left[bias]).any():
-            del left[bias]
+    unknown = bias in left and all(weight.name != bias for weight in table)
+    if unknown and not read_tensor(left[bias]).any():
+        del left[bias]
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 """Quantize weights while they are loaded, one parameter at a time.
 
-Rounding to nearest, with the scale that the largest value of a channel or group asks for. With s the
-scale, each weight w is off by at most
+Rounding to nearest, with the scale that the largest value of a channel or group asks for. With s
+the scale, each weight w is off by at most
 
 * int8, one scale an output channel: s / 2, where s = max|w| / 127;
 * fp8 (e4m3), likewise: the larger of |w| / 16 and s / 1024, where s = max|w| / 448;

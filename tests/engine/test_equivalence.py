@@ -4,14 +4,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_500_random_schedules_equal_the_oracle() -> None:
+RUNS = {
+    "500": ["--schedules", "500"],
+    "40 with a cache in fp8": ["--schedules", "40", "--kv-cache-dtype", "fp8", "--pages", "4"],
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_random_schedules_equal_the_oracle(run: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.equivalence", "--schedules", "500"],
+        [sys.executable, "-m", "tests.equivalence", *RUNS[run]],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "500 schedules equal the oracle" in done.stdout
+    assert f"{RUNS[run][1]} schedules equal the oracle" in done.stdout
