@@ -180,8 +180,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Quantization",
         "",
-        "`python scripts/quantization_table.py`; two shared CPU cores. Quality: the bundled model on "
-        "held-out examples. Speed: decode steps of a random 137M Llama over those in float32.",
+        "`python scripts/quantization_table.py`; two shared CPU cores. Quality: the bundled model",
+        "on held-out examples. Speed: decode steps of a random 137M Llama over those in float32.",
         "",
         "| mode | bits a weight | bytes, bundled | bytes, 137M | KV bytes a token, bundled "
         "| perplexity | accuracy | speed, 1 row | speed, 16 rows |",

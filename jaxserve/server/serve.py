@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.engine import Engine
 from jaxserve.server import page
 from jaxserve.server.app import App
 from jaxserve.server.logs import log_json

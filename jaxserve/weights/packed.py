@@ -2,8 +2,8 @@
 
 FP8 keeps the name `X.weight`, with codes [out, in] and scales beside it: one for the tensor, one
 an output, or one for a block of outputs and inputs (DeepSeek-V3 report, section 3.3). A weight is
-code times scale, also where that is called `weight_scale_inv`. AWQ and GPTQ hold `X.qweight`, `X.qzeros`
-and `X.scales`; an int32 is eight codes of 4 bits:
+code times scale, also where that is called `weight_scale_inv`. AWQ and GPTQ hold `X.qweight`,
+`X.qzeros` and `X.scales`; an int32 is eight codes of 4 bits:
 
 * AWQ (AutoAWQ's "gemm"): qweight [in, out / 8]; nibble i of a word is output `AWQ_ORDER[i]` of 8.
 * GPTQ (AutoGPTQ): qweight [in / 8, out], inputs in order; qzeros [groups, out / 8], less one in the

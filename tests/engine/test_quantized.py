@@ -34,11 +34,11 @@ RAW: dict[str, Any] = {
 }
 SMALLEST = 512 * 512  # weights in the projection after attention
 BITS = {"int8": 8 + 32 / 512, "fp8": 8 + 32 / 512, "int4": 4 + 16 / 32}
+# Decode steps are greedy, since the sampler, which takes longest to compile, holds no weights.
 PROGRAMS = [
-    ("int8", Bucket(1, 1, True)),
-    ("fp8", Bucket(4, 4, True)),
-    ("int4", Bucket(4, 4, True)),
-    ("int4", Bucket(16, 4, False)),
+    ("int8", Bucket(1, 1, True, greedy=True)),
+    ("int4", Bucket(4, 4, True, greedy=True)),
+    ("fp8", Bucket(16, 4, False)),
 ]
 
 
@@ -67,15 +67,12 @@ def test_no_program_holds_a_weight_in_full_precision(form, bucket):
     assert 4 * matrices == runner_of(None).weight_bytes - plain
 
 
-def settings(**more: Any) -> dict[str, Any]:
-    sizes = {"decode_sizes": (4,), "token_sizes": (16,)}
-    return {"max_num_seqs": 4, "max_num_batched_tokens": 16, **sizes, **more}
-
-
-def test_requests_together_equal_each_alone_in_int4_over_fp8():
+def test_requests_together_equal_each_alone_in_int4_over_fp8(checkpoint):
     prompts = ["Reverse: s-t-o-n-e", "What is 4 + 5?", "Copy this: the red house is in the garden"]
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(**settings(quantization="int4", kv_cache_dtype="fp8")) as llm:
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    sizes |= {"decode_sizes": (4,), "token_sizes": (16,)}
+    with LLM(checkpoint, quantization="int4", kv_cache_dtype="fp8", **sizes) as llm:
         runner = llm._thread.engine.runner
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
         alone = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
