@@ -14,6 +14,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.architectures import ARCHITECTURES, Architecture, Scales
 from jaxserve.models.config_fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
+from jaxserve.models.quantization_fields import FIELD as QUANTIZATION
 from jaxserve.models.quantization_fields import StoredQuantization, read_quantization
 from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
 from jaxserve.models.strict_json import read_object
@@ -120,7 +121,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
-            quantization=read_quantization(fields),
+            quantization=_quantization(fields, rules),
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}
@@ -199,6 +200,11 @@ def _sizes(fields: Fields, rules: Architecture) -> dict[str, int]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
+
+
+def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
+    """How the weights are stored, unless the architecture has a way of its own."""
+    return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:
