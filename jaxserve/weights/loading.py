@@ -67,28 +67,40 @@ def load_weights(
     sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
     checkpoint, table = sorted_.checkpoint, sorted_.table
     entries = match_names(checkpoint, config, table)
-    total, done = sum(entry.num_bytes for entry in entries.values()), 0
+    total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
+    report = _counted(on_progress, total)
     model = abstract_model(config, dtype)
     parameters = _parameters(model)
     place = quantizing(place or _place, parameters, quantization)
-    values = read_packed(sorted_, parameters, dims, place)
+    values = read_packed(sorted_, parameters, dims, place, report)
     for path, parts in groupby(sorted(table, key=lambda part: part.path), key=_path_of):
         parameter = np.empty(parameters[path].shape, parameters[path].dtype)
         name, tensor = "", parameter
         for part in parts:
             if part.name != name:  # the parts of one tensor follow each other
                 name, tensor = part.name, read_tensor(entries[part.name])
-                done += tensor.nbytes
+                report(tensor.nbytes)
             if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
                 raise _not_finite(tensor, entries[part.name], parameter.dtype)
-            if on_progress is not None:
-                on_progress(done, total)
         values[path] = place(path, parameter)
     opened.check_unchanged()
     model = _filled(model, values)
     if kv_scales:
         set_kv_scales(model, sorted_.kv_scales)
     return model
+
+
+def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Adds up what it is told, and tells the sum."""
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
 
 
 def random_weights(

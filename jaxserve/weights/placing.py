@@ -42,11 +42,16 @@ def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
 
 
 def read_packed(
-    checkpoint: Sorted, parameters: Parameters, dims: Mapping[str, int], place: Place
+    checkpoint: Sorted,
+    parameters: Parameters,
+    dims: Mapping[str, int],
+    place: Place,
+    report: Callable[[int], None],
 ) -> dict[str, Any]:
     """The parameters that a checkpoint holds quantized, by path.
 
-    Those that jaxserve keeps in full (an output projection, say) are dequantized.
+    Those that jaxserve keeps in full (an output projection, say) are dequantized. `report` is told
+    the bytes of every parameter that has been read.
 
     Raises:
         CheckpointError: see `PackedTensor.read`; or a fused parameter of which the checkpoint has
@@ -71,6 +76,7 @@ def read_packed(
             values[path] = place(path, whole)
         else:
             values[path] = fused(parts, parameter.shape, contract, dims)
+        report(sum(checkpoint.packed[name].num_bytes for name in codes))
     return values
 
 
