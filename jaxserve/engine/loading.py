@@ -18,7 +18,7 @@ from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.compilation import keep_compiled_programs
 from jaxserve.execution.runner import OnProgress, Runner
-from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.models import Decoder, ModelConfig, read_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import load_weights, random_weights
 from jaxserve.weights.quantize import FORMS
@@ -97,7 +97,6 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
     dtype = choose_dtype(config.dtype, model_config.dtype, platform)
-    quantization = choose_quantization(config.quantization, model_config)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer(config.tokenizer or directory, model_config.vocab_size)
@@ -106,18 +105,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     ends = _eos_token_ids(model_config, generation_config, tokenizer)
 
     started = time.perf_counter()
-    if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed, quantization)
-    else:
-        report = None if on_progress is None else _stage("weights", on_progress)
-        model = load_weights(
-            directory,
-            model_config,
-            dtype,
-            quantization=quantization,
-            kv_scales=config.kv_cache_dtype == "fp8",
-            on_progress=report,
-        )
+    model = _model(config, directory, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model)
     runner.stages["weights"] = weights_seconds
@@ -137,6 +125,27 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         seed=config.seed,
     )
     return Loaded(config, runner, tokenizer, limits, sampling)
+
+
+def _model(
+    config: EngineConfig,
+    directory: Path,
+    model_config: ModelConfig,
+    dtype: Any,
+    on_progress: OnProgress | None,
+) -> Decoder:
+    """The model with its weights placed, quantized if that is asked for."""
+    quantization = choose_quantization(config.quantization, model_config)
+    if config.load_format == "dummy":
+        return random_weights(model_config, dtype, config.seed, quantization)
+    return load_weights(
+        directory,
+        model_config,
+        dtype,
+        quantization=quantization,
+        kv_scales=config.kv_cache_dtype == "fp8",
+        on_progress=None if on_progress is None else _stage("weights", on_progress),
+    )
 
 
 def _stage(name: str, on_progress: OnProgress):
