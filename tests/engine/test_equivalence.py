@@ -8,7 +8,7 @@ import pytest
 
 RUNS = {
     "500": ["--schedules", "500"],
-    "40 with a cache in fp8": ["--schedules", "40", "--kv-cache-dtype", "fp8", "--pages", "4"],
+    "25 with a cache in fp8": ["--schedules", "25", "--kv-cache-dtype", "fp8", "--pages", "4"],
 }
 
 

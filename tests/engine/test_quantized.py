@@ -34,12 +34,8 @@ RAW: dict[str, Any] = {
 }
 SMALLEST = 512 * 512  # weights in the projection after attention
 BITS = {"int8": 8 + 32 / 512, "fp8": 8 + 32 / 512, "int4": 4 + 16 / 32}
-# Decode steps are greedy, since the sampler, which takes longest to compile, holds no weights.
-PROGRAMS = [
-    ("int8", Bucket(1, 1, True, greedy=True)),
-    ("int4", Bucket(4, 4, True, greedy=True)),
-    ("fp8", Bucket(16, 4, False)),
-]
+# The decode step is greedy, since the sampler, which takes longest to compile, holds no weights.
+PROGRAMS = [("int8", Bucket(1, 1, True, greedy=True)), ("int4", Bucket(16, 4, False))]
 
 
 def runner_of(quantization: str | None, dtype: Any = np.float32) -> Runner:
