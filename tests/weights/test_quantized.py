@@ -36,7 +36,7 @@ RAW: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
-PHI = RAW | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
+PHI = RAW | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
