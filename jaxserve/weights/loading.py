@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_wei
 from jaxserve.models.linear import Constant
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.names import match_names
 from jaxserve.weights.packed import sort_packed
 from jaxserve.weights.placing import Place, quantizing, read_packed, set_kv_scales
@@ -78,8 +80,10 @@ def load_weights(
         name, tensor = "", parameter
         for part in parts:
             if part.name != name:  # the parts of one tensor follow each other
-                name, tensor = part.name, read_tensor(entries[part.name])
-                report(tensor.nbytes)
+                entry = entries[part.name]
+                read = entry.read if isinstance(entry, PackedEntry) else partial(read_tensor, entry)
+                name, tensor = part.name, read()
+                report(entry.num_bytes)
             if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
                 raise _not_finite(tensor, entries[part.name], parameter.dtype)
         values[path] = place(path, parameter)

@@ -35,6 +35,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
         "I32": np.dtype(np.int32),
+        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
 # What a weight that is not quantized may be.
