@@ -37,8 +37,9 @@ class EngineConfig:
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
             on CPU (faster there than 16-bit for small batches).
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4", one for 32 inputs; quantized as they are loaded. A checkpoint that is
-            quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs no such word.
+            in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
+            checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs
+            no such word.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter
             of the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together.
