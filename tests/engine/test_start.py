@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
-from jaxserve.execution.compilation import keep_compiled_programs
+from jaxserve.cli import main
+from jaxserve.execution.compilation import fingerprint, prepare_cache
 from tests.engine.checkpoint import save_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -102,12 +103,44 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_compiled_programs_are_only_kept_in_a_private_folder(tmp_path: Path, caplog: Any) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o777)
-    shared.chmod(0o777)
+def test_a_second_start_compiles_nothing_and_answers_alike(
+    checkpoint: Path, tmp_path: Path, caplog: Any, capsys: pytest.CaptureFixture
+) -> None:
+    """`jaxserve compile` builds what `LLM` runs: no trace of a program, and no compile event."""
+    options = [f"--{name.replace('_', '-')}" for name in SMALL]
+    values = [str(v[0] if isinstance(v, tuple) else v) for v in SMALL.values()]
+    values[options.index("--compilation-cache-dir")] = str(tmp_path / "cache")
+    arguments = [part for pair in zip(options, values, strict=True) for part in pair]
+    assert main(["compile", str(checkpoint), *arguments]) == 0
+    assert "7 programs compiled, 0 read" in capsys.readouterr().out
+    sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
+    answers = []
+    for cache in (tmp_path / "cache", None):
+        llm = LLM(checkpoint, **(SMALL | {"compilation_cache_dir": cache}))
+        answers.append(llm.generate(["a", "bc"], sampling, use_tqdm=False))
+        store = llm.thread.engine.runner.store
+        assert (store.num_built, store.num_loaded) == ((0, 7) if cache else (7, 0))
+        assert llm.thread.engine.runner.num_compiles == (0 if cache else 7)
+        llm.close()
+    first, second = ([one.outputs[0].token_ids for one in many] for many in answers)
+    assert first == second and not caplog.records
+
+
+def test_a_cache_that_the_user_set_up_in_jax_stays(tmp_path: Path) -> None:
+    assert prepare_cache(tmp_path) == tmp_path / "programs"
     before = jax.config.jax_compilation_cache_dir
-    assert before is not None or not keep_compiled_programs(shared)
-    (tmp_path / "file").write_text("")
-    assert before is not None or not keep_compiled_programs(tmp_path / "file")
-    assert jax.config.jax_compilation_cache_dir == before
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    try:
+        assert prepare_cache(tmp_path) is None
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()
+    assert before == fingerprint()
+    names = ("jax", "jaxlib", "flax", "device", "platform", "cpu", "compiler_settings", "source")
+    assert set(before) == set(names) and all(before.values())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert fingerprint()["compiler_settings"] != before["compiler_settings"]

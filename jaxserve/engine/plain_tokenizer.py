@@ -1,0 +1,228 @@
+"""PlainTokenizer: the common case of Transformers' tokenizers without importing Transformers.
+
+That import takes longer than starting the engine. So where a checkpoint's tokenizer is simply what
+its tokenizer.json says, that file is read by the tokenizers library alone. Where anything else is
+said that Transformers would act on, it is Transformers that reads it, and so with chats that ask
+for more than messages of text. tests/engine/test_plain_tokenizer.py compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from tokenizers import Tokenizer as Backend
+
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_NAMED = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "mask_token",
+)
+_IGNORED = (
+    *("tokenizer_class", "backend", "model_max_length", "chat_template", "is_local"),
+    *("added_tokens_decoder", "model_input_names", "name_or_path", "local_files_only"),
+)
+_ADDED_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+# Files beside tokenizer.json that Transformers reads too.
+_OTHER_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "additional_chat_templates"),
+    *("tokenizer.model", "tekken.json"),
+)
+# Above this many entries Transformers looks at the model's family too.
+_MOST_ENTRIES = 100_000
+_MOST_JSON_BYTES = 16 << 20
+
+
+class PlainTokenizer:
+    """What Transformers' tokenizer offers, as far as `Tokenizer` uses it.
+
+    Args:
+        backend: of the tokenizers library.
+        named: names like "eos_token" and their texts.
+        chat_template: None where there is none.
+        whole: makes Transformers' tokenizer of the same folder.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        named: Mapping[str, str],
+        chat_template: str | None,
+        whole: Callable[[], Any],
+    ) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self._named = named
+        self._make_whole = whole
+        end = named.get("eos_token")
+        self.eos_token_id = None if end is None else backend.token_to_id(end)
+        self.all_special_ids = [backend.token_to_id(text) for text in dict.fromkeys(named.values())]
+
+    @cached_property
+    def _whole(self) -> Any:
+        return self._make_whole()
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        found = self.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in found.items()}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str | None]:
+        return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
+
+    def apply_chat_template(
+        self, messages: list[Mapping[str, Any]], *, tokenize: bool, **options: Any
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        if set(options) != {"add_generation_prompt"} or not all(map(_is_plain, messages)):
+            return self._whole.apply_chat_template(messages, tokenize=tokenize, **options)
+        given = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
+        return self._template.render(
+            **self._named, messages=given, tools=None, documents=None, **options
+        )
+
+    @cached_property
+    def _template(self) -> Any:
+        return _environment().from_string(self.chat_template or "")
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return set(message) <= {"role", "content", "name"} and all(
+        value is None or type(value) is str for value in message.values()
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Chat templates come with checkpoints of unknown origin: a sandbox, as Transformers has it."""
+
+    class GuardedNamespace(Namespace):
+        """Refuses the names that lead out of a sandbox."""
+
+        def __init__(*args: Any, **values: Any) -> None:
+            self, *rest = args
+            values = dict(*rest, **values)
+            for name in values:
+                _check_attribute(name)
+            Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_attribute(name)
+            super().__setitem__(name, value)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": GuardedNamespace,
+    }
+    return environment
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | None:
+    """A folder's tokenizer, or None where only Transformers should read it.
+
+    Raises:
+        Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
+    """
+    config = _json(directory / "tokenizer_config.json")
+    if config is None or any((directory / name).exists() for name in _OTHER_FILES):
+        return None
+    named = {name: config[name] for name in _NAMED if config.get(name) is not None}
+    template = _chat_template(directory, config)
+    plain = (
+        config.get("tokenizer_class") in _CLASSES
+        and config.get("clean_up_tokenization_spaces", False) is False
+        and set(config) <= {*_NAMED, *_IGNORED, "clean_up_tokenization_spaces"}
+        and all(type(text) is str for text in named.values())
+        and (template is None or (type(template) is str and "generation %}" not in template))
+    )
+    if not plain:
+        return None
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    added = backend.get_added_tokens_decoder()
+    special = {token.content for token in added.values() if token.special}
+    if (
+        backend.padding is not None
+        or backend.truncation is not None
+        or backend.get_vocab_size() > _MOST_ENTRIES
+        or not set(named.values()) <= special
+        or not _agrees(config.get("added_tokens_decoder", {}), added)
+    ):
+        return None
+    return PlainTokenizer(backend, named, template, whole)
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
+    """The file's text comes before the one in tokenizer_config.json."""
+    path = directory / "chat_template.jinja"
+    return path.read_text() if path.is_file() else config.get("chat_template")
+
+
+def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
+    """Whether the tokens that tokenizer_config.json lists are those of tokenizer.json."""
+    if not isinstance(listed, Mapping):
+        return False
+    found = {str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()}
+    return _items(listed) <= _items(found)
+
+
+def _items(tokens: Mapping[str, Any]) -> set[str]:
+    pairs: Iterable[tuple[str, Any]] = tokens.items()
+    return {json.dumps([number, token], sort_keys=True) for number, token in pairs}
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            return None
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # Transformers says what is wrong with it
+    return loaded if isinstance(loaded, dict) else None
