@@ -46,6 +46,7 @@ class PlainTokenizer:
     Args:
         backend: of the tokenizers library.
         named: names like "eos_token" and their texts.
+        extra: texts of other special tokens.
         chat_template: None where there is none.
         whole: makes Transformers' tokenizer of the same folder.
     """
@@ -54,6 +55,7 @@ class PlainTokenizer:
         self,
         backend: Backend,
         named: Mapping[str, str],
+        extra: list[str],
         chat_template: str | None,
         whole: Callable[[], Any],
     ) -> None:
@@ -63,7 +65,8 @@ class PlainTokenizer:
         self._make_whole = whole
         end = named.get("eos_token")
         self.eos_token_id = None if end is None else backend.token_to_id(end)
-        self.all_special_ids = [backend.token_to_id(text) for text in dict.fromkeys(named.values())]
+        special = dict.fromkeys([*named.values(), *extra])
+        self.all_special_ids = [backend.token_to_id(text) for text in special]
 
     @cached_property
     def _whole(self) -> Any:
@@ -175,12 +178,15 @@ def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | No
     if config is None or any((directory / name).exists() for name in _OTHER_FILES):
         return None
     named = {name: config[name] for name in _NAMED if config.get(name) is not None}
+    extra = config.get("extra_special_tokens", [])
     template = _chat_template(directory, config)
     plain = (
         config.get("tokenizer_class") in _CLASSES
         and config.get("clean_up_tokenization_spaces", False) is False
-        and set(config) <= {*_NAMED, *_IGNORED, "clean_up_tokenization_spaces"}
-        and all(type(text) is str for text in named.values())
+        and set(config)
+        <= {*_NAMED, *_IGNORED, "clean_up_tokenization_spaces", "extra_special_tokens"}
+        and isinstance(extra, list)
+        and all(type(text) is str for text in (*named.values(), *extra))
         and (template is None or (type(template) is str and "generation %}" not in template))
     )
     if not plain:
@@ -192,11 +198,11 @@ def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | No
         backend.padding is not None
         or backend.truncation is not None
         or backend.get_vocab_size() > _MOST_ENTRIES
-        or not set(named.values()) <= special
+        or not {*named.values(), *extra} <= special
         or not _agrees(config.get("added_tokens_decoder", {}), added)
     ):
         return None
-    return PlainTokenizer(backend, named, template, whole)
+    return PlainTokenizer(backend, named, extra, template, whole)
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:

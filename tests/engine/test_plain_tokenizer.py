@@ -109,7 +109,7 @@ def test_refusals_of_a_template_and_ways_out_of_the_sandbox_raise(folder: Path) 
         "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
         "{{ messages.append(1) }}",
     ):
-        guarded = PlainTokenizer(plain.backend_tokenizer, {}, template, never)
+        guarded = PlainTokenizer(plain.backend_tokenizer, {}, [], template, never)
         with pytest.raises(Exception, match=r"unsafe|cannot hold|not (safely )?callable"):
             guarded.apply_chat_template(
                 [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
@@ -127,6 +127,8 @@ def test_refusals_of_a_template_and_ways_out_of_the_sandbox_raise(folder: Path) 
         {"eos_token": {"content": "<|end|>"}},
         {"added_tokens_decoder": {"3": {"content": "x"}}},
         {"chat_template": [{"name": "default", "template": ""}]},
+        {"extra_special_tokens": {"image_token": "<|end|>"}},
+        {"extra_special_tokens": ["<|new|>"]},
         {"something_new": 1},
     ],
     ids=str,

@@ -106,24 +106,22 @@ def test_importing_loads_no_heavy_library() -> None:
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, caplog: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    """`jaxserve compile` builds what `LLM` runs: no trace of a program, and no compile event."""
-    options = [f"--{name.replace('_', '-')}" for name in SMALL]
-    values = [str(v[0] if isinstance(v, tuple) else v) for v in SMALL.values()]
-    values[options.index("--compilation-cache-dir")] = str(tmp_path / "cache")
-    arguments = [part for pair in zip(options, values, strict=True) for part in pair]
-    assert main(["compile", str(checkpoint), *arguments]) == 0
-    assert "7 programs compiled, 0 read" in capsys.readouterr().out
+    """And `jaxserve compile` has nothing left to do, for the same options."""
     sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
+    settings = SMALL | {"compilation_cache_dir": tmp_path / "cache"}
     answers = []
-    for cache in (tmp_path / "cache", None):
-        llm = LLM(checkpoint, **(SMALL | {"compilation_cache_dir": cache}))
-        answers.append(llm.generate(["a", "bc"], sampling, use_tqdm=False))
-        store = llm.thread.engine.runner.store
-        assert (store.num_built, store.num_loaded) == ((0, 7) if cache else (7, 0))
-        assert llm.thread.engine.runner.num_compiles == (0 if cache else 7)
-        llm.close()
-    first, second = ([one.outputs[0].token_ids for one in many] for many in answers)
-    assert first == second and not caplog.records
+    for built, read in ((7, 0), (0, 7)):
+        with LLM(checkpoint, **settings) as llm:
+            outputs = llm.generate(["a", "bc"], sampling, use_tqdm=False)
+            answers.append([one.outputs[0].token_ids for one in outputs])
+            runner = llm._thread.engine.runner
+            assert (runner.store.num_built, runner.store.num_loaded) == (built, read)
+            assert (runner.num_compiles == 0) == (built == 0)
+    assert answers[0] == answers[1] and not caplog.records
+    values = {name: v[0] if isinstance(v, tuple) else v for name, v in settings.items()}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    assert main(["compile", str(checkpoint), *options]) == 0
+    assert "0 programs compiled, 7 read" in capsys.readouterr().out
 
 
 def test_a_cache_that_the_user_set_up_in_jax_stays(tmp_path: Path) -> None:
