@@ -25,9 +25,10 @@ _NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
 )
-_IGNORED = (
+_KNOWN = (
     *("tokenizer_class", "backend", "model_max_length", "chat_template", "is_local"),
     *("added_tokens_decoder", "model_input_names", "name_or_path", "local_files_only"),
+    *("clean_up_tokenization_spaces", "extra_special_tokens"),
 )
 _ADDED_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 # Files beside tokenizer.json that Transformers reads too.
@@ -183,8 +184,7 @@ def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | No
     plain = (
         config.get("tokenizer_class") in _CLASSES
         and config.get("clean_up_tokenization_spaces", False) is False
-        and set(config)
-        <= {*_NAMED, *_IGNORED, "clean_up_tokenization_spaces", "extra_special_tokens"}
+        and set(config) <= {*_NAMED, *_KNOWN}
         and isinstance(extra, list)
         and all(type(text) is str for text in (*named.values(), *extra))
         and (template is None or (type(template) is str and "generation %}" not in template))
