@@ -157,6 +157,7 @@ def main() -> int:
     )
     parser.add_argument("--model", metavar="DIR", help="default: the bundled model")
     parser.add_argument("--dummy", action="store_true", help="random weights of its config.json")
+    parser.add_argument("--cache", help="compilation_cache_dir")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of each row")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt in each step")
@@ -166,6 +167,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     config: dict[str, Any] = {"model": arguments.model, "enable_prefix_caching": False}
+    if arguments.cache:
+        config["compilation_cache_dir"] = arguments.cache
     if arguments.dummy:
         config |= {"load_format": "dummy", "skip_tokenizer_init": True}
     engine = Engine(load(EngineConfig(**config)))
