@@ -9,7 +9,8 @@ The host's parts are timed first, without the profiler; pack is timed alone and 
 submit, which holds it. Then the profiler records `--steps` steps: the table's second half adds up
 the operations of the compiled program by what they do, each without what ran inside it. With
 several threads the operations of a class can run at once, so that the classes may add up to more
-than the step takes. Open the file in https://ui.perfetto.dev.
+than the step takes. A launch can hold several decode
+steps; times are a launch's. Open the file in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -129,15 +130,15 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
         for owner, name in wrapped:
             delattr(owner, name)
     assert work.last is not None
-    bucket = work.last.bucket
+    bucket, launch = work.last.bucket, work.last.plan.num_steps
     hlo = engine.runner._steps[bucket].as_text()
-    return device_time(read_events(out), hlo, steps), str(bucket)
+    return device_time(read_events(out), hlo, steps), f"{bucket} (now {launch})"
 
 
 def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> None:
     """Both halves, with shares of the step, and the operations that take longest."""
     whole = host["step"]
-    print(f"{bucket}: a step takes {whole:,.0f} us\n\n{'host':<32}{'us':>10}{'%':>8}")
+    print(f"{bucket}: a launch takes {whole:,.0f} us\n\n{'host':<32}{'us':>10}{'%':>8}")
     for name in HOST:
         note = "  (waiting for the device)" if name == "read" else ""
         print(f"{name:<32}{host[name]:>10,.0f}{100 * host[name] / whole:>8.1f}{note}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.engine.pace import Pace
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -22,7 +23,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the user asks about; names are `EngineConfig`'s."""
+    """What the user asks about; names are `EngineConfig`'s.
+
+    `max_steps` is the most decode steps of one launch that programs were compiled for.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -32,6 +36,8 @@ class Setting:
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
     async_scheduling: bool = True
+    num_scheduler_steps: int | None = None
+    max_steps: int = 1
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
 
@@ -164,17 +170,17 @@ class Simulation:
             setting.max_num_batched_tokens,
             setting.decode_sizes,
             setting.token_sizes,
+            num_steps=setting.max_steps,
         )
+        self.pace = Pace(setting.max_steps, setting.num_scheduler_steps)
         self.now = 0.0
         self.usage = Usage()
         self._device_free = 0.0
-        self._in_flight: tuple[StepPlan, float] | None = None
+        self._in_flight: tuple[StepPlan, float, float] | None = None
         self._records: dict[Sequence, Record] = {}
         self._arrivals = 0
         self._ready: list[tuple[float, int, Job]] = []
         self._coming: Iterator[Job] = iter(())
-        self._drawn = np.full(setting.max_num_seqs, 7, np.int32)
-        self._ok = np.ones(setting.max_num_seqs, bool)
 
     def run(self, jobs: Iterable[Job], users: int | None = None) -> Outcome:
         """Serve all jobs to their end.
@@ -217,13 +223,13 @@ class Simulation:
         if not self.scheduler.has_work and self._in_flight is None:
             begun = self.now = max(self.now, self._ready[0][0])
         self._take_arrivals()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.pace.steps())
         submitted = None
         if plan is not None:
             self.now += self.times.before(plan)
             seconds = self.times.device(plan, self.buckets)
             self._device_free = max(self._device_free, self.now) + seconds
-            submitted = (plan, self._device_free)
+            submitted = (plan, self.now, self._device_free)
             self.usage.busy += seconds
             self.usage.steps += 1
         before, self._in_flight = self._in_flight, submitted
@@ -241,10 +247,13 @@ class Simulation:
             self._records[sequence] = Record(arrival, sequence.num_prompt)
             self.scheduler.add(sequence)
 
-    def _commit(self, plan: StepPlan, done: float, closed: bool) -> None:
-        self.now = max(self.now, done) + self.times.after(plan)
-        rows = len(plan)
-        result = self.scheduler.commit(plan, self._drawn[:rows], self._ok[:rows])
+    def _commit(self, plan: StepPlan, submitted: float, done: float, closed: bool) -> None:
+        self.now = max(self.now, done)
+        self.pace.has_read(submitted, plan.num_steps, self.now)
+        self.now += self.times.after(plan)
+        shape = (len(plan),) if plan.num_steps == 1 else (plan.num_steps, len(plan))
+        drawn, ok = np.full(shape, 7, np.int32), np.ones(shape, bool)
+        result = self.scheduler.commit(plan, drawn, ok)
         for sequence in result.sequences:
             self._records[sequence].token_times.append(self.now)
         for sequence in result.finished:

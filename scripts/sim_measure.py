@@ -48,6 +48,8 @@ def setting_of(loaded: Loaded, **changes: Any) -> Setting:
         "enable_prefix_caching": config.enable_prefix_caching,
         "long_prefill_token_threshold": config.long_prefill_token_threshold,
         "async_scheduling": config.async_scheduling,
+        "num_scheduler_steps": config.num_scheduler_steps,
+        "max_steps": loaded.runner.max_steps,
         "decode_sizes": decode,
         "token_sizes": tokens,
     }
@@ -66,21 +68,23 @@ class _Steps:
         pages = np.arange(self.slots.num_slots * self.slots.max_pages)
         table = 1 + pages % (self.runner.num_pages - 1)
         self.slots.page_table[:-1] = table.reshape(self.slots.num_slots, -1)
-        self.slots.num_known[:] = self.setting.max_model_len
+        self.slots.num_known[:] = self.slots.stop_length[:] = self.setting.max_model_len
         self.slots.tokens[:] = 7
 
-    def seconds(self, rows: int, start: int, count: int) -> float:
-        """Of a step of `rows` rows of `count` tokens each that begin at `start`, in a queue."""
-        plan = self.plan(rows, start, count)
+    def seconds(self, rows: int, start: int, count: int, num_steps: int = 1) -> float:
+        """Of a step of `rows` rows of `count` tokens each that begin at `start`, in a queue; or of
+        a launch of several decode steps."""
+        plan = self.plan(rows, start, count, num_steps)
         self._queue(plan, 3)
         once = self._queue(plan, 4)
         steps = int(np.clip(0.15 / once, 5, 200))
         return statistics.median(self._queue(plan, steps) for _ in range(ROUNDS))
 
-    def plan(self, rows: int, start: int, count: int) -> StepPlan:
+    def plan(self, rows: int, start: int, count: int, num_steps: int = 1) -> StepPlan:
         full = np.ones(rows, np.int32)
         slots = np.arange(rows, dtype=np.int32)
-        return StepPlan(slots, full * start, full * count, full > 0, full.astype(np.int64))
+        counts = full * (count if num_steps == 1 else num_steps)
+        return StepPlan(slots, full * start, counts, full > 0, full.astype(np.int64), num_steps)
 
     def _queue(self, plan: StepPlan, steps: int) -> float:
         before, started = None, time.perf_counter()
@@ -94,30 +98,35 @@ class _Steps:
         return (time.perf_counter() - started) / steps
 
 
-def _times_of(steps: _Steps, bucket: Bucket) -> tuple[float, float, float]:
-    """A bucket's base, its cost of 1,000 cells and of a million pairs, in microseconds."""
-    longest = steps.setting.max_model_len
-    far = longest - 1 - (1 if bucket.decode_only else min(bucket.num_tokens, longest // 2))
+def _times_of(steps: _Steps, bucket: Bucket) -> tuple[float, float, float, float]:
+    """A bucket's base, its cost of 1,000 cells, of a million pairs and of a further step, in
+    microseconds."""
+    longest, most = steps.setting.max_model_len, bucket.num_steps
+    far = longest - 1 - (most if bucket.decode_only else min(bucket.num_tokens, longest // 2))
     if bucket.decode_only:
         near, long = (1e6 * steps.seconds(bucket.num_rows, at, 1) for at in (1, far))
         slope = max(0.0, (long - near) / (bucket.num_rows * (far - 1)))
-        return near - slope * bucket.num_rows * 2, 1e3 * slope, 0.0
+        base, more = near - slope * bucket.num_rows * 2, 0.0
+        if most > 1:
+            launch = 1e6 * steps.seconds(bucket.num_rows, 1, 1, most)
+            more = (launch - near) / (most - 1) - slope * bucket.num_rows * (2 + most / 2)
+        return base, 1e3 * slope, 0.0, max(more, 0.0)
     count = min(bucket.num_tokens, longest // 2)
     rows = -(-bucket.num_tokens // count)
     count = bucket.num_tokens // rows
     near, long = (1e6 * steps.seconds(rows, at, count) for at in (0, far))
     pairs = [attention_work(steps.plan(rows, at, count))[1] for at in (0, far)]
     slope = max(0.0, (long - near) / max(pairs[1] - pairs[0], 1))
-    return max(near - slope * pairs[0], 0.0), 0.0, 1e6 * slope
+    return max(near - slope * pairs[0], 0.0), 0.0, 1e6 * slope, 0.0
 
 
 def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
     """Step times of every bucket, and what the host's loop takes beside them."""
     steps = _Steps(loaded)
-    base, cell, pair = {}, {}, {}
+    base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
         name = str(bucket)
-        base[name], cell[name], pair[name] = _times_of(steps, bucket)
+        base[name], cell[name], pair[name], more[name] = _times_of(steps, bucket)
     # Rows of one token cost in a mixed step what they cost in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
@@ -128,8 +137,12 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    settings = {"max_model_len": steps.setting.max_model_len, "num_pages": steps.runner.num_pages}
-    return Measured(about | machine, settings, base, cell, pair, before, after)
+    settings = {
+        "max_model_len": steps.setting.max_model_len,
+        "num_pages": steps.runner.num_pages,
+        "max_steps": steps.runner.max_steps,
+    }
+    return Measured(about | machine, settings, base, cell, pair, more, before, after)
 
 
 class HostClock:
@@ -170,20 +183,27 @@ class HostClock:
             delattr(owner, name)
 
 
-def host_parts(loaded: Loaded, rows: int, steps: int = 200) -> dict[str, float]:
-    """Median seconds of each part of the loop, with so many sequences decoding."""
+def host_parts(loaded: Loaded, rows: int) -> dict[str, float]:
+    """Median seconds of each part of the loop, with so many sequences decoding.
+
+    `tokens` is how many a launch draws.
+    """
     engine = Engine(loaded)
-    length = loaded.limits.max_model_len
-    params = SamplingParams(temperature=0.0, max_tokens=length // 2, ignore_eos=True)
+    length, most = loaded.limits.max_model_len, loaded.runner.max_steps
+    params = SamplingParams(temperature=0.0, max_tokens=length - 16, ignore_eos=True)
     for number in range(rows):
         request = engine.request(str(number), [7 + number % 50] * 8, params)
         engine.add(request, _ignore)
-    for _ in range(20):
+    launches = min(200, (length - 16) // most - 8)
+    for _ in range(5):
         engine.step()
-    clock = HostClock(engine)
+    clock, tokens = HostClock(engine), []
     try:
-        for _ in range(min(steps, length // 2 - 30)):
+        for _ in range(launches):
             engine.step()
+            if engine._in_flight is not None:
+                plan = engine._in_flight.plan
+                tokens.append(len(plan) * plan.num_steps)
     finally:
         clock.restore()
     parts = {name: statistics.median(times) for name, times in clock.spent.items()}
@@ -192,25 +212,29 @@ def host_parts(loaded: Loaded, rows: int, steps: int = 200) -> dict[str, float]:
     while engine.has_work:
         engine.step()
     known = sum(parts[name] for name in ("schedule", "submit", "read", "commit"))
-    return parts | {"rest": max(parts["step"] - known, 0.0)}
+    return parts | {
+        "rest": max(parts["step"] - known, 0.0),
+        "tokens": float(statistics.median(tokens)),
+    }
 
 
 def _host_times(loaded: Loaded) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Microseconds before and after the device, each a fixed part and one for each row."""
+    """Microseconds before and after the device, each a fixed part and one for each row or token."""
     assert loaded.config.max_num_seqs
     counts = sorted({1, max(1, loaded.config.max_num_seqs // 2), loaded.config.max_num_seqs})
-    before, after = [], []
+    before, after, tokens = [], [], []
     for rows in counts:
         parts = host_parts(loaded, rows)
         before.append(1e6 * (parts["schedule"] + parts["submit"]))
         after.append(1e6 * (parts["commit"] + parts["rest"]))
-    return _line(counts, before), _line(counts, after)
+        tokens.append(parts["tokens"])
+    return _line([float(rows) for rows in counts], before), _line(tokens, after)
 
 
-def _line(rows: list[int], micros: list[float]) -> tuple[float, float]:
-    if len(rows) == 1:
+def _line(counts: list[float], micros: list[float]) -> tuple[float, float]:
+    if len(set(counts)) == 1:
         return micros[0], 0.0
-    slope, fixed = np.polyfit(rows, micros, 1)
+    slope, fixed = np.polyfit(counts, micros, 1)
     return max(float(fixed), 0.0), max(float(slope), 0.0)
 
 

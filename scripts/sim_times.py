@@ -27,8 +27,8 @@ def attention_work(plan: StepPlan) -> tuple[int, int]:
     Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
     positions in chunks of 256.
     """
-    ends = plan.starts.astype(np.int64) + plan.num_tokens
-    single = plan.num_tokens == 1
+    ends = plan.lengths.astype(np.int64)
+    single = ends - plan.starts == 1
     pairs = 0
     for start, end in zip(plan.starts[~single].tolist(), ends[~single].tolist(), strict=True):
         tiles = np.minimum(np.arange(start + 32, end + 32, 32), end)
@@ -49,8 +49,9 @@ class Measured:
         base_us: label of a bucket -> its step without attention.
         cell_us: label of a bucket -> for each 1,000 cells.
         pair_us: label of a bucket -> for each million pairs; 0 for decode steps.
-        before_us, after_us: of the host: [for a step, for each row], up to the submission and from
-            the result on.
+        more_us: label of a bucket -> for each further decode step of one launch.
+        before_us: of the host up to the submission: [for a launch, for each row].
+        after_us: of the host from the result on: [for a launch, for each token drawn].
     """
 
     about: dict[str, str]
@@ -58,6 +59,7 @@ class Measured:
     base_us: dict[str, float]
     cell_us: dict[str, float]
     pair_us: dict[str, float]
+    more_us: dict[str, float]
     before_us: tuple[float, float]
     after_us: tuple[float, float]
 
@@ -74,13 +76,15 @@ class Measured:
             raise KeyError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
-        return (self.base_us[label] + attention) * 1e-6
+        further = (plan.num_steps - 1) * (self.more_us[label] + self.cell_us[label] * cells / 1e3)
+        return (self.base_us[label] + attention + further) * 1e-6
 
     def before(self, plan: StepPlan) -> float:
         return (self.before_us[0] + self.before_us[1] * len(plan)) * 1e-6
 
     def after(self, plan: StepPlan) -> float:
-        return (self.after_us[0] + self.after_us[1] * len(plan)) * 1e-6
+        tokens = int(plan.num_tokens.sum()) if plan.num_steps > 1 else len(plan)
+        return (self.after_us[0] + self.after_us[1] * tokens) * 1e-6
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class Assumed:
 
     def device(self, plan: StepPlan, buckets: BucketSet) -> float:
         bucket = buckets.pick(plan)
-        ends = (plan.starts + plan.num_tokens).astype(np.int64)
+        ends = plan.lengths.astype(np.int64)
         read = self.shape.weight_bytes + self.shape.kv_bytes * float(ends.sum())
         # A row's query i sees starts + i + 1 positions.
-        pairs = float((plan.num_tokens * (ends + plan.starts + 1) / 2).sum())
+        pairs = float(((ends - plan.starts) * (ends + plan.starts + 1) / 2).sum())
         work = 2 * self.shape.parameters * bucket.num_tokens + self.shape.attention_flops * pairs
         memory = read / (self.bandwidth * self.memory_share)
-        return max(memory, work / (self.flops * self.compute_share))
+        return plan.num_steps * max(memory, work / (self.flops * self.compute_share))
 
     def before(self, plan: StepPlan) -> float:
         return self.host_before
@@ -146,17 +150,19 @@ class Assumed:
 
 def table(times: Measured) -> str:
     """The table for people."""
-    lines = [f"{'bucket':<24}{'us':>12}{'us per 1,000 cells':>22}{'us per 1e6 pairs':>20}"]
+    lines = [
+        f"{'bucket':<28}{'us':>12}{'us per 1,000 cells':>22}{'us per 1e6 pairs':>20}{'a further step':>16}"
+    ]
     lines += [
-        f"{name:<24}{times.base_us[name]:>12,.0f}{times.cell_us[name]:>22,.2f}"
-        f"{times.pair_us[name]:>20,.1f}"
+        f"{name:<28}{times.base_us[name]:>12,.0f}{times.cell_us[name]:>22,.2f}"
+        f"{times.pair_us[name]:>20,.1f}{times.more_us[name]:>16,.0f}"
         for name in times.base_us
     ]
-    for name, (fixed, row) in (
-        ("host, before the device", times.before_us),
-        ("host, after it", times.after_us),
+    for name, (fixed, each), what in (
+        ("host, before the device", times.before_us, "row"),
+        ("host, after it", times.after_us, "token"),
     ):
-        lines.append(f"{name:<24}{fixed:>12,.0f}{f'and {row:.2f} a row':>22}")
+        lines.append(f"{name:<28}{fixed:>12,.0f}{f'and {each:.2f} a {what}':>22}")
     return "\n".join(lines)
 
 

@@ -271,7 +271,7 @@ def _setting_and_times(arguments: argparse.Namespace) -> tuple[Setting, Any]:
 
 def _sizes(times: Measured) -> dict[str, Any]:
     """The compiled sizes that a table's labels name."""
-    decode = sorted(int(n.split()[1]) for n in times.base_us if n.startswith("decode"))
+    decode = sorted(int(n.split()[1].rstrip(",")) for n in times.base_us if n.startswith("decode"))
     tokens = sorted(int(n.split()[0]) for n in times.base_us if "tokens" in n)
     return {
         "decode_sizes": tuple(decode),

@@ -72,10 +72,11 @@ def class_of(name: str, instruction: Instruction) -> str:
     path, codes = f"/{instruction.op_name}/", instruction.opcodes
     if "/sample/" in path or "/scores/" in path:
         return SAMPLER
-    attends = "/attention/" in path
+    # A launch of several steps is itself a loop: only those within attention count.
+    _, attends, within = path.partition("/attention/")
     in_kernel = "paged_decode" in name or "ragged_paged" in name
     is_product = "dot" in codes or any(word in name for word in ("gemm", "matmul"))
-    if in_kernel or (attends and is_product and "/while/" in path):
+    if in_kernel or (attends and is_product and "while/" in within):
         return PRODUCTS
     if is_product:
         return WEIGHTS

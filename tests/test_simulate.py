@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +27,19 @@ US = 1e-6
 
 
 class Fixed:
-    """Every step takes 1 s, and the host 0.1 s before it and 0.2 s after."""
+    """Every launch takes 1 s, and the host 0.1 s before it and 0.2 s after; or shares of that."""
+
+    def __init__(self, unit: float = 1.0) -> None:
+        self.unit = unit
 
     def device(self, plan: StepPlan, buckets: BucketSet) -> float:
-        return 1.0
+        return self.unit
 
     def before(self, plan: StepPlan) -> float:
-        return 0.1
+        return 0.1 * self.unit
 
     def after(self, plan: StepPlan) -> float:
-        return 0.2
+        return 0.2 * self.unit
 
 
 def job(prompt: int, output: int, arrival: float = 0.0, token: int = 5) -> Job:
@@ -55,6 +60,20 @@ def test_the_clock_by_hand_in_turns() -> None:
     setting = Setting(4, 16, 65, 64, enable_prefix_caching=False, async_scheduling=False)
     [record] = Simulation(setting, Fixed()).run([job(8, 3, 2.0)]).records
     assert record.token_times == pytest.approx([3.3, 4.6, 5.9])
+
+
+def test_a_launch_of_several_steps_brings_its_tokens_at_once() -> None:
+    setting = replace(SETTING, num_scheduler_steps=4, max_steps=4)
+    [record] = Simulation(setting, Fixed()).run([job(8, 6)]).records
+    # The prompt's step, then a launch of 4, and one of the 1 that is left, 1 s each.
+    assert record.token_times == pytest.approx([1.3, *[2.3] * 4, 3.3])
+
+
+def test_launches_grow_as_far_as_nobody_notices() -> None:
+    setting = replace(SETTING, max_steps=4)
+    for seconds, most in ((1.0, 1), (0.002, 4)):
+        [record] = Simulation(setting, Fixed(seconds)).run([job(8, 30)]).records
+        assert max(Counter(record.token_times).values()) == most
 
 
 def test_a_prompt_above_the_budget_takes_several_steps() -> None:
@@ -96,13 +115,17 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     base = {"decode 4": 100.0, "64 tokens, 4 rows": 900.0}
     cell, pair = {"decode 4": 50.0, "64 tokens, 4 rows": 50.0}, dict.fromkeys(base, 0.0)
     pair["64 tokens, 4 rows"] = 1000.0
-    times = Measured({}, {}, base, cell, pair, (10.0, 1.0), (20.0, 2.0))
+    more = dict.fromkeys(base, 60.0)
+    times = Measured({}, {}, base, cell, pair, more, (10.0, 1.0), (20.0, 2.0))
     times.write(tmp_path / "times.json")
     times = Measured.read(tmp_path / "times.json")
     decode = plan_of([99, 299], [1, 1])
     assert times.device(decode, buckets) == pytest.approx(120 * US)
     assert times.before(decode) == pytest.approx(12 * US)
     assert times.after(decode) == pytest.approx(24 * US)
+    launch = replace(decode, num_tokens=np.array([3, 2], np.int32), num_steps=3)
+    assert times.device(launch, buckets) == pytest.approx((120 + 2 * 80) * US)
+    assert times.after(launch) == pytest.approx(30 * US)
     mixed = plan_of([99, 240], [1, 40])
     # The longer row has two tiles of 32 queries: one ends at 272, so both need two chunks of 256.
     assert attention_work(mixed) == (100, 4 * 32 * 256)
