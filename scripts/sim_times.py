@@ -150,9 +150,8 @@ class Assumed:
 
 def table(times: Measured) -> str:
     """The table for people."""
-    lines = [
-        f"{'bucket':<28}{'us':>12}{'us per 1,000 cells':>22}{'us per 1e6 pairs':>20}{'a further step':>16}"
-    ]
+    names = ("us per 1,000 cells", "us per 1e6 pairs", "a further step")
+    lines = [f"{'bucket':<28}{'us':>12}{names[0]:>22}{names[1]:>20}{names[2]:>16}"]
     lines += [
         f"{name:<28}{times.base_us[name]:>12,.0f}{times.cell_us[name]:>22,.2f}"
         f"{times.pair_us[name]:>20,.1f}{times.more_us[name]:>16,.0f}"
