@@ -104,13 +104,25 @@ def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) ->
 
 
 def prefix_rows(rows: int, scale: float, sizes: list[int], slots: int) -> list[Numbers]:
-    """Hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes."""
+    """Hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
+
+    Args:
+        sizes: pages of 16 tokens.
+        slots: requests that are served at once, in the trace's order.
+    """
     jobs = make_jobs("mooncake", rows, scale=scale, max_model_len=131_072, vocabulary=2**31 - 1)
     longest = -(-max(job.request.max_length for job in jobs) // 16) + 1
     results = []
     for pages in sizes:
-        setting = Setting(slots, 8192, max(pages, longest) + 1, 131_072)
-        outcome = Simulation(setting, Assumed(SHAPES["8b"])).run(jobs)
+        setting = Setting(
+            slots,
+            8192,
+            max(pages, longest) + 1,
+            131_072,
+            num_scheduler_steps=64,
+            max_steps=64,
+        )
+        outcome = Simulation(setting, Assumed(SHAPES["8b"])).run(jobs, users=slots)
         queries, hits = ideal_hits(jobs, setting.num_pages - 1, 16, 131_072)
         real = 100 * outcome.prefix_hits / outcome.prefix_queries
         ideal = 100 * hits / queries
