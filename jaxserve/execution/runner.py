@@ -240,7 +240,10 @@ class Runner:
     def _compile_all(
         self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
     ) -> None:
-        compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
+        def compiled_once(bucket: Bucket) -> Any:
+            return self._steps.get(bucket) or self._compile(bucket, self.num_pages)
+
+        compiled = pool.map(compiled_once, buckets)
         for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
             self._steps[bucket] = step
             needed = step.memory_analysis().temp_size_in_bytes
