@@ -98,6 +98,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             config.max_model_len,
         )
     runner.warm_up(on_progress)
+    _log.info("%s; %s", runner.store, runner.plan)
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=min(config.max_model_len, capacity),

@@ -95,7 +95,7 @@ def fingerprint() -> dict[str, Any]:
         "flax": metadata.version("flax"),
         "device": f"{device.platform} {device.device_kind} x{jax.device_count()}",
         "platform": device.client.platform_version,
-        "cpu": _cpu_features(),
+        "cpu": f"{_cpu_features()}, {cpu_threads()} threads",
         "compiler_settings": compiler_settings()
         | {
             name: str(getattr(jax.config, name, None))

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,8 @@ class ProgramStore:
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
                 return None
+        with suppress(OSError):
+            os.utime(path)  # for `prune`
         with self._lock:
             self.num_loaded += 1
         return program

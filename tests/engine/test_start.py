@@ -108,7 +108,7 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
 ) -> None:
     """And `jaxserve compile` has nothing left to do, for the same options."""
     sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
-    settings = SMALL | {"compilation_cache_dir": tmp_path / "cache"}
+    settings = SMALL | {"compilation_cache_dir": tmp_path / "cache", "num_scheduler_steps": 1}
     answers = []
     for built, read in ((7, 0), (0, 7)):
         with LLM(checkpoint, **settings) as llm:
