@@ -2,22 +2,16 @@
 
 That import takes longer than starting the engine. So where a checkpoint's tokenizer is simply what
 its tokenizer.json says, that file is read by the tokenizers library alone. Where anything else is
-said that Transformers would act on, it is Transformers that reads it, and so with chats that ask
-for more than messages of text. tests/engine/test_plain_tokenizer.py compares the two.
+said that Transformers would act on, it is Transformers that reads it. Tests compare the two.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from tokenizers import Tokenizer as Backend
 
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -49,7 +43,6 @@ class PlainTokenizer:
         named: names like "eos_token" and their texts.
         extra: texts of other special tokens.
         chat_template: None where there is none.
-        whole: makes Transformers' tokenizer of the same folder.
     """
 
     def __init__(
@@ -58,20 +51,14 @@ class PlainTokenizer:
         named: Mapping[str, str],
         extra: list[str],
         chat_template: str | None,
-        whole: Callable[[], Any],
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
-        self._named = named
-        self._make_whole = whole
+        self.special_tokens_map = dict(named)
+        self.all_special_tokens = list(dict.fromkeys([*named.values(), *extra]))
         end = named.get("eos_token")
         self.eos_token_id = None if end is None else backend.token_to_id(end)
-        special = dict.fromkeys([*named.values(), *extra])
-        self.all_special_ids = [backend.token_to_id(text) for text in special]
-
-    @cached_property
-    def _whole(self) -> Any:
-        return self._make_whole()
+        self.all_special_ids = [backend.token_to_id(text) for text in self.all_special_tokens]
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
@@ -86,90 +73,12 @@ class PlainTokenizer:
     def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str | None]:
         return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
 
-    def apply_chat_template(
-        self, messages: list[Mapping[str, Any]], *, tokenize: bool, **options: Any
-    ) -> str:
-        """The text of a conversation.
-
-        Raises:
-            Exception: whatever the template raises.
-        """
-        if set(options) != {"add_generation_prompt"} or not all(map(_is_plain, messages)):
-            return self._whole.apply_chat_template(messages, tokenize=tokenize, **options)
-        given = [
-            {name: value for name, value in message.items() if value is not None}
-            for message in messages
-        ]
-        return self._template.render(
-            **self._named, messages=given, tools=None, documents=None, **options
-        )
-
-    @cached_property
-    def _template(self) -> Any:
-        return _environment().from_string(self.chat_template or "")
+    def get_chat_template(self, tools: Any = None) -> str | None:
+        """The same for all: where there are several, Transformers reads them."""
+        return self.chat_template
 
 
-def _is_plain(message: Mapping[str, Any]) -> bool:
-    return set(message) <= {"role", "content", "name"} and all(
-        value is None or type(value) is str for value in message.values()
-    )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Chat templates come with checkpoints of unknown origin: a sandbox, as Transformers has it."""
-
-    class GuardedNamespace(Namespace):
-        """Refuses the names that lead out of a sandbox."""
-
-        def __init__(*args: Any, **values: Any) -> None:
-            self, *rest = args
-            values = dict(*rest, **values)
-            for name in values:
-                _check_attribute(name)
-            Namespace.__init__(self, values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check_attribute(name)
-            super().__setitem__(name, value)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "namespace": GuardedNamespace,
-    }
-    return environment
-
-
-def _check_attribute(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | None:
+def read_plain(directory: Path) -> PlainTokenizer | None:
     """A folder's tokenizer, or None where only Transformers should read it.
 
     Raises:
@@ -187,7 +96,7 @@ def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | No
         and set(config) <= {*_NAMED, *_KNOWN}
         and isinstance(extra, list)
         and all(type(text) is str for text in (*named.values(), *extra))
-        and (template is None or (type(template) is str and "generation %}" not in template))
+        and (template is None or type(template) is str)
     )
     if not plain:
         return None
@@ -202,7 +111,7 @@ def read_plain(directory: Path, whole: Callable[[], Any]) -> PlainTokenizer | No
         or not _agrees(config.get("added_tokens_decoder", {}), added)
     ):
         return None
-    return PlainTokenizer(backend, named, extra, template, whole)
+    return PlainTokenizer(backend, named, extra, template)
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:

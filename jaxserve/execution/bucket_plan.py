@@ -97,7 +97,8 @@ def choose_sizes(
     longer, over that share of `BUSY_SECONDS`, is what leaving a size out costs.
 
     Args:
-        buckets: the candidates; the largest of each kind is always kept.
+        buckets: the candidates; the largest of each kind is always kept, and the smallest decode
+            step, which one request alone runs.
         step_seconds: of the buckets that `anchors` names.
         compile_seconds: of one program.
     """
@@ -108,6 +109,7 @@ def choose_sizes(
         seconds = np.interp(sizes, known, [step_seconds[ladder[size]] for size in known])
         # A step of more never takes less; where it was measured so, that is noise.
         mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds)
+        mask[0] |= next(iter(ladder.values())).decode_only
         kept.append(tuple(sizes[mask].tolist()))
         dropped.append(tuple(sizes[~mask].tolist()))
     times = {str(bucket): step_seconds[bucket] for bucket in sorted(step_seconds)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_wei
 from jaxserve.models.linear import Constant
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.names import match_names
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
@@ -71,8 +73,10 @@ def load_weights(
         name, tensor = "", parameter
         for part in parts:
             if part.name != name:  # the parts of one tensor follow each other
-                name, tensor = part.name, read_tensor(entries[part.name])
-                done += tensor.nbytes
+                entry = entries[part.name]
+                read = entry.read if isinstance(entry, PackedEntry) else partial(read_tensor, entry)
+                name, tensor = part.name, read()
+                done += entry.num_bytes
             if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
                 raise _not_finite(tensor, entries[part.name], parameter.dtype)
             if on_progress is not None:

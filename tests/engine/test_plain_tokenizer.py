@@ -19,24 +19,12 @@ from jaxserve.engine.plain_tokenizer import PlainTokenizer, read_plain
 from jaxserve.engine.text import Tokenizer, _byte_letters
 from tests.engine.checkpoint import byte_tokenizer
 
-TEMPLATE = (
-    "{%- set ns = namespace(n=0) %}{% for message in messages %}{% set ns.n = ns.n + 1 %}\n"
-    "  {% if message.name is defined %}[{{ message.name | tojson }}]{% endif %}\n"
-    "{% if message['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}\n"
-    "{% if loop.index > 3 %}{% break %}{% endif %}{{ eos_token }}{{ message['content'] | trim }}"
-    "{% endfor %}{{ ns.n }}{{ tools is none }}{% if add_generation_prompt %}GO{% endif %}"
-)
-
-
-def never() -> Any:
-    raise AssertionError("Transformers was asked")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plain")
     backend = byte_tokenizer()
-    backend.chat_template = TEMPLATE
+    backend.chat_template = "{{ messages }}"
     backend.save_pretrained(directory)
     return directory
 
@@ -44,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["bundled", "bytes"])
 def both(request: pytest.FixtureRequest, folder: Path) -> tuple[PlainTokenizer, Any]:
     directory = bundled_model() if request.param == "bundled" else folder
-    plain = read_plain(directory, never)
+    plain = read_plain(directory)
     assert plain is not None
     return plain, AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
 
@@ -56,7 +44,10 @@ def test_what_the_engine_reads_is_the_same(both: tuple[PlainTokenizer, Any]) -> 
     assert plain.eos_token_id == whole.eos_token_id
     assert plain.convert_ids_to_tokens([0, 7, 200]) == whole.convert_ids_to_tokens([0, 7, 200])
     assert sorted(plain.all_special_ids) == sorted(whole.all_special_ids)
-    assert plain.chat_template == whole.chat_template
+    assert plain.special_tokens_map == whole.special_tokens_map
+    assert plain.all_special_tokens == whole.all_special_tokens
+    for tools in (None, [{}]):
+        assert plain.get_chat_template(tools=tools) == whole.get_chat_template(tools=tools)
 
 
 TEXTS = st.lists(
@@ -73,47 +64,6 @@ def test_texts_are_encoded_alike(both: tuple[PlainTokenizer, Any], text: str, sp
     ids = whole.encode(text, add_special_tokens=special)
     assert plain.encode(text, add_special_tokens=special) == ids
     assert plain.backend_tokenizer.decode(ids) == whole.backend_tokenizer.decode(ids)
-
-
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=9)},
-        optional={"name": st.none() | st.text(max_size=3)},
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=50)
-@given(MESSAGES, st.booleans())
-def test_chats_are_rendered_alike(
-    both: tuple[PlainTokenizer, Any], messages: list[dict[str, Any]], go: bool
-) -> None:
-    plain, whole = both
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": go}
-    rendered = whole.apply_chat_template(messages, **options)
-    assert plain.apply_chat_template(messages, **options) == rendered
-
-
-def test_refusals_of_a_template_and_ways_out_of_the_sandbox_raise(folder: Path) -> None:
-    plain = read_plain(folder, never)
-    assert plain is not None
-    with pytest.raises(Exception, match="no such role"):
-        plain.apply_chat_template(
-            [{"role": "bad", "content": ""}], tokenize=False, add_generation_prompt=True
-        )
-    for template in (
-        "{{ ''.__class__.__mro__ }}",
-        "{% set ns = namespace(__class__=1) %}",
-        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
-        "{{ messages.append(1) }}",
-    ):
-        guarded = PlainTokenizer(plain.backend_tokenizer, {}, [], template, never)
-        with pytest.raises(Exception, match=r"unsafe|cannot hold|not (safely )?callable"):
-            guarded.apply_chat_template(
-                [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
-            )
 
 
 @pytest.mark.parametrize(
@@ -140,26 +90,7 @@ def test_whatever_else_is_said_is_left_to_transformers(
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | change))
-    assert read_plain(tmp_path, never) is None
-
-
-def test_chats_with_more_than_text_are_left_to_transformers(folder: Path) -> None:
-    asked: list[dict[str, Any]] = []
-
-    class Whole:
-        def apply_chat_template(self, messages: Any, **options: Any) -> str:
-            asked.append(options)
-            return "whole"
-
-    plain = read_plain(folder, Whole)
-    assert plain is not None
-    text = [{"role": "user", "content": "a"}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    go: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    assert plain.apply_chat_template(text, **go) != "whole"
-    assert plain.apply_chat_template(text, **go, tools=[]) == "whole"
-    assert plain.apply_chat_template(parts, **go) == "whole"
-    assert len(asked) == 2
+    assert read_plain(tmp_path) is None
 
 
 def test_bytes_are_written_as_transformers_does() -> None:

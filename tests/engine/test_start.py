@@ -103,6 +103,7 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.usefixtures("no_jax_cache")
 def test_a_second_start_compiles_nothing_and_answers_alike(
     checkpoint: Path, tmp_path: Path, caplog: Any, capsys: pytest.CaptureFixture
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     assert "0 programs compiled, 7 read" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_jax_cache")
 def test_a_cache_that_the_user_set_up_in_jax_stays(tmp_path: Path) -> None:
     assert prepare_cache(tmp_path) == tmp_path / "programs"
     before = jax.config.jax_compilation_cache_dir

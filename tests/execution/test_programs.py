@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.execution.programs import ProgramStore, make_private
 
+pytestmark = pytest.mark.usefixtures("no_jax_cache")
 WHAT = {"model": "one"}
 WHERE = {"jaxlib": "1", "cpu": "a", "source": "x"}
 
