@@ -10,10 +10,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 import pytest
 from hypothesis import HealthCheck, settings
-from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
 # The same examples in every run, and no clocks.
@@ -85,6 +83,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
     """JAX's cache off: it takes the place of ours, and its programs cannot be serialized again."""
+    # Imported here: JAX reads the variables above when it is imported.
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
