@@ -66,6 +66,8 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
+            runner = llm.thread.engine.runner
+            report.say(f"{runner.store}; {runner.plan}")
     except BaseException:
         for model in served:
             model.llm.close()
