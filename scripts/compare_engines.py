@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-from compare import parts, report
+from compare import parts, report, workloads
 from compare.checkpoint import config_of, random_checkpoint
 from compare.engine import WORKERS, Engine, Setting
 from compare.engine_jaxserve import Jaxserve, JaxserveSchedules
@@ -67,7 +68,7 @@ PARTS_OF = {
 # One repeat tells enough: answers do not change, and these are for plots.
 ONCE = ("agreement", "serve", "curve")
 # Far behind on these, and slow: measured once, so that the whole stays short.
-SLOW = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
+SLOW = {"transformers": ("mixed",), "transformers-cb": ("trace", "mixed")}
 GOES_ON = 3
 
 
@@ -105,10 +106,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
     parser.add_argument("--batches", default="16,32", help="rows of the compared schedules")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trace", type=int, default=96, help="requests of the Azure trace")
+    parser.add_argument("--trace", type=int, default=64, help="requests of the Azure trace")
     parser.add_argument("--mixed", type=int, default=64, help="requests of mixed lengths")
     parser.add_argument("--single", type=int, default=3, help="requests one after another")
-    parser.add_argument("--served", type=int, default=48, help="requests under load")
+    parser.add_argument("--served", type=int, default=40, help="requests under load")
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second under load")
     parser.add_argument(
         "--goodput",
@@ -303,22 +304,29 @@ class Comparison:
             self._judge(python, model, records)
 
     def _judge(self, python: Path, model: str, records: list[dict[str, Any]]) -> None:
-        works = parts.workloads.agreement(config_of(model)["vocab_size"])
-        answers = [
-            {"prompt": work.prompt, "tokens": tokens}
+        works = workloads.agreement(config_of(model)["vocab_size"])
+        # Engines mostly agree, so that each answer is judged once.
+        answers = {
+            (tuple(work.prompt), tuple(tokens)): []
             for record in records
             for way in ("alone", "together")
             for work, tokens in zip(works, record[way], strict=True)
-        ]
+        }
+        asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
         folder = random_checkpoint(model, cache_folder() / "models")
         command = [str(python), str(WORKERS / "judge.py"), str(folder), str(self._options.threads)]
         done = subprocess.run(
-            command, input=json.dumps(answers), capture_output=True, text=True, check=True
+            command, input=json.dumps(asked), capture_output=True, text=True, check=True
         )
-        verdicts = iter(json.loads(done.stdout))
+        verdicts = dict(zip(answers, json.loads(done.stdout), strict=True))
         for record in records:
-            gaps = [[next(verdicts) for _ in works] for _ in range(2)]
-            self._results.add(record | {"gaps": [g for way in gaps for row in way for g in row]})
+            gaps = [
+                gap
+                for way in ("alone", "together")
+                for work, tokens in zip(works, record[way], strict=True)
+                for gap in verdicts[tuple(work.prompt), tuple(tokens)]
+            ]
+            self._results.add(record | {"gaps": [float(f"{gap:.3g}") for gap in gaps]})
 
 
 def main() -> int:
@@ -347,4 +355,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # As an exception, so that no engine outlives a run that is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

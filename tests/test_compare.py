@@ -81,6 +81,15 @@ def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
     assert line.endswith(f"| 1 | {verdict} |")
 
 
+@pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "agrees"), (0.3, "**differs**")])
+def test_the_table_says_who_answers_otherwise(gap: float, verdict: str) -> None:
+    answers = {"alone": [[5, 6], [7, 8]], "together": [[5, 6], [7, 9]]}
+    made = record("vllm", 0, 0.0, "agreement") | answers | {"gaps": [0, 0, 0, 0, 0, 0, 0, gap]}
+    [_, _, line] = report.agreement_table({"engines": {"vllm": {"title": "V"}}, "records": [made]})
+    cells = f"7 of 8 tokens | 1 of 2 | {gap:.2g} at token 2 | {gap:.2g} | {verdict} |"
+    assert line == f"| V | 137M Llama | {cells}"
+
+
 def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
     path, settings = tmp_path / "results.json", {"rows": 4, "goodput": ("ttft:1",)}
     first = Results(path, settings, resume=False)
@@ -188,7 +197,10 @@ def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: 
     wanted = sum(one.output_tokens for one in workloads.trace(1024, 4))
     assert parts["trace"]["output_tokens"] == wanted and parts["trace"]["peak_bytes"] > 50 << 20
     markdown = path.with_suffix(".md").read_text()
-    assert "| Transformers generate, padded static | tiny Llama | 512 of 512 tokens |" in markdown
+    assert (
+        "| Transformers generate, padded static | tiny Llama | 512 of 512 tokens | 8 of 8 | - | - | agrees |"
+        in markdown
+    )
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--write"])
     assert compare_engines.main() == 0
     assert json.loads(path.read_text())["records"] == data["records"]

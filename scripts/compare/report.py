@@ -40,6 +40,8 @@ GATES = (
     ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
     ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, "wide"),
 )
+# Of logits of about unit size in float32; a wrong model is off by far more.
+ROUNDING = 1e-3
 S0_GATES = {16: 2.4, 32: 3.1}
 
 
@@ -136,20 +138,25 @@ def agreement_table(data: dict[str, Any]) -> list[str]:
                 lines.append(_agreement_row(data, model, engine, record))
     if not lines:
         return []
-    head = "| | model | best by float64 | answers alike alone and together | largest logit gap |"
-    return [head, "|---" * 5 + "|", *lines]
+    head = "| | model | best by float64 | alike alone and together | first gap | largest gap | |"
+    return [head, "|---" * 7 + "|", *lines]
 
 
 def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record) -> str:
     same = sum(a == b for a, b in zip(record["alone"], record["together"], strict=True))
-    gaps = record.get("gaps")
-    judged, worst = "not judged", "-"
+    gaps, answers = record.get("gaps"), len(record["alone"])
+    cells = ["not judged", f"{same} of {answers}", "-", "-", ""]
     if gaps:
-        judged = f"{sum(gap == 0 for gap in gaps)} of {len(gaps)} tokens"
-        worst = f"{max(gaps):.2g}"
+        cells[0] = f"{sum(gap == 0 for gap in gaps)} of {len(gaps)} tokens"
+        if max(gaps):
+            # All answers are of one length; the first place where one leaves the best.
+            place = gaps.index(next(gap for gap in gaps if gap))
+            length = len(gaps) // (2 * answers)
+            cells[2] = f"{gaps[place]:.2g} at token {place % length + 1}"
+            cells[3] = f"{max(gaps):.2g}"
+        cells[4] = "agrees" if max(gaps) < ROUNDING else "**differs**"
     title = data["engines"][engine]["title"]
-    alike = f"{same} of {len(record['alone'])}"
-    return f"| {title} | {MODEL_TITLES[model]} | {judged} | {alike} | {worst} |"
+    return f"| {title} | {MODEL_TITLES[model]} | {' | '.join(cells)} |"
 
 
 def _engine_lines(data: dict[str, Any]) -> list[str]:

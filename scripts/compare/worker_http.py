@@ -83,6 +83,9 @@ class Front:
         jobs = self.jobs
 
         class Handler(BaseHTTPRequestHandler):
+            # Or a token would wait up to 40 ms for the one before it to be acknowledged.
+            disable_nagle_algorithm = True
+
             def do_GET(self) -> None:
                 if self.path not in answers:
                     self.send_error(404)
