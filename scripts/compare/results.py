@@ -20,7 +20,8 @@ class Results:
     Args:
         path: the JSON file.
         settings: what must be equal for records to be comparable.
-        resume: take what the file holds, where its settings are these.
+        resume: take what the file holds, where its settings are these; engines that could not be
+            installed are tried again.
 
     Raises:
         ValueError: the file was measured with other settings.
@@ -38,6 +39,8 @@ class Results:
             self.data = json.loads(path.read_text())
             if self.data["settings"] != json.loads(json.dumps(settings)):
                 raise ValueError(f"{path} was measured with other settings; leave out --resume")
+            known = self.data["engines"].items()
+            self.data["engines"] = {name: one for name, one in known if "missing" not in one}
 
     @property
     def records(self) -> list[Record]:
