@@ -132,7 +132,10 @@ def slots(data: dict[str, Any], path: Path) -> None:
 
 def _chart(axis: Any, timeline: Sequence[Sequence[float]], rows: int) -> None:
     blues = ("#2a78d6", "#74aee8")
-    for number, (place, begin, end) in enumerate(timeline):
-        axis.barh(place, end - begin, left=begin, height=0.86, color=blues[number % 2], linewidth=0)
+    stays = [0] * rows  # so that neighbours in a slot differ
+    for place, begin, end in timeline:
+        color = blues[stays[int(place)] % 2]
+        stays[int(place)] += 1
+        axis.barh(place, end - begin, left=begin, height=0.86, color=color, linewidth=0)
     axis.set(ylim=(-0.6, rows - 0.4), ylabel="slot")
     axis.spines[["top", "right"]].set_visible(False)
