@@ -40,7 +40,7 @@ from compare.engine_vllm import Vllm
 from compare.environments import NotInstalled, cache_folder, python_of, versions
 from compare.parts import PARTS, Plan, Subject
 from compare.process import Started
-from compare.results import Results
+from compare.results import Results, plain
 from compare.shapes import SHAPES
 from compare.workloads import MAX_LEN
 from serving_process import ask, free_port
@@ -274,7 +274,7 @@ class Comparison:
         except NotInstalled as reason:
             self._results.data["engines"][engine.name] = {
                 "title": engine.title,
-                "missing": str(reason),
+                "missing": plain(str(reason)),
             }
             self._results.save()
             self.say(f"  not installed: {reason}")
@@ -365,7 +365,7 @@ def main() -> int:
         print(f"compare_engines: {error}", file=sys.stderr)
         return 2
     if not options.write:
-        results.data["command"] = " ".join(["python", *sys.argv])
+        results.data["command"] = plain(" ".join(["python", *sys.argv]))
     comparison = Comparison(options, results)
     if options.prepare:
         comparison.prepare()

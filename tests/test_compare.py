@@ -94,7 +94,8 @@ def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
     path, settings = tmp_path / "results.json", {"rows": 4, "goodput": ("ttft:1",)}
     first = Results(path, settings, resume=False)
     first.add(record("jaxserve", 0, 1.0))
-    first.add(record("vllm", 0, 2.0) | {"error": "fell over"})
+    first.add(record("vllm", 0, 2.0) | {"error": "fell over /home/me/.x/a.py at https://b.c/d"})
+    assert first.records[-1]["error"] == "fell over a.py at URL"
     second = Results(path, settings, resume=True)
     assert second.has({"engine": "jaxserve", "part": "mixed", "repeat": 0})
     assert not second.has({"engine": "vllm", "part": "mixed", "repeat": 0})

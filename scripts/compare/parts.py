@@ -82,11 +82,11 @@ class Subject:
 
 def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
     """What the tables and plots need of a run."""
-    table = summarize(run, percentiles=(50, 90, 99), objectives=objectives)
+    table = summarize(run, percentiles=(90, 99), objectives=objectives)
     kept = {
         name: value
         for name, value in table.items()
-        if name.endswith("_ms") and not name.startswith(("std", "client"))
+        if name.endswith("_ms") and not name.startswith(("mean", "std", "client"))
     }
     kept |= {name: table[name] for name in ("duration", "output_throughput", "request_goodput")}
     outputs = table["total_output_tokens"]

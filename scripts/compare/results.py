@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Iterable
@@ -53,6 +54,8 @@ class Results:
     def add(self, record: Record) -> None:
         key = {name: record[name] for name in ("model", "engine", "part", "repeat")}
         self.data["records"] = [r for r in self.records if not key.items() <= r.items()]
+        if "error" in record:
+            record = record | {"error": plain(record["error"])}
         self.records.append(record | {"load": round(os.getloadavg()[0], 2)})
         self.save()
 
@@ -65,6 +68,12 @@ class Results:
         partial = self._path.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(self._path)
+
+
+def plain(text: str) -> str:
+    """A message or a command without what belongs to one machine: folders, and addresses."""
+    text = re.sub(r"\w+://\S+", "URL", text)
+    return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
 
 def machine() -> dict[str, Any]:
