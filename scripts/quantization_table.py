@@ -3,8 +3,8 @@
     python scripts/quantization_table.py [--part quality] [--part speed] [--examples 20]
 
 Quality is that of the bundled model on held-out examples of its tasks: perplexity of the answers'
-tokens after their prompts, and the share of answers that greedy decoding gets right. Speed is that of
-decode steps of a random Llama of the 135M class (`bench_offline.py`'s) in float32, at 1 and 16 rows
+tokens after their prompts, and the share that greedy decoding gets right. Speed is that of decode
+steps of a random Llama of the 135M class (`bench_offline.py`'s) in float32, at 1 and 16 rows
 with 64 cached tokens each, all modes taking turns; its ratio is to unquantized weights. Embedding
 and output projection are not quantized, in either model. Writes scripts/results/quantization.json
 and .md; a part that is not run keeps what an earlier run found.
@@ -112,12 +112,11 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
             total = np.logaddexp.reduce(shown, axis=1)
             losses += (total - shown[np.arange(len(answer)), answer]).tolist()
             right.append(bool((shown.argmax(axis=1) == answer).all()))
+    pages = sum(k.nbytes + v.nbytes for k, v in runner.kv)
     return {
         "mode": mode.name,
         "weight_bytes": sum(leaf.nbytes for leaf in runner._leaves),
-        "kv_bytes_a_token": sum(k.nbytes + v.nbytes for k, v in runner.kv)
-        // runner.kv[0][0].shape[0]
-        // runner.page_size,
+        "kv_bytes_a_token": pages // len(runner.kv[0][0]) // runner.page_size,
         "perplexity": math.exp(statistics.fmean(losses)),
         "accuracy": statistics.fmean(right),
         "examples": len(right),
@@ -130,19 +129,19 @@ def batches(
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
     """Prompts and answers in tokens, as many at a time as fit into a step."""
     batch: list[tuple[list[int], list[int]]] = []
+    used = 0
     for task in tasks:
-        messages = [{"role": "user", "content": task.prompt}]
-        prompt = tokenizer.encode_word(tokenizer.render_chat(messages))
-        one = prompt, [*tokenizer.encode_word(task.answer), tokenizer.eos_token_id]
-        if len(prompt) + len(one[1]) > MOST_TOKENS:
+        assert tokenizer.eos_token_id is not None
+        prompt = tokenizer.render_chat([{"role": "user", "content": task.prompt}])
+        answer = [*tokenizer.encode_word(task.answer), tokenizer.eos_token_id]
+        length = len(prompt) + len(answer)
+        if length > MOST_TOKENS:
             continue
-        if (
-            len(batch) == MOST_ROWS
-            or sum(len(p) + len(a) for p, a in [*batch, one]) > STEP - MOST_ROWS
-        ):
+        if len(batch) == MOST_ROWS or used + length > STEP - MOST_ROWS:
             yield batch
-            batch = []
-        batch.append(one)
+            batch, used = [], 0
+        batch.append((prompt, answer))
+        used += length
     yield batch
 
 
@@ -153,6 +152,7 @@ def bench_model(mode: Mode) -> tuple[Loaded, float | None]:
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=max(ROWS),
         max_model_len=1024,
+        num_scheduler_steps=1,
         kv_cache_dtype=mode.kv_cache_dtype,
         decode_sizes=ROWS,
         token_sizes=(max(ROWS),),
