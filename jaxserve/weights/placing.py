@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
+from jaxserve.models.attention import Attention
 from jaxserve.models.quantized import PROJECTIONS, flat_shape
 from jaxserve.weights.fusing import dequantized, fused
 from jaxserve.weights.packed import Sorted, kv_scale_of
@@ -95,6 +96,11 @@ def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
                 f"{len(model.layers)} layers"
             )
         attention = model.layers[layer].attention
+        if not isinstance(attention, Attention):
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
+                "latent attention"
+            )
         if attention.kv_scales is None:
             kv_heads = model.config.num_key_value_heads
             attention.kv_scales = nnx.Param(
