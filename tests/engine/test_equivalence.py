@@ -23,3 +23,7 @@ def test_500_random_schedules_equal_the_oracle() -> None:
 
 def test_random_schedules_of_experts_equal_the_oracle() -> None:
     schedules_equal_the_oracle(20, "--experts")
+
+
+def test_random_schedules_with_a_cache_in_fp8_equal_the_oracle() -> None:
+    schedules_equal_the_oracle(25, "--kv-cache-dtype", "fp8")
