@@ -28,7 +28,8 @@ SMALL: dict[str, Any] = {
 
 def test_a_closed_engine_leaves_nothing_behind(checkpoint: Path) -> None:
     before = {id(array) for array in jax.live_arrays()}
-    llm = LLM(checkpoint, **SMALL)
+    # As many pages as in a test below, whose programs these are then.
+    llm = LLM(checkpoint, **SMALL, num_gpu_blocks_override=3)
     assert len(llm.generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=False)) == 2
     llm.close()
     del llm
