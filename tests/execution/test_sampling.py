@@ -46,6 +46,8 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
         penalties=np.tile(np.array([1, 0, 0], np.float32), (rows, 1)),
         asks=np.array([one.asks for one in settings], np.int32),
         targets=none,
+        stop_length=none,
+        num_steps=np.int32(1),
     )
 
 
