@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,21 +12,16 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
-from jaxserve.models.weight_table import WeightName, dimensions
-from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.models.weight_table import dimensions
+from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.names import match_names
-from jaxserve.weights.safetensors import TensorEntry, read_tensor
+from jaxserve.weights.reading import Progress, read_parameters
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-ROWS = 64  # of a parameter, copied at a time
-
-# Called with the bytes read so far and the bytes to read in all.
-Progress = Callable[[int, int], None]
 # Puts a parameter, given its path and values, on its device or devices.
 Place = Callable[[str, np.ndarray], jnp.ndarray]
 
@@ -43,7 +37,7 @@ def load_weights(
 ) -> Decoder:
     """A model with the weights of a Hugging Face checkpoint, cast to `dtype`.
 
-    Beyond the parameters already placed, host memory holds one parameter and one tensor at a time.
+    Beyond the parameters already placed, host memory holds a few parameters and blocks of tensors.
 
     Args:
         directory: holds `model.safetensors`, or shards and their index.
@@ -57,29 +51,47 @@ def load_weights(
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
-    place = place or _place
     checkpoint = open_checkpoint(directory)
+    return load_tensors(
+        checkpoint,
+        config,
+        dtype,
+        check_finite=check_finite,
+        on_progress=on_progress,
+        place=place or place_on_default,
+    )
+
+
+def load_tensors(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    check_finite: bool,
+    on_progress: Progress | None,
+    place: Place,
+) -> Decoder:
+    """As `load_weights`, of a checkpoint that has been opened."""
     table = checkpoint_weights(config)
     entries = match_names(checkpoint, config, table)
-    total, done = sum(entry.num_bytes for entry in entries.values()), 0
-    dims = dimensions(config)
     model = abstract_model(config, dtype)
-    values: dict[str, Array] = {}
-    parameters = _parameters(model)
-    for path, parts in groupby(sorted(table, key=lambda part: part.path), key=_path_of):
-        parameter = np.empty(parameters[path].shape, parameters[path].dtype)
-        name, tensor = "", parameter
-        for part in parts:
-            if part.name != name:  # the parts of one tensor follow each other
-                name, tensor = part.name, read_tensor(entries[part.name])
-                done += tensor.nbytes
-            if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
-                raise _not_finite(tensor, entries[part.name], parameter.dtype)
-            if on_progress is not None:
-                on_progress(done, total)
-        values[path] = place(path, parameter)
+    shapes = {
+        path: (parameter.shape, np.dtype(parameter.dtype))
+        for path, parameter in parameters_of(model).items()
+    }
+    values = {
+        path: place(path, array)
+        for path, array in read_parameters(
+            table,
+            entries,
+            dimensions(config),
+            shapes,
+            check_finite=check_finite,
+            on_progress=on_progress,
+        )
+    }
     checkpoint.check_unchanged()
-    return _filled(model, values)
+    return filled(model, values)
 
 
 def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Decoder:
@@ -90,39 +102,36 @@ def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Deco
     """
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
-    parameters = _parameters(model)
+    parameters = parameters_of(model)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
         parameter = parameters[path]
         initial = parameter.get_metadata()["initial"]
         if isinstance(initial, Constant):
-            return _place(path, np.full(parameter.shape, initial.value, parameter.dtype))
+            return place_on_default(path, np.full(parameter.shape, initial.value, parameter.dtype))
         scale = initial.scale * (depth if path.endswith((".out", ".down")) else 1.0)
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return _place(path, normal.astype(parameter.dtype, copy=False))
+        return place_on_default(path, normal.astype(parameter.dtype, copy=False))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)
-        return _filled(model, dict(zip(parameters, arrays, strict=True)))
+        return filled(model, dict(zip(parameters, arrays, strict=True)))
 
 
-def _path_of(part: WeightName) -> str:
-    return part.path
-
-
-def _place(path: str, values: np.ndarray) -> Array:
+def place_on_default(path: str, values: np.ndarray) -> Array:
     return jnp.asarray(values)
 
 
-def _parameters(model: Decoder) -> dict[str, nnx.Param[Array]]:
+def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
+    """A model's parameters by path, "layers.0.mlp.down"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): parameter for path, parameter in flat}
 
 
-def _filled(model: Decoder, values: dict[str, Array]) -> Decoder:
+def filled(model: Decoder, values: dict[str, Array]) -> Decoder:
     """The abstract model with arrays in place of shapes."""
     graphdef, state = nnx.split(model)
     flat = {
@@ -130,35 +139,3 @@ def _filled(model: Decoder, values: dict[str, Array]) -> Decoder:
         for path, parameter in nnx.to_flat_state(state)
     }
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
-
-
-def _fill(target: np.ndarray, source: np.ndarray, check_finite: bool) -> bool:
-    """Copy and cast; False as soon as the cast values are checked and not all finite.
-
-    A few rows at a time: cast first, in the order of the source's memory, so that the transposition
-    happens in the processor's cache. That is 3 to 9 times faster on large matrices than
-    `target[...] = source`, and needs no second copy of them.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
-        for start in range(0, len(target), ROWS):
-            rows = source[start : start + ROWS].astype(target.dtype)
-            if check_finite and not _all_finite(rows):
-                return False
-            target[start : start + ROWS] = rows
-    return True
-
-
-def _not_finite(tensor: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> CheckpointError:
-    where = f"{entry.shard.path}: tensor {entry.name!r}"
-    if _all_finite(tensor):
-        largest = np.abs(tensor).max()
-        return CheckpointError(f"{where}: its largest value {largest} is too large for {dtype}")
-    return CheckpointError(f"{where}: holds NaN or infinity")
-
-
-def _all_finite(values: np.ndarray) -> bool:
-    if values.dtype.itemsize == 2:
-        # Neither kind of 16-bit float is native: looking for full exponents is 3 times faster.
-        exponent = np.array(np.inf, values.dtype).view(np.uint16)
-        return bool(((values.view(np.uint16) & exponent) != exponent).all())
-    return bool(np.isfinite(values).all())

@@ -57,6 +57,31 @@ class TensorEntry:
     offset: int
     num_bytes: int
 
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """The rows from `first` to before `last`, along the first dimension.
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        raw = self.read_bytes(first, last)
+        return raw.view(self.dtype).reshape(last - first, *self.shape[1:])
+
+    def read_bytes(self, first: int, last: int) -> np.ndarray:
+        """The bytes of some rows. Raises like `read_rows`."""
+        size = self.num_bytes // max(1, self.shape[0])
+        values = np.empty((last - first) * size, np.uint8)
+        with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
+            _check_unchanged(self.shard, file.fileno())
+            file.seek(self.offset + first * size)
+            left = memoryview(values)
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
+                left = left[count:]
+            _check_unchanged(self.shard, file.fileno())
+        return values
+
 
 def read_header(path: Path) -> list[TensorEntry]:
     """The tensors of one safetensors file, checked but not read.
@@ -116,22 +141,8 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
     return TensorEntry(name, shard, DTYPES[dtype], tuple(shape), start + span[0], span[1] - span[0])
 
 
-def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """The tensor's values in an array of their own.
-
-    Raises:
-        CheckpointError: the file cannot be read, or changed since its header was read.
-    """
-    values = np.empty(entry.num_bytes, np.uint8)
-    filled = 0
-    for block in read_blocks(entry):
-        values[filled : filled + len(block)] = np.frombuffer(block, np.uint8)
-        filled += len(block)
-    return values.view(entry.dtype).reshape(entry.shape)
-
-
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """The tensor's bytes, a block at a time. Raises like `read_tensor`."""
+    """The tensor's bytes, a block at a time. Raises like `TensorEntry.read_rows`."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
