@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -122,7 +123,8 @@ def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Deco
 
 
 def place_on_default(path: str, values: np.ndarray) -> Array:
-    return jnp.asarray(values)
+    """On the default device; on CPU the array is taken over where `jnp.asarray` would copy it."""
+    return jax.device_put(values)
 
 
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:

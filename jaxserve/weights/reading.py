@@ -20,7 +20,7 @@ from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.safetensors import TensorEntry
 
 THREADS = 4
-BLOCK_BYTES = 4 << 20  # read at a time
+BLOCK_BYTES = 8 << 20  # read at a time
 ROWS = 64  # of a parameter, copied at a time
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 

@@ -90,7 +90,7 @@ def read_header(path: Path) -> list[TensorEntry]:
         CheckpointError: naming the file, and the tensor where one is to blame.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        shard = Shard(path, _identity(file.fileno()))
+        shard = Shard(path, identity(file.fileno()))
         size = shard.identity[2]
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -163,11 +163,12 @@ def check_unchanged(shard: Shard) -> None:
 
 
 def _check_unchanged(shard: Shard, descriptor: int) -> None:
-    if _identity(descriptor) != shard.identity:
+    if identity(descriptor) != shard.identity:
         raise CheckpointError(f"{shard.path}: changed while it was being loaded")
 
 
-def _identity(descriptor: int) -> tuple[int, int, int, int]:
+def identity(descriptor: int) -> tuple[int, int, int, int]:
+    """What `Shard` remembers of an open file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
