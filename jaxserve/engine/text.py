@@ -8,11 +8,12 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
+from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
 
@@ -42,22 +43,50 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-            self.backend = self._tokenizer.backend_tokenizer
+            self._take(tokenizer, str(path), vocab_size)
+        except CheckpointError:
+            raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocab_size: int) -> Self:
+        """The tokenizer that a GGUF file's metadata describes.
+
+        Raises:
+            CheckpointError: there is none, one of an unknown kind, or one that does not fit.
+        """
+        made = cls.__new__(cls)
+        try:
+            made._take(gguf_tokenizer(metadata), where, vocab_size)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a vocabulary that contradicts itself leads to
+            raise CheckpointError(
+                f"{where}: its tokenizer cannot be built ({str(error)[:200]}); pass tokenizer=DIR"
+            ) from error
+        return made
+
+    def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
         largest = max(self._tokenizer.get_vocab().values(), default=0)
         if largest >= vocab_size:
             raise CheckpointError(
-                f"{path}: holds token id {largest}, and the model has logits for {vocab_size}"
+                f"{where}: holds token id {largest}, and the model has logits for {vocab_size}"
             )
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         added = [text for text in self._tokenizer.get_added_vocab() if len(text) > 1]
         added.sort(key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer and its chat template, as `Tokenizer` reads them."""
+        self._tokenizer.save_pretrained(directory)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
@@ -237,8 +266,10 @@ def default_sampling(generation_config: Mapping[str, Any], where: str) -> Sampli
     Raises:
         CheckpointError: a recommended value is out of range.
     """
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = generation_config["max_new_tokens"]
     if generation_config.get("do_sample") is False:
         chosen["temperature"] = 0.0
     try:

@@ -103,6 +103,8 @@ class GgufTensor(TensorEntry):
         raw = self.read_bytes(first, last)
         shape = (last - first, *self.shape[1:])
         if self.encoding.is_packed:
+            blocks = shape[-1] // self.encoding.values
+            raw = raw.reshape(-1, blocks * self.encoding.num_bytes)
             values = unpacked(raw, self.encoding).reshape(shape)
         else:
             values = raw.view(self.dtype).reshape(shape)
@@ -114,11 +116,11 @@ class GgufTensor(TensorEntry):
 
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """The values of whole blocks, flat, in float32."""
+    """Rows of whole blocks, [N, bytes], as float32 values, [N, values]."""
     gguf = _library()
     kind = gguf.GGMLQuantizationType[encoding.name]
     with np.errstate(all="ignore"):  # what is not finite is reported with its tensor's name
-        return gguf.dequantize(raw.reshape(-1, encoding.num_bytes), kind).reshape(-1)
+        return gguf.dequantize(raw, kind)
 
 
 def _library() -> Any:
@@ -313,7 +315,7 @@ class _Header:
         encoding = ENCODINGS[kind]
         if any(size < 1 for size in shape) or prod(shape) >= 1 << 48 or offset >= 1 << 62:
             raise self.fail(f"{where}: shape {list(shape)} or offset {offset} is out of range")
-        if shape[-1] % encoding.values:
+        if shape[-1] % encoding.values or (encoding.is_packed and count < 2):
             raise self.fail(
                 f"{where}: rows of {shape[-1]} values are not whole blocks of {encoding.name} "
                 f"({encoding.values})"

@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.weight_table import dimensions
-from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.gguf import GgufFile
+from jaxserve.weights.gguf_names import named_tensors
 from jaxserve.weights.names import match_names
 from jaxserve.weights.reading import Progress, read_parameters
 
@@ -28,7 +30,7 @@ Place = Callable[[str, np.ndarray], jnp.ndarray]
 
 
 def load_weights(
-    directory: str | Path,
+    source: str | Path | GgufFile,
     config: ModelConfig,
     dtype: DTypeLike,
     *,
@@ -36,12 +38,12 @@ def load_weights(
     on_progress: Progress | None = None,
     place: Place | None = None,
 ) -> Decoder:
-    """A model with the weights of a Hugging Face checkpoint, cast to `dtype`.
+    """A model with the weights of a Hugging Face checkpoint or a GGUF file, cast to `dtype`.
 
     Beyond the parameters already placed, host memory holds a few parameters and blocks of tensors.
 
     Args:
-        directory: holds `model.safetensors`, or shards and their index.
+        source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
         config: what the checkpoint should hold.
         dtype: of the parameters.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
@@ -52,27 +54,7 @@ def load_weights(
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
-    checkpoint = open_checkpoint(directory)
-    return load_tensors(
-        checkpoint,
-        config,
-        dtype,
-        check_finite=check_finite,
-        on_progress=on_progress,
-        place=place or place_on_default,
-    )
-
-
-def load_tensors(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    dtype: DTypeLike,
-    *,
-    check_finite: bool,
-    on_progress: Progress | None,
-    place: Place,
-) -> Decoder:
-    """As `load_weights`, of a checkpoint that has been opened."""
+    checkpoint = named_tensors(source) if isinstance(source, GgufFile) else open_checkpoint(source)
     table = checkpoint_weights(config)
     entries = match_names(checkpoint, config, table)
     model = abstract_model(config, dtype)
@@ -80,17 +62,16 @@ def load_tensors(
         path: (parameter.shape, np.dtype(parameter.dtype))
         for path, parameter in parameters_of(model).items()
     }
-    values = {
-        path: place(path, array)
-        for path, array in read_parameters(
-            table,
-            entries,
-            dimensions(config),
-            shapes,
-            check_finite=check_finite,
-            on_progress=on_progress,
-        )
-    }
+    parameters = read_parameters(
+        table,
+        entries,
+        dimensions(config),
+        shapes,
+        check_finite=check_finite,
+        on_progress=on_progress,
+    )
+    place = place or place_on_default
+    values = {path: place(path, array) for path, array in parameters}
     checkpoint.check_unchanged()
     return filled(model, values)
 
@@ -131,6 +112,11 @@ def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
     """A model's parameters by path, "layers.0.mlp.down"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): parameter for path, parameter in flat}
+
+
+def parameter_values(model: Decoder) -> dict[str, Array]:
+    """A model's arrays by path."""
+    return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 
 def filled(model: Decoder, values: dict[str, Array]) -> Decoder:
