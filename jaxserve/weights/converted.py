@@ -8,6 +8,7 @@ file is whole, unless it was damaged later, which shows.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, ModelConfig, abstract_model
@@ -100,7 +100,7 @@ def write_converted(
         partial.mkdir()
         try:
             extra(partial)
-            with ocp.StandardCheckpointer() as checkpointer:
+            with _orbax().StandardCheckpointer() as checkpointer:
                 checkpointer.save(partial / WEIGHTS, values)
             card = {
                 "format": FORMAT,
@@ -186,13 +186,18 @@ def load_converted(
         for path, (shape, kind) in expected.items()
     }
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _orbax().StandardCheckpointer() as checkpointer:
             values = checkpointer.restore(where.absolute() / WEIGHTS, abstract)
     except Exception as error:  # Orbax and TensorStore raise whatever they meet
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
     _verify(where, values, converted.parameters)
     return filled(model, values)
+
+
+def _orbax() -> Any:
+    """Imported where it is needed: it takes seconds."""
+    return importlib.import_module("orbax.checkpoint")
 
 
 def _verify(where: Path, values: Mapping[str, Array], written: Mapping[str, _Parameter]) -> None:

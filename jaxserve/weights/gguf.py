@@ -285,7 +285,9 @@ class _Header:
     def _value(self, what: str) -> Any:
         kind = self.number("I", what)
         if kind in SCALARS:
-            return self.number(SCALARS[kind], what)
+            value = self.number(SCALARS[kind], what)
+            # As it was written: 1e-5, where its float32 is 9.99999974e-06.
+            return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind == STRING:
             return self.text(MAX_HEADER_BYTES, what)
         if kind != ARRAY:

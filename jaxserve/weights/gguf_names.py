@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -90,8 +90,8 @@ class GgufArchitecture:
 
     name: str
     finish: Callable[[GgufFile, Raw], None]
-    tensors: Mapping[str, str] = COMMON
-    fields: Mapping[str, str] = MappingProxyType({})
+    tensors: Mapping[str, str] = field(default_factory=lambda: COMMON)
+    fields: Mapping[str, str] = field(default_factory=dict)
     paired: bool = False
     norm_offset: float = 0.0
 
