@@ -22,7 +22,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 
 from jaxserve.config import HubAccess, hub_access
 from jaxserve.errors import CheckpointError
@@ -43,6 +42,7 @@ TEXT = frozenset({
 WEIGHTS = re.compile(r"(?!consolidated|adapter)\w[\w.-]*\.safetensors")
 INDEX = "model.safetensors.index.json"
 MAX_LISTED_FILES = 100_000
+TIMEOUT = 20.0  # seconds for an answer about a model
 
 
 def is_hub_name(text: str) -> bool:
@@ -106,14 +106,16 @@ def fetch(
 
 
 def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, int]:
-    """Files of a model and their sizes; those in folders are never needed."""
-    sizes: dict[str, int] = {}
-    for entry in HfApi(endpoint=access.endpoint).list_repo_tree(repo, revision=revision):
-        if isinstance(entry, RepoFile):
-            sizes[entry.path] = entry.size or 0
-        if len(sizes) > MAX_LISTED_FILES:
-            raise CheckpointError(f"model {repo!r}: more than {MAX_LISTED_FILES} files")
-    return sizes
+    """Files of a model and their sizes.
+
+    Asked once, where other calls of the library try for half a minute if there is no network.
+    """
+    api = HfApi(endpoint=access.endpoint)
+    info = api.repo_info(repo, revision=revision, timeout=TIMEOUT, files_metadata=True)
+    files = info.siblings or []
+    if len(files) > MAX_LISTED_FILES:
+        raise CheckpointError(f"model {repo!r}: more than {MAX_LISTED_FILES} files")
+    return {file.rfilename: file.size or 0 for file in files}
 
 
 def _chosen(sizes: Iterable[str], where: str, text_only: bool) -> list[str]:

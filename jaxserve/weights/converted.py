@@ -224,7 +224,9 @@ def _files(directory: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     waiting = [directory]
     while waiting:
-        for entry in os.scandir(waiting.pop()):
+        with os.scandir(waiting.pop()) as entries:
+            listing = list(entries)
+        for entry in listing:
             name = Path(entry.path).relative_to(directory).as_posix()
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))

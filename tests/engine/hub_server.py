@@ -66,7 +66,7 @@ class _Answer(BaseHTTPRequestHandler):
         ]
         if rest[:1] == ["tree"]:
             return self.reply(json.dumps(listed).encode(), {})
-        siblings = [{"rfilename": name} for name in files]
+        siblings = [{"rfilename": name, "size": len(files[name])} for name in files]
         return self.reply(
             json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode(), {}
         )
