@@ -27,6 +27,7 @@ SPECIAL = {
     "pad_token": "padding_token_id",
 }
 MAX_TEMPLATE_CHARS = 1 << 20
+PER_TOKEN = ("tokens", "scores", "token_type")
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -55,6 +56,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         for key, name in library.GGUF_TOKENIZER_MAPPING["tokenizer"].items()
         if f"tokenizer.{key}" in metadata
     }
+    sizes = {name: len(parts[name]) for name in PER_TOKEN if isinstance(parts.get(name), list)}
+    if len(set(sizes.values())) > 1 or (kind == "llama" and "scores" not in sizes):
+        raise CheckpointError(f"tokenizer.ggml: tokens, scores and types do not fit: {sizes}")
     backend, _ = library.convert_gguf_tokenizer(metadata["general.architecture"], parts)
     if kind == "gpt2":
         backend.model.ignore_merges = split in LLAMA3
