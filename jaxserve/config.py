@@ -53,6 +53,8 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of equal prefixes.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
         async_scheduling: submit step n+1 before step n is read.
+        num_scheduler_steps: most decode steps of one launch, taken while no request waits; None
+            lets each launch be as long as it can be without anybody noticing.
         seed: of requests that bring none, and of dummy weights.
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         decode_sizes: padded row counts compiled for steps of one token a row.
@@ -85,6 +87,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True
+    num_scheduler_steps: int | None = None
     seed: int = 0
     attention_backend: str = "auto"
     decode_sizes: tuple[int, ...] | None = None
@@ -99,6 +102,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1, 2**22),
             ("kv_cache_memory_bytes", 1, 2**50),
             ("num_gpu_blocks_override", 2, 2**31 - 1),
+            ("num_scheduler_steps", 1, 1024),
         ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, exact_int(getattr(self, name), name, low, high))

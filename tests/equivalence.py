@@ -45,6 +45,7 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 40, 14
 MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
 SLOTS = 5
 DEVICE_PAGES = 400
+MOST_STEPS = 6
 MAX_STEPS = 4000
 
 TINY = {
@@ -106,6 +107,7 @@ class Bench:
                 token_sizes=(8, 64),
                 num_gpu_blocks_override=DEVICE_PAGES,
                 check_invariants=True,
+                num_scheduler_steps=MOST_STEPS,
             ).resolve("cpu", model_config.max_position_embeddings)
             runner = Runner(config, model_config, model)
             runner.warm_up()
@@ -143,6 +145,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         enable_prefix_caching=rng.random() < 0.7,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         async_scheduling=rng.random() < 0.8,
+        num_scheduler_steps=rng.choice([1, 1, 2, 3, MOST_STEPS]),
     )
     engine = Engine(replace(loaded, config=config))
     # Fewer pages than the device has: the host's pool is what runs out.

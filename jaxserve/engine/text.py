@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -20,6 +21,8 @@ from jaxserve.request import SamplingParams
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
 _CONTEXT_TOKENS = 8
+# A byte of no known character, in vocabularies that are made of characters.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -80,6 +83,10 @@ class Tokenizer:
             )
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
+        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self.special_ids = frozenset(self._tokenizer.all_special_ids)
+        self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
         added = [text for text in self._tokenizer.get_added_vocab() if len(text) > 1]
         added.sort(key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
@@ -109,6 +116,20 @@ class Tokenizer:
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
         """Each token as the vocabulary spells it."""
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, in UTF-8; possibly a part of a character."""
+        text = self._added_texts.get(token_id)
+        if text is not None:
+            return text.encode()
+        text = self.backend.id_to_token(token_id)
+        if text is None:  # the model has more logits than there are tokens
+            return b""
+        if self._is_byte_level:
+            return bytes(self._bytes[letter] for letter in text if letter in self._bytes)
+        if found := _BYTE_TOKEN.fullmatch(text):
+            return bytes((int(found[1], 16),))
+        return text.replace("\u2581", " ").encode()  # how such vocabularies write a blank
 
     def render_chat(self, messages: Listing[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template.

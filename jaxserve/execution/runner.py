@@ -16,7 +16,7 @@ from flax import nnx
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
-from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
 from jaxserve.execution.sampler_state import (
     allowed_words,
     load_slot,
@@ -26,7 +26,7 @@ from jaxserve.execution.sampler_state import (
 )
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
-from jaxserve.execution.step import model_step
+from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
@@ -48,6 +48,7 @@ class InFlight:
     output: StepOutput
     bucket: Bucket
     num_logprobs: np.ndarray | None  # i32[R], alternatives asked for; None if none is
+    submitted: float  # by time.perf_counter
 
 
 class Runner:
@@ -62,6 +63,7 @@ class Runner:
     Attributes:
         num_pages: pages of KV cache, the null page included.
         num_compiles: programs that JAX compiled in this process since this runner was made.
+        max_steps: most decode steps of one launch.
         stages: seconds that each stage of the start took.
         temporary_bytes: most memory that a step takes beside weights and cache.
     """
@@ -77,12 +79,15 @@ class Runner:
         self.config = config
         self.model_config = model_config
         self.vocab_size = model_config.vocab_size
+        platform = jax.default_backend()
+        self.max_steps = config.num_scheduler_steps or default_steps(platform)
         self.buckets = BucketSet(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.decode_sizes,
             config.token_sizes,
-            jax.default_backend() == "gpu" if greedy_decode is None else greedy_decode,
+            platform == "gpu" if greedy_decode is None else greedy_decode,
+            self.max_steps,
         )
         self.num_compiles = 0
         self.temporary_bytes = 0
@@ -149,14 +154,11 @@ class Runner:
         return jax.tree.leaves(self._shapes(num_pages=2).sampler)
 
     def _compile(self, bucket: Bucket, num_pages: int) -> Any:
-        step = partial(
-            model_step,
-            self._graphdef,
-            self._treedef,
-            decode_only=bucket.decode_only,
-            greedy=bucket.greedy,
-            implementation=self.config.attention_backend,
-        )
+        step = partial(decode_steps, most=bucket.num_steps)
+        if bucket.num_steps == 1:
+            step = partial(model_step, decode_only=bucket.decode_only)
+        options = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
+        step = partial(step, self._graphdef, self._treedef, **options)
         jitted = jax.jit(step, donate_argnums=1)
         return jitted.lower(
             self._leaves, self._shapes(num_pages), self._null_batch(bucket)
@@ -238,13 +240,14 @@ class Runner:
             state = self._load(state, plan, slots)
         if slots.num_guided:
             state = self._guide(state, plan, slots)
+        submitted = time.perf_counter()
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
         if not any_asks & Ask.SCORES:
-            return InFlight(plan, output, bucket, None)
+            return InFlight(plan, output, bucket, None, submitted)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.scores)
-        return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots])
+        return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
 
     def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""
@@ -272,11 +275,16 @@ class Runner:
     def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepScores | None]:
         """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
 
+        Of a launch of several steps [num_steps, R].
+
         Raises whatever the device reported; the state is lost then (see `reset`).
         """
-        num_rows = len(step.plan)
-        token_ids = np.asarray(step.output.token_ids)[:num_rows]
-        ok = np.asarray(step.output.ok)[:num_rows]
+        num_rows, num_steps = len(step.plan), step.plan.num_steps
+        token_ids = np.asarray(step.output.token_ids)[..., :num_rows]
+        ok = np.asarray(step.output.ok)[..., :num_rows]
+        if token_ids.ndim == 2:
+            rows = slice(num_steps) if num_steps > 1 else 0
+            token_ids, ok = token_ids[rows], ok[rows]
         if step.num_logprobs is None or step.output.scores is None:
             return token_ids, ok, None
         scores = Scores(*(np.asarray(leaf) for leaf in step.output.scores))

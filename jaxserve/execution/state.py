@@ -33,8 +33,8 @@ class DeviceState:
 class StepOutput:
     """What the host reads of a step, one step later."""
 
-    token_ids: Array  # i32[R]
-    ok: Array  # bool[R], False where the row's logits were not finite or left nothing to draw
+    token_ids: Array  # i32[R], or [S, R] of a launch of up to S steps
+    ok: Array  # bool, likewise; False where logits were not finite or left nothing to draw
     scores: Scores | None  # [T], of what follows each token, for rows that ask; None if greedy
 
 

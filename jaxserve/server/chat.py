@@ -14,8 +14,9 @@ from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.completions import truncated
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import check_stream_options, sampling_params
+from jaxserve.server.fields import check_stream, sampling_params
 from jaxserve.server.generation import Choice, Generation, Part
+from jaxserve.server.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -98,13 +99,21 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
     return options
 
 
+def _wanted_logprobs(body: ChatRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        return None
+    return body.top_logprobs or 0
+
+
 async def prepare(call: Call, body: ChatRequest) -> Generation:
     """Everything before the first token: check, count, render, queue.
 
     Raises:
         InvalidRequest, ApiError, Overloaded: nothing was started.
     """
-    check_stream_options(body)
+    check_stream(body)
     model = call.find_model(body.model)
     renamed = body.max_completion_tokens is not None
     if renamed:
@@ -112,7 +121,9 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     wanted = body.max_completion_tokens if renamed else body.max_tokens
     if body.response_format is not None:
         call.renamed.setdefault("structured_outputs", "response_format")
-    sampling = sampling_params(body, model.default_sampling, wanted)
+    sampling = sampling_params(
+        body, model.default_sampling, wanted, _wanted_logprobs(body), body.prompt_logprobs
+    )
     call.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
     prompt = await model.render(messages, **template_options(body))
@@ -123,18 +134,26 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, n times."""
     call = Call(request)
-    call.renamed["prompt"] = "messages"
+    call.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = call.parse(ChatRequest)
     if body.echo:
         raise InvalidRequest("echo is not supported for chat", "echo")
     generation = await prepare(call, body)
-    return await respond(request, generation, ChatForm(body), bool(body.stream))
+    form = ChatForm(body, generation.model.llm.get_tokenizer())
+    return await respond(request, generation, form, bool(body.stream))
 
 
 class ChatForm:
-    """Words a generation as chat completions."""
+    """Words a generation as chat completions.
 
-    def __init__(self, body: ChatRequest) -> None:
+    Args:
+        body: the request.
+        tokenizer: spells tokens.
+    """
+
+    def __init__(self, body: ChatRequest, tokenizer: Any) -> None:
+        self._body = body
+        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._id = f"chatcmpl-{uuid4().hex}"
         self._ids = bool(body.return_token_ids)
         options = body.stream_options
@@ -151,11 +170,22 @@ class ChatForm:
         )
         if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        width, scores = self._body.prompt_logprobs, generation.prompt_scores[0]
+        if width is not None and scores is not None:
+            prompt = generation.choices[0].prompt_token_ids
+            response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
         return response
+
+    def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return ChatLogprobs(self._texts.chat(part.token_ids, part.scores))
 
     def _choice(self, one: Choice) -> ChatChoice:
         message = AnswerMessage(one.text)
-        choice = ChatChoice(one.index, message, None, one.finish_reason, one.stop_reason)
+        choice = ChatChoice(
+            one.index, message, self._logprobs(one), one.finish_reason, one.stop_reason
+        )
         if self._ids:
             choice.token_ids = one.token_ids
         return choice
@@ -181,9 +211,10 @@ class ChatForm:
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
         for part in parts:
-            if not (part.text or part.finish_reason or self._ids):
+            if not (part.text or part.finish_reason or self._ids or part.scores):
                 continue
-            choice = ChunkChoice(part.index, ChatDelta(None, part.text or None))
+            delta = ChatDelta(None, part.text or None)
+            choice = ChunkChoice(part.index, delta, self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = part.finish_reason
                 choice.stop_reason = part.stop_reason

@@ -11,6 +11,7 @@ from typing import Self
 
 from jaxserve.engine.delta import Delta
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduling.scores import Scores
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
 from jaxserve.server.protocol import PromptTokensDetails, Usage
@@ -26,18 +27,21 @@ class Part:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scores: list[Scores] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """One completion so far; `index` counts over all prompts of the request."""
+    """One completion so far; `index` counts over all prompts of the request, `prompt` those."""
 
     index: int
+    prompt: int
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scores: list[Scores] = field(default_factory=list)
 
 
 class Generation:
@@ -49,6 +53,7 @@ class Generation:
 
     Attributes:
         choices: all of them, n for each prompt, in the order of the prompts.
+        prompt_scores: of each prompt, once they are there, where they were asked for.
 
     Raises:
         Overloaded: the queue is full; nothing has been started.
@@ -59,12 +64,13 @@ class Generation:
         self.requests = list(requests)
         self.created = int(time.time())
         self.choices = [
-            Choice(0, request.prompt_token_ids.tolist())
-            for request in requests
+            Choice(0, at, request.prompt_token_ids.tolist())
+            for at, request in enumerate(requests)
             for _ in range(request.sampling.n)
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
+        self.prompt_scores: list[Scores | None] = [None] * len(self.requests)
         self._first: dict[str, int] = {}
         at = 0
         for request in requests:
@@ -160,6 +166,8 @@ class Generation:
         self._cached[request_id] = max(self._cached[request_id], delta.num_cached_tokens)
         index = self._first[request_id] + delta.index
         choice = self.choices[index]
+        if delta.prompt_logprobs is not None:
+            self.prompt_scores[choice.prompt] = delta.prompt_logprobs
         choice.text += delta.text
         choice.token_ids += delta.token_ids
         part = parts.get(index)
@@ -168,6 +176,9 @@ class Generation:
         else:
             part.text += delta.text
             part.token_ids = part.token_ids + delta.token_ids
+        if delta.logprobs is not None:
+            choice.scores.append(delta.logprobs)
+            part.scores.append(delta.logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason = part.finish_reason = str(delta.finish_reason)
             choice.stop_reason = part.stop_reason = delta.stop_reason
@@ -193,6 +204,12 @@ class Generation:
                 self._observed.finished(
                     now - self._opened, len(choice.prompt_token_ids), len(choice.token_ids)
                 )
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens whose scores the answer carries; wording many of them takes long."""
+        scores = [one for one in self.prompt_scores if one is not None]
+        return sum(len(one.rank) for one in scores) + sum(len(one.scores) for one in self.choices)
 
     async def run(self) -> None:
         """Wait for the end of every choice.

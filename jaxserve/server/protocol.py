@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+
+# One entry a token of the prompt, the first of them null.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
@@ -71,6 +76,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     echo: bool | None = None
     user: str | None = None
 
@@ -81,6 +88,7 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: str | list[int | str | list[int]]
     add_special_tokens: bool | None = None
     best_of: int | None = None
+    logprobs: int | None = None
     suffix: str | None = None
 
 
@@ -115,6 +123,8 @@ class ChatRequest(Sampling, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -135,11 +145,12 @@ class Usage(msgspec.Struct):
 class CompletionChoice(msgspec.Struct, omit_defaults=False):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct):
@@ -163,7 +174,7 @@ class AnswerMessage(msgspec.Struct):
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -180,6 +191,7 @@ class ChatResponse(msgspec.Struct):
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -190,7 +202,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 class ChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

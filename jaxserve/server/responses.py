@@ -14,7 +14,8 @@ from jaxserve.server.answers import event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.chat import prepare
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, Part
+from jaxserve.server.generation import Choice, Generation, Part
+from jaxserve.server.logprobs import TokenLogprob, TokenTexts
 from jaxserve.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -31,7 +32,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
-    "include": (None, [], ["reasoning.encrypted_content"]),
 }
 
 
@@ -64,6 +64,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     text: TextOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    top_logprobs: int | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -77,7 +81,7 @@ class OutputText(msgspec.Struct, kw_only=True):
     text: str
     type: str = "output_text"
     annotations: list[str] = []
-    logprobs: list[str] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class OutputMessage(msgspec.Struct, kw_only=True):
@@ -157,7 +161,13 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
         response_format=_response_format(body.text),
+        logprobs=_wants_logprobs(body),
+        top_logprobs=body.top_logprobs,
     )
+
+
+def _wants_logprobs(body: ResponsesRequest) -> bool:
+    return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
@@ -171,16 +181,24 @@ async def responses(request: Request) -> Response:
     call = Call(request)
     call.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
     call.renamed |= {"response_format": "text", "structured_outputs": "text"}
+    call.renamed["logprobs"] = "top_logprobs"
     body = call.parse(ResponsesRequest, NOT_YET)
     generation = await prepare(call, as_chat(body))
-    return await respond(request, generation, ResponsesForm(body), bool(body.stream))
+    form = ResponsesForm(body, generation.model.llm.get_tokenizer())
+    return await respond(request, generation, form, bool(body.stream))
 
 
 class ResponsesForm:
-    """Words a generation as a response object, or as the events that build one."""
+    """Words a generation as a response object, or as the events that build one.
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    Args:
+        body: the request.
+        tokenizer: spells tokens.
+    """
+
+    def __init__(self, body: ResponsesRequest, tokenizer: Any) -> None:
         self._body = body
+        self._texts = TokenTexts(tokenizer, False) if _wants_logprobs(body) else None
         self._id = f"resp_{uuid4().hex}"
         self._item = f"msg_{uuid4().hex}"
         self._number = 0
@@ -203,7 +221,11 @@ class ResponsesForm:
     def _message(self, generation: Generation) -> OutputMessage:
         choice = generation.choices[0]
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        return OutputMessage(id=self._item, content=[OutputText(text=choice.text)], status=status)
+        text = OutputText(text=choice.text, logprobs=self._logprobs(choice))
+        return OutputMessage(id=self._item, content=[text], status=status)
+
+    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+        return self._texts.chat(part.token_ids, part.scores) if self._texts else []
 
     def whole(self, generation: Generation) -> ResponsesResponse:
         message, usage = self._message(generation), generation.usage()
@@ -242,9 +264,11 @@ class ResponsesForm:
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         return b"".join(
-            self._in_item("response.output_text.delta", delta=part.text, logprobs=[])
+            self._in_item(
+                "response.output_text.delta", delta=part.text, logprobs=self._logprobs(part)
+            )
             for part in parts
-            if part.text
+            if part.text or part.scores
         )
 
     def closing(self, generation: Generation) -> bytes:
@@ -253,7 +277,7 @@ class ResponsesForm:
         text = message.content[0]
         return b"".join(
             (
-                self._in_item("response.output_text.done", text=text.text, logprobs=[]),
+                self._in_item("response.output_text.done", text=text.text, logprobs=text.logprobs),
                 self._in_item("response.content_part.done", part=text),
                 self._event("response.output_item.done", output_index=0, item=message),
                 self._event(f"response.{response.status}", response=response),

@@ -32,7 +32,7 @@ from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.scheduler import StepResult
+from jaxserve.scheduling.results import StepResult
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 

@@ -120,9 +120,6 @@ def test_values_out_of_range_are_named(server: Server, path: str, fields: dict[s
 
 
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (0, 1, 10**6, True),
-    "top_logprobs": (1,),
-    "prompt_logprobs": (0,),
     "guided_json": ({},),
     "tools": ([{"type": "function"}],),
     "tool_choice": ("required", {"type": "function"}),
