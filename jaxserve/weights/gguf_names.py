@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig
+from jaxserve.models.config_fields import shown
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf import GgufFile, GgufTensor
 
@@ -50,7 +51,8 @@ PHI3: Mapping[str, str] = MappingProxyType(
     {**COMMON, "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj"}
 )
 # Tensors that belong to the configuration: what divides each pair's frequency.
-FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FACTORS = frozenset({"rope_freqs.weight"})
+LONG_FACTORS = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 
 # By llama.cpp's name after "<architecture>.": the field of config.json.
 FIELDS: Mapping[str, str] = MappingProxyType(
@@ -86,6 +88,7 @@ class GgufArchitecture:
         finish: adds what follows from the metadata in some other way.
         paired: rows of queries and keys are permuted.
         norm_offset: what norms are stored with.
+        factors: tensors that the configuration is made of, all of them or none.
     """
 
     name: str
@@ -94,6 +97,7 @@ class GgufArchitecture:
     fields: Mapping[str, str] = field(default_factory=dict)
     paired: bool = False
     norm_offset: float = 0.0
+    factors: frozenset[str] = FACTORS
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -117,13 +121,18 @@ def gguf_fields(file: GgufFile) -> Raw:
         if key.startswith(prefix)
     }
     # Zero stands for what a model does not have: experts, windows.
-    unknown = [
-        key for key, value in own.items() if key not in fields.keys() | READ and _says(value)
-    ]
+    known = fields.keys() | READ
+    unknown = [key for key, value in own.items() if key not in known and _says(value)]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
+    for key in own.keys() & known:
+        if np.ndim(own[key]) or isinstance(own[key], str) != (key == "rope.scaling.type"):
+            raise UnsupportedModel(
+                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: one value, a number "
+                "(or a name for rope.scaling.type)"
+            )
     raw: Raw = {fields[key]: value for key, value in own.items() if key in fields}
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -152,7 +161,7 @@ def named_tensors(file: GgufFile) -> Checkpoint:
     rules, config = _rules(file), gguf_config(file)
     tensors = {}
     for entry in file.tensors.values():
-        if entry.name in FACTORS:
+        if entry.name in rules.factors:
             continue
         name = hugging_face_name(entry.name, rules.tensors)
         if rules.paired and re.search(r"\.(q|k)_proj\.", name):
@@ -260,7 +269,7 @@ def _phi3(file: GgufFile, raw: Raw) -> None:
     original = _get(file, "rope.scaling.original_context_length")
     if original is not None:
         raw["original_max_position_embeddings"] = original
-    if "rope_factors_long.weight" in file.tensors:
+    if file.tensors.keys() >= LONG_FACTORS:
         raw["rope_scaling"] = {
             "type": "longrope",
             "long_factor": _factors(file, "rope_factors_long.weight"),
@@ -276,7 +285,8 @@ def _gemma(file: GgufFile, raw: Raw) -> None:
     _scaling(file, raw)
     raw["query_pre_attn_scalar"] = raw.get("head_dim")
     if raw.get("num_hidden_layers") == LAYERS_OF_27B[file.metadata["general.architecture"]]:
-        raw["query_pre_attn_scalar"] = raw["hidden_size"] // raw["num_attention_heads"]
+        heads = raw.get("num_attention_heads") or 1
+        raw["query_pre_attn_scalar"] = (raw.get("hidden_size") or 0) // heads
 
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -295,6 +305,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             _phi3,
             PHI3,
             MappingProxyType({"attention.sliding_window": "sliding_window"}),
+            factors=LONG_FACTORS,
         ),
         "gemma2": GgufArchitecture(
             "Gemma2ForCausalLM", _gemma, GEMMA, MappingProxyType(_CAPS), norm_offset=1.0

@@ -104,6 +104,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, family)
     _add_metadata(writer, raw)
     for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], raw["num_hidden_layers"])
     if family == "phi3":

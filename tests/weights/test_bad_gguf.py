@@ -149,6 +149,36 @@ def test_nothing_else_is_raised(tmp_path, content, edits):
         return
 
 
+CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
+    "hidden_size": ("llama", {"llama.embedding_length": 2**31}),
+    "hidden_size_text": ("llama", {"llama.embedding_length": "64"}),
+    "layers": ("llama", {"llama.block_count": 10**9}),
+    "layers_listed": ("llama", {"llama.block_count": [2, 2]}),
+    "heads_zero": ("gemma2", {"gemma2.attention.head_count": 0}),
+    "heads_not_dividing": ("llama", {"llama.attention.head_count": 5}),
+    "kv_heads_by_layer": ("llama", {"llama.attention.head_count_kv": [2, 1]}),
+    "rotated_listed": ("llama", {"llama.rope.dimension_count": [16, 16]}),
+    "rotated_zero": ("phi3", {"phi3.rope.dimension_count": 0}),
+    "rotated_in_part": ("llama", {"llama.rope.dimension_count": 8}),
+    "scaling_without_factor": ("llama", {"llama.rope.scaling.type": "linear"}),
+    "epsilon": ("llama", {"llama.attention.layer_norm_rms_epsilon": float("nan")}),
+    "end_beyond": ("llama", {"tokenizer.ggml.eos_token_id": 24}),
+    "end_text": ("llama", {"tokenizer.ggml.eos_token_id": "</s>"}),
+    "context": ("llama", {"llama.context_length": 0}),
+    "architecture": ("llama", {"general.architecture": "mamba"}),
+    "value_size": ("qwen3", {"qwen3.attention.value_length": 16}),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_metadata_that_no_model_has(tmp_path, case):
+    family, metadata = CONFIGS[case]
+    tensors = random_tensors(raw_config(family))
+    path = write_gguf(tmp_path / NAME, family, tensors, metadata=metadata)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=NAME):
+        gguf_config(read_gguf(path))
+
+
 CHANGES: dict[str, Callable[[Path, bytes], object]] = {
     "truncated": lambda path, content: path.write_bytes(content[:-64]),
     "replaced": lambda path, content: (path.unlink(), path.write_bytes(content)),
