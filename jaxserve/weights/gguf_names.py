@@ -160,8 +160,9 @@ def named_tensors(file: GgufFile) -> Checkpoint:
     path = file.path
     rules, config = _rules(file), gguf_config(file)
     tensors = {}
+    read = rules.factors if file.tensors.keys() >= rules.factors else frozenset()
     for entry in file.tensors.values():
-        if entry.name in rules.factors:
+        if entry.name in read:
             continue
         name = hugging_face_name(entry.name, rules.tensors)
         if rules.paired and re.search(r"\.(q|k)_proj\.", name):

@@ -127,16 +127,15 @@ def repack(source: Path, target: Path, name: str, blocks: np.ndarray, kind: Type
     finish(writer)
 
 
-def test_tensors_are_read_in_blocks(tmp_path, monkeypatch):
-    """Rows of a tensor in many pieces: heads stay whole, values in their places."""
-    tensors = random_tensors(raw_config("llama"))
-    file = read_gguf(write_gguf(tmp_path / "m.gguf", "llama", tensors, Type.Q8_0))
+@pytest.mark.parametrize("case", ["llama", "llama_biases", "phi3"])
+def test_tensors_are_read_in_blocks(tmp_path, monkeypatch, case):
+    """Rows of a tensor in many pieces: heads stay whole, values and stacked parts in place."""
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, Type.Q8_0))
     whole = load_weights(file, gguf_config(file), jnp.float32)
     monkeypatch.setattr("jaxserve.weights.reading.BLOCK_BYTES", 512)
     assert_equal(load_weights(file, gguf_config(file), jnp.float32), whole)
-    assert_equal(
-        hugging_face(tmp_path / "hf", raw_config("llama"), dequantized(tensors, Type.Q8_0)), whole
-    )
+    assert_equal(hugging_face(tmp_path / "hf", raw, dequantized(tensors, Type.Q8_0)), whole)
 
 
 def test_our_reader_agrees_with_the_library(tmp_path):
@@ -239,6 +238,15 @@ def test_what_is_zero_says_nothing(tmp_path):
         metadata={"llama.expert_count": 0},
     )
     assert gguf_config(read_gguf(path)).hidden_size == 64
+
+
+def test_half_of_the_factors_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "phi3", random_tensors(raw_config("phi3")))
+    content = path.read_bytes().replace(b"rope_factors_short.weight", b"rope_factors_shore.weight")
+    path.write_bytes(content)
+    file = read_gguf(path)
+    with pytest.raises(CheckpointError, match="2 unexpected: rope_factors_long"):
+        load_weights(file, gguf_config(file), jnp.float32)
 
 
 def test_missing_and_unknown_tensors_are_listed(tmp_path):
