@@ -58,6 +58,11 @@ class WeightName:
         """The tensor's shape in the checkpoint."""
         return tuple(sum(part) for part in self._sizes(dims))
 
+    def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
+        """A view of the tensor, or of its part, in the parameter's order of dimensions."""
+        whole = next(self.blocks(dims, tensor.size))
+        return whole.arrange(tensor[slice(*whole.rows)])
+
     def blocks(self, dims: Mapping[str, int], most: int) -> Iterator[Block]:
         """The tensor, or its part, cut along its first dimension.
 

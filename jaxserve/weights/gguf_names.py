@@ -18,6 +18,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.models.config_fields import shown
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf import GgufFile, GgufTensor
+from jaxserve.weights.safetensors import read_tensor
 
 # Names before the last dot; {} is a layer's number.
 COMMON: Mapping[str, str] = MappingProxyType(
@@ -218,7 +219,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     entry: GgufTensor = file.tensors[name]
     if len(entry.shape) != 1 or entry.shape[0] > 1 << 12:
         raise CheckpointError(f"{file.path}: tensor {name!r} has the shape {list(entry.shape)}")
-    return [float(value) for value in entry.read_rows(0, entry.shape[0])]
+    return [float(value) for value in read_tensor(entry)]
 
 
 def _whole_heads(file: GgufFile, raw: Raw) -> None:

@@ -68,7 +68,7 @@ class TensorEntry:
 
     def read_bytes(self, first: int, last: int) -> np.ndarray:
         """The bytes of some rows. Raises like `read_rows`."""
-        size = self.num_bytes // max(1, self.shape[0])
+        size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         values = np.empty((last - first) * size, np.uint8)
         with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
             _check_unchanged(self.shard, file.fileno())
@@ -139,6 +139,13 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
             f"{where}: data_offsets {span[:3]} do not fit shape {shape[:9]} of dtype {dtype}"
         )
     return TensorEntry(name, shard, DTYPES[dtype], tuple(shape), start + span[0], span[1] - span[0])
+
+
+def read_tensor(entry: TensorEntry) -> np.ndarray:
+    """All of a tensor's values. Raises like `TensorEntry.read_rows`."""
+    if not entry.shape:
+        return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
+    return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
