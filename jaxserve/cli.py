@@ -29,7 +29,8 @@ from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add_fields, given
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
-from jaxserve.server.plans import plan_models
+from jaxserve.server.listener import bind
+from jaxserve.server.plans import check_folders, plan_models
 from jaxserve.server.settings import ServerConfig
 
 INTERRUPTED = 130
@@ -115,9 +116,11 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         config = ServerConfig(**asked | given(arguments, fields))
         plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
-        # Imported late: it needs the `serve` extra, and brings JAX with it.
-        module = importlib.import_module("jaxserve.server.serve")
-        return module.serve(plans, config)
+        check_folders(plans)
+        with bind(config.host, config.port) as listener:
+            # Imported late: it needs the `serve` extra, and brings JAX with it.
+            module = importlib.import_module("jaxserve.server.serve")
+            return module.serve(plans, config, listener)
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
     except (ValueError, OSError) as error:  # settings, files or a port that are not right

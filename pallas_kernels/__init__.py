@@ -7,17 +7,26 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
+And one over weights: ``grouped_matmul``, rows sorted by group times each group's matrix, for
+mixtures of experts.
+
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
 """
 
 from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
-from pallas_kernels.ops import kv_write, paged_decode_attention, ragged_paged_attention
+from pallas_kernels.ops import (
+    grouped_matmul,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
     "check_page_table",
+    "grouped_matmul",
     "kv_write",
     "paged_decode_attention",
     "ragged_paged_attention",

@@ -8,8 +8,16 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_ragged, triton_decode, triton_kv_write, triton_ragged, xla
-from pallas_kernels.arguments import attention_case, kv_write_case
+from pallas_kernels import (
+    hopper_ragged,
+    triton_decode,
+    triton_grouped_matmul,
+    triton_kv_write,
+    triton_ragged,
+    xla,
+    xla_grouped_matmul,
+)
+from pallas_kernels.arguments import attention_case, grouped_case, kv_write_case
 from pallas_kernels.implementation import choose, target_platform
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
@@ -27,6 +35,11 @@ KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "triton": triton_kv_write.kv_write,
     "triton_interpret": functools.partial(triton_kv_write.kv_write, interpret=True),
     "xla": xla.kv_write,
+}
+GROUPED: Mapping[str, Callable[..., jax.Array]] = {
+    "triton": triton_grouped_matmul.grouped_matmul,
+    "triton_interpret": functools.partial(triton_grouped_matmul.grouped_matmul, interpret=True),
+    "xla": xla_grouped_matmul.grouped_matmul,
 }
 
 
@@ -176,3 +189,29 @@ def kv_write(
     case = kv_write_case(target_platform(), k, v, k_pages, v_pages, slot_mapping, **scales)
     run = KV_WRITE[choose(implementation, case)]
     return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str = "auto"
+) -> jax.Array:
+    """Rows sorted by group, each times the matrix of its group.
+
+    The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
+    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: nothing
+    is read of a group without rows.
+
+    Args:
+        x: [A,D], bfloat16, float16, float32 or float64.
+        w: [E,D,F], of the dtype of x.
+        group_sizes: i32[E], none negative, together at most A.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        [A,F] of x's dtype; accumulated in float32 (float64 for float64).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
+    run = GROUPED[choose(implementation, grouped_case(target_platform(), x, w, group_sizes))]
+    return run(x, w, group_sizes)

@@ -38,12 +38,15 @@ class Constraint:
         vocab_size: width of the logits.
 
     Attributes:
+        is_guided: true: what may come after the next token depends on it.
         words: u32[W], bit i % 32 of word i // 32 is set where token i may come next; ends of the
             sequence are among them where the text is complete. Never written to again.
 
     Raises:
         GrammarError: the grammar is too complex to begin.
     """
+
+    is_guided = True
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -138,7 +141,7 @@ class Grammars:
         import llguidance
 
         try:
-            matcher = llguidance.LLMatcher(self.tokenizer(), _source(params), log_level=0)
+            matcher = llguidance.LLMatcher(self.tokenizer(), grammar_source(params), log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size)
@@ -170,7 +173,7 @@ def _first_line(message: str) -> str:
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
-def _source(params: StructuredOutputsParams) -> str:
+def grammar_source(params: StructuredOutputsParams) -> str:
     """The form in llguidance's language."""
     from llguidance import LLMatcher
 

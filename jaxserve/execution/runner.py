@@ -238,7 +238,7 @@ class Runner:
         state, self._state = self._state, None
         if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
-        if slots.num_guided:
+        if any_asks & Ask.ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         self._state, output = self._steps[bucket](self._leaves, state, batch)

@@ -60,7 +60,8 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
     served: list[ServedModel] = []
     try:
         for plan in plans:
-            report.say(f"loading {plan.names[0]} from {plan.root}")
+            name = plan.names[0]
+            report.say(f"loading {name}" + ("" if plan.root == name else f" from {plan.root}"))
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
@@ -84,8 +85,13 @@ def _memory_plan(llm: AsyncLLM) -> str:
     )
 
 
-def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
+def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.socket) -> int:
     """Serve until SIGTERM or an interrupt.
+
+    Args:
+        plans: what to serve.
+        config: the limits.
+        listener: from `listener.bind`.
 
     Returns:
         The exit status: 0 after an orderly end, 1 where an engine died.
@@ -94,17 +100,16 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     report = StartReport(sys.stderr)
     allow_files(config.max_connections + OWN_FILES)
-    with bind(config.host, config.port) as listener:
-        models = load_models(plans, config, report)
-        process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
-        # What is alive now stays: a collection that walked it would hold up every stream.
-        gc.collect()
-        gc.freeze()
-        try:
-            asyncio.run(_serve(process, listener, report))
-        finally:
-            for model in models.all:
-                model.llm.close()
+    models = load_models(plans, config, report)
+    process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
+    # What is alive now stays: a collection that walked it would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    try:
+        asyncio.run(_serve(process, listener, report))
+    finally:
+        for model in models.all:
+            model.llm.close()
     return process.status
 
 
@@ -114,25 +119,6 @@ def allow_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port before the models are loaded; nobody can connect before `listen`.
-
-    Raises:
-        OSError: it is taken, or no address of this machine.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:

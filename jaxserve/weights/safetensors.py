@@ -33,6 +33,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F32": np.dtype(np.float32),
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
+        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
 

@@ -102,12 +102,28 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_compiled_programs_are_only_kept_in_a_private_folder(tmp_path: Path, caplog: Any) -> None:
+def test_compiled_programs_are_only_kept_in_a_private_folder(tmp_path: Path) -> None:
+    """JAX's settings are read as of now and put back, since all tests share one such folder."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o777)
     shared.chmod(0o777)
-    before = jax.config.jax_compilation_cache_dir
-    assert before is not None or not keep_compiled_programs(shared)
     (tmp_path / "file").write_text("")
-    assert before is not None or not keep_compiled_programs(tmp_path / "file")
-    assert jax.config.jax_compilation_cache_dir == before
+    assert before[names[0]] is None or keep_compiled_programs(shared)
+    assert {name: getattr(jax.config, name) for name in names} == before
+    try:
+        jax.config.update(names[0], None)
+        assert not keep_compiled_programs(shared)
+        assert not keep_compiled_programs(tmp_path / "file")
+        assert jax.config.jax_compilation_cache_dir is None
+        assert keep_compiled_programs(tmp_path / "private")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "private")
+        assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
