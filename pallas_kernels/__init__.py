@@ -7,8 +7,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
-And one over weights: ``grouped_matmul``, rows sorted by group times each group's matrix, for
-mixtures of experts.
+And two over weights: ``grouped_matmul``, rows sorted by group times each group's matrix, for
+mixtures of experts, and ``quantized_matmul``, which never makes a quantized weight whole.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
@@ -22,12 +22,15 @@ from pallas_kernels.ops import (
     paged_decode_attention,
     ragged_paged_attention,
 )
+from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
 
 __all__ = [
     "IMPLEMENTATIONS",
     "check_page_table",
+    "dequantize",
     "grouped_matmul",
     "kv_write",
     "paged_decode_attention",
+    "quantized_matmul",
     "ragged_paged_attention",
 ]

@@ -16,7 +16,9 @@ import argparse
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import llguidance
@@ -94,22 +96,30 @@ class Bench:
     """Compiled engines, one a page size, and the oracle of their model.
 
     Args:
-        experts: the model has experts; pages have one size, to compile less.
+        kv_cache_dtype: of the cache.
+        pages: its page sizes.
+        experts: the model has experts.
     """
 
-    def __init__(self, experts: bool = False) -> None:
+    def __init__(
+        self,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+        pages: Sequence[int] = (1, 4, 16),
+        experts: bool = False,
+    ) -> None:
         model_config = ModelConfig.from_dict(EXPERTS if experts else TINY)
         model = random_weights(model_config, np.float64, seed=3)
-        self.oracle = Oracle(model_config, model)
+        self.oracle = Oracle(model_config, model, kv_cache_dtype)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
         self.tokenizer = letter_tokenizer()
         self._vocabulary = llguidance.LLTokenizer(
             self.tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=[END]
         )
-        for page in (4,) if experts else (1, 4, 16):
+        for page in pages:
             config = EngineConfig(
                 dtype="float64",
+                kv_cache_dtype=kv_cache_dtype,
                 block_size=page,
                 max_model_len=MAX_LEN,
                 max_num_seqs=SLOTS,
@@ -313,10 +323,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--pages", type=int, nargs="+", default=(1, 4, 16), help="page sizes")
     parser.add_argument("--experts", action="store_true", help="of a mixture of experts")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    bench = Bench(arguments.experts)
+    bench = Bench(arguments.kv_cache_dtype, arguments.pages, arguments.experts)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -50,7 +51,8 @@ class Answer:
 class Oracle:
     """Answers requests from a model's weights."""
 
-    def __init__(self, config: ModelConfig, model: Decoder) -> None:
+    def __init__(self, config: ModelConfig, model: Decoder, kv_cache_dtype: str = "auto") -> None:
+        self._fp8 = kv_cache_dtype == "fp8"
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         self._weights = {
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
@@ -111,6 +113,8 @@ class Oracle:
             key = self._norm(key, layer["attention.key_norm.scale"])
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
+        if self._fp8:
+            key, value = _through_fp8(key), _through_fp8(value)
         scores = np.einsum("tkgh,skh->kgts", query, key) / np.sqrt(self._config.head_dim)
         length = len(x)
         scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
@@ -184,6 +188,12 @@ class Oracle:
 def _gated(x: Array, gate_up: Array, down: Array) -> Array:
     gate, up = np.einsum("td,dcf->ctf", x, gate_up)
     return (gate / (1 + np.exp(-gate)) * up) @ down
+
+
+def _through_fp8(x: Array) -> Array:
+    """As a cache in e4m3 gives it back: rounded to 4 bits, no larger than 448."""
+    stored = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return stored.astype(np.float64)
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import placed_dtype
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text import Tokenizer
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
 
@@ -34,6 +34,8 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     if to.exists() or to.is_symlink():  # before the work
         raise CheckpointError(f"{to}: exists already")
     source = find_source(config, on_progress)
+    if source.model_config.quantization is not None:
+        raise UnsupportedModel(f"{source.path}: quantized checkpoints cannot be converted")
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     dtype = placed_dtype(config, source, platform)
     tokenizer = None if config.skip_tokenizer_init else source.tokenizer(config, on_progress)

@@ -19,9 +19,10 @@ from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.compilation import keep_compiled_programs
 from jaxserve.execution.runner import OnProgress, Runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
+from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,28 @@ def choose_dtype(asked: str, declared: str, platform: str) -> Any:
     return jnp.dtype(asked)
 
 
+def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
+    """The form to quantize to while loading; None if weights stay as the checkpoint has them.
+
+    Raises:
+        UnsupportedModel: what is asked for is not what the checkpoint holds.
+    """
+    stored = model_config.quantization
+    if stored is not None:
+        if asked not in (None, stored.method):
+            raise UnsupportedModel(
+                f"quantization is {asked!r}, but the checkpoint's weights are {stored.method!r} "
+                "(quantization_config); allowed: the same, or nothing"
+            )
+        return None
+    if asked not in (None, *FORMS):
+        raise UnsupportedModel(
+            f"quantization is {asked!r}, but config.json has no quantization_config; "
+            f"allowed: {', '.join(FORMS)}"
+        )
+    return asked
+
+
 def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """Read the checkpoint, place the weights, compile every bucket.
 
@@ -80,10 +103,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     started = time.perf_counter()
-    if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed)
-    else:
-        model = source.load(model_config, dtype, on_progress)
+    model = _model(config, source, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model)
     runner.stages["weights"] = weights_seconds
@@ -119,6 +139,21 @@ def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:
             f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
         )
     return choose_dtype(fixed, fixed, platform)
+
+
+def _model(
+    config: EngineConfig,
+    source: Source,
+    model_config: ModelConfig,
+    dtype: Any,
+    on_progress: OnProgress | None,
+) -> Decoder:
+    """The model with its weights placed, quantized if that is asked for."""
+    quantization = choose_quantization(config.quantization, model_config)
+    if config.load_format == "dummy":
+        return random_weights(model_config, dtype, config.seed, quantization)
+    kv_scales = config.kv_cache_dtype == "fp8"
+    return source.load(model_config, dtype, on_progress, quantization, kv_scales)
 
 
 def _eos_token_ids(

@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.hub import fetch, is_hub_name
 from jaxserve.engine.text import Tokenizer, read_generation_config
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
 from jaxserve.models import Decoder, ModelConfig, read_model_config
 from jaxserve.weights import (
@@ -63,20 +63,38 @@ class Source:
         return Tokenizer(self.path, size)
 
     def load(
-        self, model_config: ModelConfig, dtype: Any, on_progress: OnProgress | None = None
+        self,
+        model_config: ModelConfig,
+        dtype: Any,
+        on_progress: OnProgress | None = None,
+        quantization: str | None = None,
+        kv_scales: bool = False,
     ) -> Decoder:
-        """The model with its weights.
+        """The model with its weights; see `load_weights` and `load_converted`.
 
         Raises:
-            CheckpointError: see `load_weights`, `load_converted`.
+            CheckpointError: the files are not right.
+            UnsupportedModel: a converted folder is to be quantized.
         """
         if isinstance(self.weights, ConvertedModel):
+            if quantization is not None:
+                raise UnsupportedModel(
+                    f"{self.path}: a converted folder cannot be quantized; use the checkpoint "
+                    "that it was made of"
+                )
             return load_converted(self.weights, model_config)
-        report = None
-        if on_progress is not None:
-            say = on_progress
-            report = lambda done, total: say("weights", done, total)  # noqa: E731
-        return load_weights(self.weights, model_config, dtype, on_progress=report)
+        return load_weights(
+            self.weights,
+            model_config,
+            dtype,
+            quantization=quantization,
+            kv_scales=kv_scales,
+            on_progress=None if on_progress is None else _stage("weights", on_progress),
+        )
+
+
+def _stage(name: str, on_progress: OnProgress):
+    return lambda done, total: on_progress(name, done, total)
 
 
 def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> Source:

@@ -25,7 +25,14 @@ from jaxserve.execution.sampler_state import (
     slot_loads,
 )
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
+from jaxserve.execution.state import (
+    DeviceState,
+    StepOutput,
+    addressable_pages,
+    kv_dtype,
+    make_state,
+    page_bytes,
+)
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import Ask
@@ -66,6 +73,8 @@ class Runner:
         max_steps: most decode steps of one launch.
         stages: seconds that each stage of the start took.
         temporary_bytes: most memory that a step takes beside weights and cache.
+        kv_dtype: of the pages.
+        weight_bytes: of the parameters as they are stored.
     """
 
     def __init__(
@@ -96,9 +105,9 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         self._graphdef, state = nnx.split(model)
         self._leaves, self._treedef = jax.tree.flatten(state)
-        self.dtype = self._leaves[0].dtype
+        self.kv_dtype = kv_dtype(config.kv_cache_dtype, model.norm.scale[...].dtype)
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
-        self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
+        self.page_bytes = page_bytes(model_config, config.block_size, self.kv_dtype)
         self._steps: dict[Bucket, Any] = {}
         self._load_slot: Any = None
         # How many slots' masks each program replaces.
@@ -134,7 +143,13 @@ class Runner:
                 "kv_cache_memory_bytes",
             )
         # Cells of the cache are numbered with 32 bits.
-        return min(pages, 2**31 // config.block_size - 1)
+        pages = min(pages, 2**31 // config.block_size - 1)
+        return addressable_pages(
+            pages,
+            self.page_bytes // 2 // self.model_config.num_hidden_layers,
+            self.kv_dtype,
+            device.platform,
+        )
 
     def _shapes(self, num_pages: int) -> DeviceState:
         config = self.config
@@ -145,7 +160,7 @@ class Runner:
                 num_pages,
                 config.block_size,
                 config.max_num_seqs or 1,
-                self.dtype,
+                self.kv_dtype,
             )
         )
 
@@ -222,7 +237,7 @@ class Runner:
             self.num_pages,
             config.block_size,
             config.max_num_seqs or 1,
-            self.dtype,
+            self.kv_dtype,
         )
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:

@@ -40,8 +40,9 @@ class Attention(nnx.Module):
         self.window, self.scale = window, config.scales.attention
         self.soft_cap = config.scales.attention_cap
         scaling = config.rope.scaling
-        grows = isinstance(scaling, YarnScaling) and scaling.query_beta > 0
-        self.growth = scaling if grows else None
+        self.growth = None
+        if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
+            self.growth = scaling
         self.qkv = weight(
             rngs,
             (embed, kv_heads, group + 2, head_dim),
@@ -60,6 +61,8 @@ class Attention(nnx.Module):
         bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
+        # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
+        self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
         if design.qk_norm == "head":
             query = key = shape[2:], axes[2:]
@@ -85,7 +88,9 @@ class Attention(nnx.Module):
             query, key = rotate(query, cos_sin), rotate(key, cos_sin)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
+        kv = kv_write(
+            key, val, *kv, step.slot_mapping, implementation=step.implementation, **self._scales()
+        )
         attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         return matmul(attended, self.out[...], contract=3, bias=value_of(self.out_bias)), kv
@@ -95,6 +100,7 @@ class Attention(nnx.Module):
     ) -> Float[Array, "T N H"]:
         """Causal attention of each token over its row's pages, or the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        options |= self._scales()
         options["implementation"] = step.implementation
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
@@ -103,6 +109,12 @@ class Attention(nnx.Module):
         return ragged_paged_attention(
             query, *kv, step.page_table, step.query_start, step.kv_len, **options
         )
+
+    def _scales(self) -> dict[str, Any]:
+        if self.kv_scales is None:
+            return {}
+        key, value = self.kv_scales[...]
+        return {"k_scale": key, "v_scale": value}
 
 
 def _growth(

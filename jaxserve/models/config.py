@@ -16,6 +16,8 @@ from jaxserve.models.config_fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.expert_fields import Experts
 from jaxserve.models.latent_fields import Latent
 from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
+from jaxserve.models.quantization_fields import FIELD as QUANTIZATION
+from jaxserve.models.quantization_fields import StoredQuantization, read_quantization
 from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
 from jaxserve.models.strict_json import read_object
 
@@ -47,7 +49,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "is_encoder_decoder": False,
         "pretraining_tp": 1,
         "pruned_heads": {},
-        "quantization_config": None,
         "rope_interleaved": False,
     }
 )
@@ -88,6 +89,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: StoredQuantization | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -131,6 +133,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+            quantization=_quantization(fields, rules),
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}
@@ -224,6 +227,11 @@ def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[s
 
 def _extra_layers(fields: Fields, rules: Architecture) -> int:
     return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
+
+
+def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
+    """How the weights are stored, unless the architecture has a way of its own."""
+    return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -20,13 +19,15 @@ from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.gguf import GgufFile
 from jaxserve.weights.gguf_names import named_tensors
 from jaxserve.weights.names import match_names
-from jaxserve.weights.reading import Progress, read_parameters
+from jaxserve.weights.packed import sort_packed
+from jaxserve.weights.placing import Place, quantizing, read_packed, set_kv_scales
+from jaxserve.weights.reading import read_parameters
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-# Puts a parameter, given its path and values, on its device or devices.
-Place = Callable[[str, np.ndarray], jnp.ndarray]
+# Called with the bytes read so far and the bytes to read in all.
+Progress = Callable[[int, int], None]
 
 
 def load_weights(
@@ -34,6 +35,8 @@ def load_weights(
     config: ModelConfig,
     dtype: DTypeLike,
     *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
     check_finite: bool = True,
     on_progress: Progress | None = None,
     place: Place | None = None,
@@ -46,6 +49,9 @@ def load_weights(
         source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
         config: what the checkpoint should hold.
         dtype: of the parameters.
+        quantization: "int8", "fp8" or "int4": of the blocks' matrices, one after the other as they
+            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
+        kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: told after each tensor.
         place: by default, the arrays go to JAX's default device.
@@ -54,29 +60,44 @@ def load_weights(
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
-    checkpoint = named_tensors(source) if isinstance(source, GgufFile) else open_checkpoint(source)
-    table = checkpoint_weights(config)
-    entries = match_names(checkpoint, config, table)
+    opened = named_tensors(source) if isinstance(source, GgufFile) else open_checkpoint(source)
+    dims = dimensions(config)
+    sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
+    entries = match_names(sorted_.checkpoint, config, sorted_.table)
+    total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
+    report = _counted(on_progress, total)
     model = abstract_model(config, dtype)
-    shapes = {
-        path: (parameter.shape, np.dtype(parameter.dtype))
-        for path, parameter in parameters_of(model).items()
-    }
-    parameters = read_parameters(
-        table,
-        entries,
-        dimensions(config),
-        shapes,
-        check_finite=check_finite,
-        on_progress=on_progress,
-    )
-    place = place or place_on_default
-    values = {path: place(path, array) for path, array in parameters}
-    checkpoint.check_unchanged()
-    return filled(model, values)
+    parameters = parameters_of(model)
+    shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
+    place = quantizing(place or place_on_default, parameters, quantization)
+    values = read_packed(sorted_, parameters, dims, place, report)
+    for path, array in read_parameters(
+        sorted_.table, entries, dims, shapes, report, check_finite=check_finite
+    ):
+        values[path] = place(path, array)
+    opened.check_unchanged()
+    model = filled(model, values)
+    if kv_scales:
+        set_kv_scales(model, sorted_.kv_scales)
+    return model
 
 
-def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Decoder:
+def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Adds up what it is told, and tells the sum."""
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
+
+
+def random_weights(
+    config: ModelConfig, dtype: DTypeLike, seed: int = 0, quantization: str | None = None
+) -> Decoder:
     """A model with normal weights, for benchmarks: fast to build, and logits of about unit size.
 
     Every projection has variance 1 / inputs, those that end in the residual stream divided by the
@@ -85,18 +106,19 @@ def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Deco
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
+    place = quantizing(place_on_default, parameters, quantization)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
         parameter = parameters[path]
         initial = parameter.get_metadata()["initial"]
         if isinstance(initial, Constant):
-            return place_on_default(path, np.full(parameter.shape, initial.value, parameter.dtype))
+            return place(path, np.full(parameter.shape, initial.value, parameter.dtype))
         scale = initial.scale * (depth if path.endswith((".out", ".down")) else 1.0)
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return place_on_default(path, normal.astype(parameter.dtype, copy=False))
+        return place(path, normal.astype(parameter.dtype, copy=False))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)
@@ -119,7 +141,7 @@ def parameter_values(model: Decoder) -> dict[str, Array]:
     return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 
-def filled(model: Decoder, values: dict[str, Array]) -> Decoder:
+def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
     """The abstract model with arrays in place of shapes."""
     graphdef, state = nnx.split(model)
     flat = {

@@ -10,7 +10,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.mxfp4 import unpacked
-from jaxserve.weights.safetensors import TensorEntry, read_blocks
+from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,11 @@ def match_names(
             for name, shape in expected.items()
             if name in found and found[name].shape != shape
         ],
-        "of integers": [name for name, entry in found.items() if entry.dtype.kind == "u"],
+        f"of a dtype other than {', '.join(sorted(FLOATS))}": [
+            f"{name} {found[name].dtype_name} (in {found[name].shard.path.name})"
+            for name in expected
+            if name in found and found[name].dtype_name not in FLOATS
+        ],
     }
     if any(problems.values()):
         lines = [

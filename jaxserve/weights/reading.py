@@ -24,8 +24,6 @@ BLOCK_BYTES = 8 << 20  # read at a time
 ROWS = 64  # of a parameter, copied at a time
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
-# Called with the bytes read so far and the bytes to read in all.
-Progress = Callable[[int, int], None]
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -48,9 +46,9 @@ def read_parameters(
     entries: Mapping[str, TensorEntry],
     dims: Mapping[str, int],
     shapes: Shapes,
+    report: Callable[[int], None],
     *,
     check_finite: bool = True,
-    on_progress: Progress | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Each parameter's path and values, in the order of the files.
 
@@ -59,8 +57,8 @@ def read_parameters(
         entries: where each tensor lies.
         dims: sizes of the letters in the table's layouts.
         shapes: of the parameters by path, and their dtypes.
+        report: told the bytes of each tensor, or part of one, that has been read.
         check_finite: refuse NaN and infinity, also where the cast makes them.
-        on_progress: told after each tensor, or part of one.
 
     Raises:
         CheckpointError: a file cannot be read or has changed, or values are not finite.
@@ -70,7 +68,6 @@ def read_parameters(
     for parts in groups:
         parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))
-    total = sum(entries[name].num_bytes for name in {part.name for part in table})
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
     jobs = _jobs(groups, entries, dims, shapes)
@@ -84,8 +81,9 @@ def read_parameters(
             job, future = window.popleft()
             future.result()
             done += job.num_bytes
-            if on_progress is not None and job.ends_part:
-                on_progress(done, total)
+            if job.ends_part:
+                report(done)
+                done = 0
             if job.ends_parameter:
                 yield job.path, job.parameter
     finally:

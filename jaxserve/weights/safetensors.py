@@ -34,8 +34,12 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
+        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "I32": np.dtype(np.int32),
     }
 )
+# What a weight that is not quantized may be.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class TensorEntry:
                 left = left[count:]
             _check_unchanged(self.shard, file.fileno())
         return values
+
+    @property
+    def dtype_name(self) -> str:
+        """As the file has it."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
 def read_header(path: Path) -> list[TensorEntry]:

@@ -1,0 +1,224 @@
+"""What quantization costs and gains: bits, bytes, perplexity, accuracy, speed.
+
+    python scripts/quantization_table.py [--part quality] [--part speed] [--examples 12]
+
+Quality is that of the bundled model on held-out examples of its tasks: perplexity of the answers'
+tokens after their prompts, and the share of answers that are right, greedily. Speed is that of
+decode steps of a random Llama of the 135M class (`bench_offline.py`'s) in float32, at 1 and 16 rows
+with 64 cached tokens each, all modes taking turns; its ratio is to unquantized weights. Embedding
+and output projection are not quantized, in either model. Writes scripts/results/quantization.json
+and .md; a part that is not run keeps what an earlier run found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import bench_offline  # noqa: E402
+import demo_tasks  # noqa: E402
+from jaxserve import LLM, SamplingParams  # noqa: E402
+from jaxserve.config import EngineConfig  # noqa: E402
+from jaxserve.engine.loading import Loaded  # noqa: E402
+from jaxserve.engine.validation import Limits  # noqa: E402
+from jaxserve.execution.runner import Runner  # noqa: E402
+from jaxserve.models import ModelConfig  # noqa: E402
+from jaxserve.models.quantized import QuantizedWeight  # noqa: E402
+from jaxserve.weights import random_weights  # noqa: E402
+
+RESULTS = ROOT / "scripts" / "results"
+CONTEXT = 64
+ROWS = (1, 16)
+REPEATS = 15
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table."""
+
+    quantization: Literal["int8", "fp8", "int4"] | None
+    kv_cache_dtype: Literal["auto", "fp8"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.quantization or 'float32'}, cache {self.kv_cache_dtype}"
+
+
+MODES = [
+    Mode(None, "auto"),
+    Mode("int8", "auto"),
+    Mode("fp8", "auto"),
+    Mode("int4", "auto"),
+    Mode(None, "fp8"),
+    Mode("int4", "fp8"),
+]
+
+
+def examples(count: int) -> list[demo_tasks.Task]:
+    """Held-out questions, `count` of each task."""
+    return [
+        task
+        for name in demo_tasks.TASKS
+        for task in islice(
+            demo_tasks.stream(name, random.Random(f"quantization {name}"), "held_out", (1, 40)),
+            count,
+        )
+    ]
+
+
+def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
+    """Of the bundled model: its bytes, perplexity of the right answers, share of right ones."""
+    sizes: dict[str, Any] = {"decode_sizes": (32,), "token_sizes": (256,)}
+    settings = {"quantization": mode.quantization, "kv_cache_dtype": mode.kv_cache_dtype}
+    with LLM(max_num_seqs=32, max_num_batched_tokens=256, **sizes, **settings) as llm:
+        conversations = [[{"role": "user", "content": task.prompt}] for task in tasks]
+        answers = llm.chat(
+            conversations, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False
+        )
+        right = [
+            demo_tasks.check(task, answer.outputs[0].text)
+            for task, answer in zip(tasks, answers, strict=True)
+        ]
+        tokenizer = llm.get_tokenizer()
+        starts = [len(answer.prompt_token_ids) for answer in answers]
+        whole = [
+            [*answer.prompt_token_ids, *tokenizer.encode_word(task.answer)]
+            for task, answer in zip(tasks, answers, strict=True)
+        ]
+        scored = llm.generate(
+            whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False
+        )
+        losses = []
+        for start, tokens, output in zip(starts, whole, scored, strict=True):
+            assert output.prompt_logprobs is not None
+            for token, scores in zip(tokens[start:], output.prompt_logprobs[start:], strict=True):
+                assert scores is not None
+                losses.append(-scores[token].logprob)
+        runner = llm._thread.engine.runner
+        return {
+            "mode": mode.name,
+            "weight_bytes": runner.weight_bytes,
+            "kv_bytes_a_token": runner.page_bytes // runner.config.block_size,
+            "perplexity": math.exp(statistics.fmean(losses)),
+            "accuracy": sum(right) / len(right),
+            "examples": len(tasks),
+            "answer_tokens": len(losses),
+        }
+
+
+def bench_model(mode: Mode) -> tuple[Loaded, float | None]:
+    """The random model of the speed part, compiled, and bits a quantized weight."""
+    model_config = ModelConfig.from_dict(bench_offline.COMMON | bench_offline.SHAPES["wide"])
+    config = EngineConfig(
+        max_num_seqs=max(ROWS),
+        max_num_batched_tokens=max(ROWS),
+        max_model_len=1024,
+        kv_cache_dtype=mode.kv_cache_dtype,
+        decode_sizes=ROWS,
+        token_sizes=(max(ROWS),),
+    ).resolve("cpu", model_config.max_position_embeddings)
+    model = random_weights(model_config, np.float32, 0, mode.quantization)
+    down = model.layers[0].mlp.down[...]
+    bits = None
+    if isinstance(down, QuantizedWeight):
+        stored = down.values.nbytes + down.scales.nbytes
+        bits = 8 * stored / (model_config.hidden_size * model_config.intermediate_size)
+    runner = Runner(config, model_config, model)
+    runner.warm_up(lambda _, done, total: print(f"  {mode.name} {done}/{total}", file=sys.stderr))
+    limits = Limits(model_config.vocab_size, 1024, (), 0)
+    return Loaded(config, runner, None, limits, SamplingParams()), bits
+
+
+def speed() -> list[dict[str, Any]]:
+    """Milliseconds of a decode step for each mode and number of rows, and their ratios."""
+    models = {mode.name: bench_model(mode) for mode in MODES}
+    found: list[dict[str, Any]] = [
+        {
+            "mode": name,
+            "bits_a_weight": bits or 32,
+            "bench_weight_bytes": loaded.runner.weight_bytes,
+        }
+        for name, (loaded, bits) in models.items()
+    ]
+    for rows in ROWS:
+        plans = {
+            name: bench_offline._decode_batch(loaded, rows, CONTEXT)
+            for name, (loaded, _) in models.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for repeat in range(REPEATS + 2):
+            for name, (loaded, _) in models.items():
+                slots, plan = plans[name]
+                started = time.perf_counter()
+                loaded.runner.read(loaded.runner.submit(plan, slots))
+                if repeat >= 2:
+                    times[name].append(time.perf_counter() - started)
+        base = statistics.median(times[MODES[0].name])
+        for row in found:
+            seconds = statistics.median(times[row["mode"]])
+            row[f"step_ms_{rows}"] = seconds * 1e3
+            row[f"speed_{rows}"] = base / seconds
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "# Quantization",
+        "",
+        "`python scripts/quantization_table.py`; two shared CPU cores. Quality: the bundled model",
+        "on held-out examples. Speed: decode steps of a random 137M Llama over those in float32.",
+        "",
+        "| mode | bits a weight | bytes, bundled | bytes, 137M | KV bytes a token, bundled "
+        "| perplexity | accuracy | speed, 1 row | speed, 16 rows |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    columns = (
+        ("bits_a_weight", ".2f"), ("weight_bytes", ",d"), ("bench_weight_bytes", ",d"),
+        ("kv_bytes_a_token", ",d"), ("perplexity", ".4f"), ("accuracy", ".1%"), ("speed_1", ".2f"),
+        ("speed_16", ".2f"),
+    )  # fmt: skip
+    for row in rows:
+        cells = [format(row[key], form) if key in row else "-" for key, form in columns]
+        lines.append(f"| {row['mode']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", action="append", choices=("quality", "speed"))
+    parser.add_argument("--examples", type=int, default=12, help="of each task")
+    arguments = parser.parse_args()
+    parts = arguments.part or ["quality", "speed"]
+    path = RESULTS / "quantization.json"
+    rows = {row["mode"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    rows = {mode.name: rows.get(mode.name, {"mode": mode.name}) for mode in MODES}
+    tasks = examples(arguments.examples)
+    for mode in MODES if "quality" in parts else ():
+        rows[mode.name] |= quality(mode, tasks)
+        print(rows[mode.name], file=sys.stderr, flush=True)
+    for row in speed() if "speed" in parts else ():
+        rows[row["mode"]] |= row
+    path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    text = table(list(rows.values()))
+    path.with_suffix(".md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
