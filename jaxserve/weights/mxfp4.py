@@ -44,7 +44,8 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         [..., G * 32].
     """
     values = PAIRS[blocks].reshape(*scales.shape, WIDTH)
-    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    with np.errstate(over="ignore"):  # what is no number is marked next
+        powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     powers[scales == NOT_A_NUMBER] = np.nan
     values *= powers[..., None]
     return values.reshape(*scales.shape[:-1], -1)
