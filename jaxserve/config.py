@@ -43,8 +43,9 @@ class EngineConfig:
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
             on CPU (faster there than 16-bit for small batches).
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4", one for 32 inputs; quantized as they are loaded. A checkpoint that is
-            quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs no such word.
+            in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
+            checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs
+            no such word.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter
             of the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together.
@@ -224,6 +225,19 @@ def user_cache_dir() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
     except RuntimeError:
         return None
+
+
+def compiler_settings() -> dict[str, str]:
+    """Variables of the environment that change what XLA compiles."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def cpu_threads() -> int:
+    """Cores that this process may use; XLA divides a program's work by their number."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _allocate_from_heap() -> None:

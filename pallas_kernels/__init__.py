@@ -7,8 +7,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
-And two over weights: ``grouped_matmul``, rows sorted by group times each group's matrix, for
-mixtures of experts, and ``quantized_matmul``, which never makes a quantized weight whole.
+And two over weights: ``quantized_matmul``, which never makes a quantized weight whole, and
+``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.

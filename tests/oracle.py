@@ -185,15 +185,15 @@ class Oracle:
         ]
 
 
-def _gated(x: Array, gate_up: Array, down: Array) -> Array:
-    gate, up = np.einsum("td,dcf->ctf", x, gate_up)
-    return (gate / (1 + np.exp(-gate)) * up) @ down
-
-
 def _through_fp8(x: Array) -> Array:
     """As a cache in e4m3 gives it back: rounded to 4 bits, no larger than 448."""
     stored = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
     return stored.astype(np.float64)
+
+
+def _gated(x: Array, gate_up: Array, down: Array) -> Array:
+    gate, up = np.einsum("td,dcf->ctf", x, gate_up)
+    return (gate / (1 + np.exp(-gate)) * up) @ down
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

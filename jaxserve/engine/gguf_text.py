@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from jaxserve.errors import CheckpointError
 
@@ -30,26 +29,33 @@ MAX_TEMPLATE_CHARS = 1 << 20
 PER_TOKEN = ("tokens", "scores", "token_type")
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that a GGUF file's metadata describes.
+def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
+    """The tokenizer that a GGUF file's metadata describes, as one of Transformers'.
 
     Raises:
-        CheckpointError: there is none, or one of an unknown kind.
-        Exception: of any type, where the vocabulary contradicts itself.
+        CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
     """
+    try:
+        return _tokenizer(metadata)
+    except Exception as error:  # whatever a vocabulary that contradicts itself leads to
+        raise CheckpointError(
+            f"{where}: its tokenizer cannot be built ({str(error)[:500]}); pass tokenizer=DIR"
+        ) from error
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
         raise CheckpointError(
             f"tokenizer.ggml.model is {str(kind)[:80]!r}, which is not 'gpt2' or 'llama' with its "
-            "tokens; pass tokenizer=DIR"
+            "tokens"
         )
     library = importlib.import_module(LIBRARY)  # brings many tokenizers, and few need it
     # How a byte-level vocabulary splits text before merging; the first is the library's default.
     splits = ("gpt-2", *library.GGUF_PRE_TOKENIZER_SPLITS)
     if kind == "gpt2" and split not in splits:
         raise CheckpointError(
-            f"tokenizer.ggml.pre is {str(split)[:80]!r}; allowed: {', '.join(splits)}; "
-            "pass tokenizer=DIR"
+            f"tokenizer.ggml.pre is {str(split)[:80]!r}; allowed: {', '.join(splits)}"
         )
     parts = {
         name: _plain(metadata[f"tokenizer.{key}"])
@@ -87,7 +93,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         raise CheckpointError(
             f"tokenizer.chat_template must be text of at most {MAX_TEMPLATE_CHARS} characters"
         )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
+    transformers = importlib.import_module("transformers")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, **names
+    )
 
 
 def _is_gemma(metadata: Mapping[str, Any]) -> bool:

@@ -24,15 +24,13 @@ from huggingface_hub.errors import (
 )
 
 from jaxserve.config import HubAccess, hub_access
+from jaxserve.engine.source import HUB_NAME
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights.checkpoint import listed
 
 _log = logging.getLogger(__name__)
 
-NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:/(?P<file>[\w.+-]+\.gguf))?"
-)
 CONFIG = frozenset({"config.json", "generation_config.json"})
 TEXT = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -43,11 +41,6 @@ WEIGHTS = re.compile(r"(?!consolidated|adapter)\w[\w.-]*\.safetensors")
 INDEX = "model.safetensors.index.json"
 MAX_LISTED_FILES = 100_000
 TIMEOUT = 20.0  # seconds for an answer about a model
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether this could be a name on the hub: org/name or org/name/FILE.gguf."""
-    return NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def fetch(
@@ -73,7 +66,7 @@ def fetch(
     Raises:
         CheckpointError: no such model, revision or file, no access, or no network and no copy.
     """
-    parsed = NAME.fullmatch(name)
+    parsed = HUB_NAME.fullmatch(name)
     assert parsed is not None, name
     repo, file, access = parsed["repo"], parsed["file"], hub_access()
     where = f"model {repo!r}" + (f" at revision {revision!r}" if revision else "")

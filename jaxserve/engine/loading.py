@@ -17,7 +17,7 @@ from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text import Tokenizer, default_sampling
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.execution.compilation import keep_compiled_programs
+from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
@@ -89,8 +89,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     model_config = source.model_config
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
-    if cache is not None:
-        keep_compiled_programs(Path(cache) / "compiled")
+    programs = None if cache is None else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=source.path)
     assert config.max_model_len is not None
@@ -105,7 +104,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     started = time.perf_counter()
     model = _model(config, source, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
-    runner = Runner(config, model_config, model)
+    runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
     capacity = (runner.num_pages - 1) * config.block_size
     if capacity < config.max_model_len:
@@ -116,6 +115,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             config.max_model_len,
         )
     runner.warm_up(on_progress)
+    _log.info("%s; %s", runner.store, runner.plan)
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=min(config.max_model_len, capacity),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig, bundled_model
-from jaxserve.engine.hub import fetch, is_hub_name
 from jaxserve.engine.text import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
@@ -23,6 +24,10 @@ from jaxserve.weights import (
     read_gguf,
 )
 
+# org/name, or org/name/FILE.gguf.
+HUB_NAME = re.compile(
+    r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
+)
 # Tokens that end a turn, besides the end of a text.
 GGUF_ENDS = ("eos", "eot", "eom")
 
@@ -59,7 +64,8 @@ class Source:
             folder = local_path(str(config.tokenizer), config, on_progress, text_only=True)
             return Tokenizer(folder, size)
         if isinstance(self.weights, GgufFile):
-            return Tokenizer.from_gguf(self.weights.metadata, str(self.path), size)
+            made = _late("gguf_text").gguf_tokenizer(self.weights.metadata, str(self.path))
+            return Tokenizer.of(made, str(self.path), size)
         return Tokenizer(self.path, size)
 
     def load(
@@ -129,11 +135,22 @@ def local_path(
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf" and not text_only):
         return path
     if not path.exists() and is_hub_name(name):
+        fetch = _late("hub").fetch
         return fetch(name, config.revision, config.download_dir, on_progress, text_only=text_only)
     raise CheckpointError(
         f"{what}: {name!r} is not a folder with a checkpoint, nor a .gguf file, nor a name on the "
         "Hugging Face hub (org/name)"
     )
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this could be a name on the hub."""
+    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def _late(name: str) -> Any:
+    """A module that brings large libraries, for those who need it."""
+    return importlib.import_module(f"jaxserve.engine.{name}")
 
 
 def _gguf_ends(file: GgufFile) -> list[Any]:

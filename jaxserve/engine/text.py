@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import re
 import secrets
@@ -12,10 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxserve.engine.gguf_text import gguf_tokenizer
+from jaxserve.engine.plain_tokenizer import read_plain
 from jaxserve.engine.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
@@ -48,31 +48,18 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
-            self._take(tokenizer, str(path), vocab_size)
+            plain = read_plain(Path(directory))
+            self._take(plain or _read_with_transformers(str(directory)), str(path), vocab_size)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocab_size: int) -> Self:
-        """The tokenizer that a GGUF file's metadata describes.
-
-        Raises:
-            CheckpointError: there is none, one of an unknown kind, or one that does not fit.
-        """
+    def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
+        """One of Transformers' tokenizers as ours; CheckpointError where it does not fit."""
         made = cls.__new__(cls)
-        try:
-            made._take(gguf_tokenizer(metadata), where, vocab_size)
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever a vocabulary that contradicts itself leads to
-            raise CheckpointError(
-                f"{where}: its tokenizer cannot be built ({str(error)[:200]}); pass tokenizer=DIR"
-            ) from error
+        made._take(tokenizer, where, vocab_size)
         return made
 
     def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
@@ -86,7 +73,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
-        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self._bytes = {letter: byte for byte, letter in enumerate(_byte_letters())}
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
         self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
         # Runs of spaces are no marks of anything.
@@ -141,10 +128,6 @@ class Tokenizer:
     def is_special(self, text: str) -> bool:
         """Whether a text is that of a special token, which is left out of texts by default."""
         return text in self._tokenizer.all_special_tokens
-
-    def save(self, directory: Path) -> None:
-        """Write the tokenizer and its chat template, as `Tokenizer` reads them."""
-        self._tokenizer.save_pretrained(directory)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
@@ -269,6 +252,22 @@ class Tokenizer:
         # What follows may be data too, and would make it whole.
         ends = (value[-size:] for size in range(1, self._longest_added))
         return value + mark if any(end in self._beginnings for end in ends) else value
+
+
+def _byte_letters() -> list[str]:
+    """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
+    of Latin-1, else the next one from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def _read_with_transformers(directory: str) -> Any:
+    """Imported late: it takes longer than the rest of a start, and is needed by few tokenizers."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 class Detokenizer:

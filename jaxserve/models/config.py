@@ -225,13 +225,13 @@ def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[s
     }
 
 
-def _extra_layers(fields: Fields, rules: Architecture) -> int:
-    return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
-
-
 def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
     """How the weights are stored, unless the architecture has a way of its own."""
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
+
+
+def _extra_layers(fields: Fields, rules: Architecture) -> int:
+    return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:

@@ -177,12 +177,12 @@ def sort_packed(
         return Sorted(checkpoint, table, [], {}, {})
     packed: dict[str, PackedTensor] = {}
     for weight in table:
-        if weight.name in packed or not weight.name.endswith(".weight"):
+        shape = weight.shape(dims)
+        if weight.name in packed or not weight.name.endswith(".weight") or len(shape) != 2:
             continue
         entries = _entries(left, weight.name, stored)
         if entries:
-            outputs, inputs = weight.shape(dims)
-            packed[weight.name] = PackedTensor(weight.name, entries, stored, (outputs, inputs))
+            packed[weight.name] = PackedTensor(weight.name, entries, stored, (shape[0], shape[1]))
             _drop_null_bias(left, weight.name, table)
     kv_scales = {name: left.pop(name) for name in list(left) if _kv_kind(name)}
     rest = [weight for weight in table if weight.name not in packed]

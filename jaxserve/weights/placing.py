@@ -97,7 +97,10 @@ def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
             )
         attention = model.layers[layer].attention
         if not isinstance(attention, Attention):
-            raise CheckpointError(f"{entry.shard.path}: {name!r}: latent attention has no scales")
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
+                "latent attention"
+            )
         if attention.kv_scales is None:
             kv_heads = model.config.num_key_value_heads
             attention.kv_scales = nnx.Param(

@@ -5,7 +5,9 @@ the scale, each weight w is off by at most
 
 * int8, one scale an output channel: s / 2, where s = max|w| / 127;
 * fp8 (e4m3), likewise: the larger of |w| / 16 and s / 1024, where s = max|w| / 448;
-* int4, one scale for 32 inputs: s / 2, where s = max|w| / 7, rounded to bfloat16.
+* int4, a scale and a zero point for 32 inputs: 0.53 s, where s = (max w - min w) / 15, rounded to
+  bfloat16, and the extremes are at least 0. The zero point halves the error where one weight is
+  far larger than the others, which symmetric codes would all but erase.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jaxserve.models.quantized import QuantizedWeight
 FORMS = ("int8", "fp8", "int4")
 INT4_GROUP = 32
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 7
+FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
 ROWS = 256  # rounded at a time, so that temporaries stay small
 
 
@@ -115,14 +117,21 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
 def _grouped(weight: np.ndarray, group: int) -> Codes:
     inputs, outputs = weight.shape
     scales = np.empty((-(-inputs // group), outputs), ml_dtypes.bfloat16)
+    zeros = np.empty(scales.shape, np.uint8)
     values = np.empty((inputs, outputs), np.uint8)
     for index, start in enumerate(range(0, inputs, group)):
         rows = weight[start : start + group]
-        scales[index] = _nonzero((_largest(rows) / INT4_MAX).astype(ml_dtypes.bfloat16))
-        scaled = rows / scales[index].astype(np.float32)
-        np.clip(np.rint(scaled, out=scaled), -INT4_MAX, INT4_MAX, out=scaled)
-        values[start : start + group] = scaled + 8
-    return Codes("int4", values, scales, None, None, group)
+        # Divided first, since the difference of two numbers may overflow.
+        low = np.minimum(rows.min(axis=0), 0) / np.float32(INT4_MAX)
+        high = np.maximum(rows.max(axis=0), 0) / np.float32(INT4_MAX)
+        scales[index] = _nonzero((high - low).astype(ml_dtypes.bfloat16))
+        scale = scales[index].astype(np.float32)
+        zero = np.rint(low * -INT4_MAX / scale)
+        zeros[index] = zero
+        codes = rows / scale
+        np.add(np.rint(codes, out=codes), zero, out=codes)
+        values[start : start + group] = np.clip(codes, 0, INT4_MAX, out=codes)
+    return Codes("int4", values, scales, zeros, None, group)
 
 
 def _largest(rows: np.ndarray) -> np.ndarray:

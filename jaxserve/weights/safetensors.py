@@ -33,9 +33,9 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F32": np.dtype(np.float32),
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
-        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
         "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
         "I32": np.dtype(np.int32),
+        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
 # What a weight that is not quantized may be.

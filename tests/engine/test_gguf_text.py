@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxserve import CheckpointError, EngineConfig
+from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.engine.source import find_source
 from jaxserve.engine.text import Tokenizer as OurTokenizer
 from tests.engine.checkpoint import CHAT_TEMPLATE
@@ -29,6 +30,10 @@ CORPUS = [
 ]
 TEXTS = [*CORPUS, "  leading", "tail  ", "日本語 🙂", "don't", "a<|user|>b", "", " "]
 SPECIAL = ["<|bos|>", "<|end|>", "<|user|>", "<|bot|>"]
+
+
+def ours(metadata: dict[str, Any], vocab_size: int) -> OurTokenizer:
+    return OurTokenizer.of(gguf_tokenizer(metadata, "m.gguf"), "m.gguf", vocab_size)
 
 
 def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
@@ -65,7 +70,7 @@ def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
 
 def test_byte_level_vocabulary():
     backend, metadata = byte_level()
-    tokenizer = OurTokenizer.from_gguf(metadata, "m.gguf", 310)
+    tokenizer = ours(metadata, 310)
     for text in TEXTS:
         want = backend.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text) == [0, *want]
@@ -119,7 +124,7 @@ def merged(text: str, metadata: dict[str, Any], prefix: str) -> list[int]:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_vocabulary_with_scores(prefix):
     metadata = sentencepiece() | ({} if prefix else {"tokenizer.ggml.add_space_prefix": False})
-    tokenizer = OurTokenizer.from_gguf(metadata, "m.gguf", 400)
+    tokenizer = ours(metadata, 400)
     for text in ["the cat", "thing", "a thing, the other thing; 12", "日本 é", "ththe", "in  in"]:
         want = merged(text, metadata, "▁" if prefix else "")
         assert tokenizer.encode(text) == [1, *want]
@@ -134,7 +139,7 @@ def test_what_begins_and_ends_a_text(flags):
         "tokenizer.ggml.add_bos_token": begins,
         "tokenizer.ggml.add_eos_token": ends,
     }
-    ids = OurTokenizer.from_gguf(metadata, "m.gguf", 400).encode("the")
+    ids = ours(metadata, 400).encode("the")
     assert (ids[0] == 1, ids[-1] == 2) == flags
 
 
@@ -156,12 +161,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_metadata(case):
     metadata, named = BAD[case]
     with pytest.raises(CheckpointError, match=named):
-        OurTokenizer.from_gguf(sentencepiece() | metadata, "m.gguf", 400)
+        ours(sentencepiece() | metadata, 400)
 
 
 def test_vocabulary_beyond_the_logits():
     with pytest.raises(CheckpointError, match=r"m\.gguf.*logits for 20"):
-        OurTokenizer.from_gguf(sentencepiece(), "m.gguf", 20)
+        ours(sentencepiece(), 20)
 
 
 def test_a_file_is_a_model(tmp_path: Path):

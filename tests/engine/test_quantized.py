@@ -33,7 +33,7 @@ RAW: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 SMALLEST = 512 * 512  # weights in the projection after attention
-BITS = {"int8": 8 + 32 / 512, "fp8": 8 + 32 / 512, "int4": 4 + 16 / 32}
+BITS = {"int8": 8 + 32 / 512, "fp8": 8 + 32 / 512, "int4": 4 + 24 / 32}
 # The decode step is greedy, since the sampler, which takes longest to compile, holds no weights.
 PROGRAMS = [("int8", Bucket(1, 1, True, greedy=True)), ("int4", Bucket(16, 4, False))]
 

@@ -274,8 +274,10 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
         bound = np.maximum(np.abs(weight) / 16, top / 448 / 1024)
     else:
         groups = np.arange(100) // 32
-        top = np.stack([np.abs(weight[groups == g]).max(axis=0) for g in range(4)])[groups]
-        bound = top.astype(np.float64) / 7 / 2 * (1 + 2**-8)
+        high = np.stack([weight[groups == g].max(axis=0, initial=0) for g in range(4)])
+        low = np.stack([weight[groups == g].min(axis=0, initial=0) for g in range(4)])
+        span = (high.astype(np.float64) - low)[groups]
+        bound = span / 15 * 0.53 * (1 + 2**-8)
     assert (error <= bound * (1 + 1e-5) + tiny).all()
     assert (error > 0.8 * bound).any(), "the bound is far from what happens"
 
@@ -300,23 +302,31 @@ def test_the_blocks_matrices_are_quantized_and_nothing_else(form):
             np.testing.assert_array_equal(value, plain[path])
 
 
+TURN = """<|bos|><|im_start|>user
+Reverse: k-w-p-e-a<|im_end|>
+<|im_start|>assistant
+a-e-p-w-k<|im_end|>"""
+
+
 @functools.cache
 def bundled_logits(form: str | None) -> np.ndarray:
     """Of the bundled model, after each token of a question and its answer."""
     directory = bundled_model()
-    tokens = Tokenizer(directory, 511).encode("What is 12 + 34? 46. Reverse: s-t-o-n-e. enots")
+    tokens = Tokenizer(directory, 511).encode_word(TURN)
     model = load(directory, quantization=form)
     return PagedRunner(model, max_tokens=64).run([tokens])[0]
 
 
-# Largest difference of a logit over the largest logit; what was measured is at half of it or less.
-LOGIT_BOUNDS = {"int8": 0.02, "fp8": 0.1, "int4": 0.3}
+# Mean difference of a logit over the mean logit, at most; half of it was measured. Few weights of
+# this small model carry most of what it does, so that it takes rounding less well than a large one.
+LOGIT_BOUNDS = {"int8": 0.08, "fp8": 0.15, "int4": 0.5}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_of_the_bundled_model_stay_close(form):
-    error = relative_error(bundled_logits(form), bundled_logits(None))
-    assert LOGIT_BOUNDS[form] / 20 < error < LOGIT_BOUNDS[form]
+    exact = bundled_logits(None)
+    error = np.abs(bundled_logits(form) - exact).mean() / np.abs(exact).mean()
+    assert LOGIT_BOUNDS[form] / 4 < error < LOGIT_BOUNDS[form]
 
 
 def test_a_checkpoint_is_quantized_as_it_is_read(tmp_path):
