@@ -104,7 +104,7 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
     Asked once, where other calls of the library try for half a minute if there is no network.
     """
     api = HfApi(endpoint=access.endpoint)
-    info = api.repo_info(repo, revision=revision, timeout=TIMEOUT, files_metadata=True)
+    info = api.model_info(repo, revision=revision, timeout=TIMEOUT, files_metadata=True)
     files = info.siblings or []
     if len(files) > MAX_LISTED_FILES:
         raise CheckpointError(f"model {repo!r}: more than {MAX_LISTED_FILES} files")

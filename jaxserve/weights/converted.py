@@ -212,7 +212,7 @@ def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
 
     def describe(value: Array) -> _Parameter:
         host = np.ascontiguousarray(np.asarray(value))
-        digest = hashlib.sha256(host.reshape(-1).view(np.uint8)).hexdigest()
+        digest = hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
         return _Parameter(tuple(value.shape), str(value.dtype), digest)
 
     with ThreadPoolExecutor(2) as pool:

@@ -78,7 +78,7 @@ class TensorEntry:
         with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
             _check_unchanged(self.shard, file.fileno())
             file.seek(self.offset + first * size)
-            left = memoryview(values)
+            left = values.data
             while left:
                 count = file.readinto(left)
                 if not count:
