@@ -24,6 +24,7 @@ from rich.markup import escape
 
 import jaxserve
 from jaxserve.config import EngineConfig, api_keys_from_environment, prepare_process
+from jaxserve.convert import add_convert
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add_fields, given
 from jaxserve.outputs import RequestOutput
@@ -34,6 +35,7 @@ from jaxserve.server.settings import ServerConfig
 
 INTERRUPTED = 130
 DEFAULT_MAX_TOKENS = 256
+MODEL_HELP = "a checkpoint folder, a .gguf file or a name on the hub (default: the bundled model)"
 
 # Of SamplingParams, what has a meaning for prompts given on a command line.
 SAMPLING_FIELDS = (
@@ -47,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
     add_serve(commands.add_parser)
+    add_convert(commands.add_parser)
     add_compile(commands.add_parser)
     add_talk(commands.add_parser)
     add_run_batch(commands.add_parser)
@@ -70,7 +73,7 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="a prompt; - reads one from standard input. With --skip-tokenizer-init, token ids "
         "like 1,2,3",
     )
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: bundled model)")
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -96,8 +99,9 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "models",
         nargs="*",
-        metavar="[NAME=]DIR",
-        help="checkpoint folders, each with the name to serve it by (default: the bundled model)",
+        metavar="[NAME=]MODEL",
+        help="checkpoint folders, .gguf files or names on the hub, each with the name to serve it "
+        "by (default: the bundled model)",
     )
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, [field.name for field in dataclasses.fields(ServerConfig)])
@@ -231,7 +235,7 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE")
     parser.add_argument("-o", "--output-file", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: bundled model)")
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, ["served_model_name"])
     engine = parser.add_argument_group("engine")

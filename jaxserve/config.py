@@ -30,10 +30,16 @@ class EngineConfig:
     None means "chosen for the device and the model found"; `resolve` fills it in.
 
     Args:
-        model: folder of a Hugging Face checkpoint; None for the bundled demo model.
-        tokenizer: folder of the tokenizer, the model's own by default.
+        model: folder of a Hugging Face checkpoint, or one that `jaxserve convert` wrote; a GGUF
+            file; or a name on the Hugging Face hub (org/name, org/name/FILE.gguf); None for the
+            bundled demo model.
+        tokenizer: folder or name of the tokenizer, the model's own by default.
+        revision: branch, tag or commit of a model on the hub.
+        download_dir: where models of the hub are kept; its library's own cache by default.
+        generation_config: "auto" takes the checkpoint's generation_config.json for the sampling
+            defaults, "vllm" takes none, else the folder of another.
         skip_tokenizer_init: serve token ids only.
-        load_format: "auto" reads safetensors; "dummy" makes random weights from `seed`.
+        load_format: "auto" reads what is there; "dummy" makes random weights from `seed`.
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
             on CPU (faster there than 16-bit for small batches).
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
@@ -71,6 +77,9 @@ class EngineConfig:
 
     model: str | Path | None = None
     tokenizer: str | Path | None = None
+    revision: str | None = None
+    download_dir: str | Path | None = None
+    generation_config: str = "auto"
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     dtype: str = "auto"
@@ -188,6 +197,25 @@ def bundled_model() -> Path:
 def api_keys_from_environment() -> tuple[str, ...]:
     """Keys in JAXSERVE_API_KEY, separated by commas."""
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How the Hugging Face hub is reached, under the names of its own library.
+
+    Attributes:
+        endpoint: HF_ENDPOINT, another server than the hub itself.
+        is_offline: HF_HUB_OFFLINE: nothing is fetched, the cache is read.
+    """
+
+    endpoint: str | None
+    is_offline: bool
+
+
+def hub_access() -> HubAccess:
+    """What the environment says about the hub."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return HubAccess(os.environ.get("HF_ENDPOINT") or None, offline)
 
 
 def user_cache_dir() -> Path | None:

@@ -31,8 +31,9 @@ FLOORS = {
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
     "jaxserve.options": 7,  # of command lines
-    "jaxserve.cli": 8,
-    "jaxserve.__main__": 9,
+    "jaxserve.convert": 8,
+    "jaxserve.cli": 9,
+    "jaxserve.__main__": 10,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
@@ -44,21 +45,24 @@ SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "scores", "slot_
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
-        "jaxserve.engine.loading",  # names the platform and the dtype
+        *("jaxserve.engine.loading", "jaxserve.engine.conversion"),  # name platform and dtype
     ),
     "starlette": ("jaxserve.server",),
     "uvicorn": ("jaxserve.server",),
     "h11": ("jaxserve.server",),
     "msgspec": ("jaxserve.server",),
     "prometheus_client": ("jaxserve.server",),
-    "httpx2": ("jaxserve.server",),
-    "transformers": ("jaxserve.engine.text",),
-    "tokenizers": ("jaxserve.engine.text", "jaxserve.engine.plain_tokenizer"),
+    "httpx2": ("jaxserve.server", "jaxserve.engine.hub"),
+    "transformers": ("jaxserve.engine.text", "jaxserve.engine.gguf_text"),
+    "tokenizers": tuple(f"jaxserve.engine.{n}" for n in ("text", "gguf_text", "plain_tokenizer")),
+    "huggingface_hub": ("jaxserve.engine.hub",),
+    "gguf": ("jaxserve.weights.gguf",),
+    "orbax": ("jaxserve.weights.converted",),
     "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
     "torch": (),
 }
-HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes", "orbax"), HOMES["jax"])
+HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])
 # Third-party libraries that whole packages are limited to.
 ONLY = {
     "pallas_kernels": {"jax", "jaxlib", "numpy"},
@@ -222,6 +226,9 @@ FAULTY: list[tuple[str, Modules]] = [
     ("library_faults", {"jaxserve.engine.x": "import starlette"}),
     ("library_faults", {"pallas_kernels.x": "import flax"}),
     ("library_faults", {"jaxserve.weights.x": "import torch"}),
+    ("library_faults", {"jaxserve.engine.x": "from huggingface_hub import HfApi"}),
+    ("library_faults", {"jaxserve.engine.x": "import orbax.checkpoint"}),
+    ("library_faults", {"jaxserve.models.x": "import gguf"}),
     ("library_faults", {"jaxserve.request": "import numpy"}),
     (
         "cycle_faults",

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import EngineConfig, bundled_model, user_cache_dir
-from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
+from jaxserve.config import EngineConfig, user_cache_dir
+from jaxserve.engine.source import Source, find_source
+from jaxserve.engine.text import Tokenizer, default_sampling
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
-from jaxserve.models import Decoder, ModelConfig, read_model_config
+from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
-from jaxserve.weights import load_weights, random_weights
+from jaxserve.weights import random_weights
 from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
@@ -84,27 +85,24 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         CheckpointError, UnsupportedModel: what the folder holds cannot be served.
         ValueError: settings that contradict the model or each other.
     """
-    directory = Path(config.model) if config.model is not None else bundled_model()
-    if not directory.is_dir():
-        raise CheckpointError(f"model: {str(directory)!r} is not a folder with a checkpoint")
-    model_config = read_model_config(directory)
+    source = find_source(config, on_progress)
+    model_config = source.model_config
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     programs = None if cache is None else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = replace(config.resolve(platform, model_config.context_length), model=directory)
+    config = replace(config.resolve(platform, model_config.context_length), model=source.path)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
-    dtype = choose_dtype(config.dtype, model_config.dtype, platform)
+    dtype = placed_dtype(config, source, platform)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        tokenizer = Tokenizer(config.tokenizer or directory, model_config.vocab_size)
-    generation_config = read_generation_config(directory)
-    sampling = default_sampling(generation_config, str(directory))
-    ends = _eos_token_ids(model_config, generation_config, tokenizer)
+        tokenizer = source.tokenizer(config, on_progress)
+    sampling = default_sampling(source.generation_config, str(source.path))
+    ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     started = time.perf_counter()
-    model = _model(config, directory, model_config, dtype, on_progress)
+    model = _model(config, source, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
@@ -127,9 +125,25 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     return Loaded(config, runner, tokenizer, limits, sampling)
 
 
+def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:
+    """The dtype that the weights will have.
+
+    Raises:
+        UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
+    """
+    fixed = source.fixed_dtype
+    if fixed is None or config.load_format == "dummy":
+        return choose_dtype(config.dtype, source.model_config.dtype, platform)
+    if config.dtype not in ("auto", fixed):
+        raise UnsupportedModel(
+            f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
+        )
+    return choose_dtype(fixed, fixed, platform)
+
+
 def _model(
     config: EngineConfig,
-    directory: Path,
+    source: Source,
     model_config: ModelConfig,
     dtype: Any,
     on_progress: OnProgress | None,
@@ -138,18 +152,8 @@ def _model(
     quantization = choose_quantization(config.quantization, model_config)
     if config.load_format == "dummy":
         return random_weights(model_config, dtype, config.seed, quantization)
-    return load_weights(
-        directory,
-        model_config,
-        dtype,
-        quantization=quantization,
-        kv_scales=config.kv_cache_dtype == "fp8",
-        on_progress=None if on_progress is None else _stage("weights", on_progress),
-    )
-
-
-def _stage(name: str, on_progress: OnProgress):
-    return lambda done, total: on_progress(name, done, total)
+    kv_scales = config.kv_cache_dtype == "fp8"
+    return source.load(model_config, dtype, on_progress, quantization, kv_scales)
 
 
 def _eos_token_ids(

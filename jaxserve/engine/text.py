@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers.decoders import DecodeStream
 
@@ -49,14 +49,26 @@ class Tokenizer:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
             plain = read_plain(Path(directory))
-            self._tokenizer: Any = plain or _read_with_transformers(str(directory))
-            self.backend = self._tokenizer.backend_tokenizer
+            self._take(plain or _read_with_transformers(str(directory)), str(path), vocab_size)
+        except CheckpointError:
+            raise
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
+
+    @classmethod
+    def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
+        """One of Transformers' tokenizers as ours; CheckpointError where it does not fit."""
+        made = cls.__new__(cls)
+        made._take(tokenizer, where, vocab_size)
+        return made
+
+    def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
         largest = max(self._tokenizer.get_vocab().values(), default=0)
         if largest >= vocab_size:
             raise CheckpointError(
-                f"{path}: holds token id {largest}, and the model has logits for {vocab_size}"
+                f"{where}: holds token id {largest}, and the model has logits for {vocab_size}"
             )
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -70,7 +82,7 @@ class Tokenizer:
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
         self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
         self._longest_added = max(map(len, added), default=1)
-        self._templates = self._read_templates(str(directory))
+        self._templates = self._read_templates(where)
 
     def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
         """The chat template without tools and with them, which may be another.
@@ -367,8 +379,10 @@ def default_sampling(generation_config: Mapping[str, Any], where: str) -> Sampli
     Raises:
         CheckpointError: a recommended value is out of range.
     """
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = generation_config["max_new_tokens"]
     if generation_config.get("do_sample") is False:
         chosen["temperature"] = 0.0
     try:

@@ -1,7 +1,7 @@
 """How a family's parameters are laid out in a Hugging Face checkpoint, as data."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
@@ -11,6 +11,27 @@ import numpy as np
 from jaxserve.models.config import ModelConfig
 
 Index = tuple[int | slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of a tensor's rows and where they go.
+
+    Attributes:
+        rows: from and to, along the tensor's first dimension.
+        sizes: of the rows' dimensions once those fused into one are apart.
+        order: of these dimensions in the parameter.
+        at: which of the tensor's part of the parameter these rows fill.
+    """
+
+    rows: tuple[int, int]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    at: Index
+
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        """A view of the rows in the parameter's order of dimensions."""
+        return rows.reshape(self.sizes).transpose(self.order)
 
 
 @dataclass(frozen=True)
@@ -39,15 +60,32 @@ class WeightName:
 
     def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
         """A view of the tensor, or of its part, in the parameter's order of dimensions."""
-        rows, start = self._sizes(dims)[0], 0
-        if len(rows) > 1:
-            start = sum(rows[: self.part])
-            tensor = tensor[start : start + rows[self.part]]
-        source = [
-            name for parts in self._source() for name in parts[self.part if len(parts) > 1 else 0]
-        ]
-        view = tensor.reshape([dims[name] for name in source])
-        return view.transpose([source.index(name) for name in self._side(1).split()])
+        whole = next(self.blocks(dims, tensor.size))
+        return whole.arrange(tensor[slice(*whole.rows)])
+
+    def blocks(self, dims: Mapping[str, int], most: int) -> Iterator[Block]:
+        """The tensor, or its part, cut along its first dimension.
+
+        Blocks have at most `most` values, but at least one entry of the outermost of the dimensions
+        that are fused into the first.
+        """
+        sizes = self._sizes(dims)
+        names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
+        source = [name for part in names for name in part]
+        order = tuple(source.index(name) for name in self._side(1).split())
+        shape = tuple(dims[name] for name in source)
+        first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
+        step = prod(dims[name] for name in names[0][1:])  # rows to an entry of the outermost
+        count = max(1, most // max(1, prod(shape[1:])))
+        outer = (slice(None),) * order.index(0)
+        for start in range(0, shape[0], count):
+            stop = min(start + count, shape[0])
+            yield Block(
+                rows=(first + start * step, first + stop * step),
+                sizes=(stop - start, *shape[1:]),
+                order=order,
+                at=(*outer, slice(start, stop)),
+            )
 
     def _sizes(self, dims: Mapping[str, int]) -> list[list[int]]:
         """Of each dimension of the tensor, the sizes of its parts."""

@@ -1,6 +1,30 @@
 """Checkpoint files into placed arrays."""
 
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.weights.loading import load_weights, random_weights
+from jaxserve.weights.converted import (
+    ConvertedModel,
+    is_converted,
+    load_converted,
+    open_converted,
+    write_converted,
+)
+from jaxserve.weights.gguf import GgufFile, read_gguf
+from jaxserve.weights.gguf_names import gguf_config, gguf_fields
+from jaxserve.weights.loading import load_weights, parameter_values, random_weights
 
-__all__ = ["Checkpoint", "load_weights", "open_checkpoint", "random_weights"]
+__all__ = [
+    "Checkpoint",
+    "ConvertedModel",
+    "GgufFile",
+    "gguf_config",
+    "gguf_fields",
+    "is_converted",
+    "load_converted",
+    "load_weights",
+    "open_checkpoint",
+    "open_converted",
+    "parameter_values",
+    "random_weights",
+    "read_gguf",
+    "write_converted",
+]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.safetensors import TensorEntry, read_tensor
+from jaxserve.weights.safetensors import TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 WIDTH = 32  # values of a block
@@ -28,9 +28,9 @@ class PackedEntry(TensorEntry):
     blocks: TensorEntry
     scales: TensorEntry
 
-    def read(self) -> np.ndarray:
-        """The values. Raises like `read_tensor`."""
-        return dequantize(read_tensor(self.blocks), read_tensor(self.scales))
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Some rows' values. Raises like `TensorEntry.read_rows`."""
+        return dequantize(self.blocks.read_rows(first, last), self.scales.read_rows(first, last))
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -44,7 +44,8 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         [..., G * 32].
     """
     values = PAIRS[blocks].reshape(*scales.shape, WIDTH)
-    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    with np.errstate(over="ignore"):  # what is no number is marked next
+        powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     powers[scales == NOT_A_NUMBER] = np.nan
     values *= powers[..., None]
     return values.reshape(*scales.shape[:-1], -1)

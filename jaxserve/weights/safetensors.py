@@ -62,6 +62,31 @@ class TensorEntry:
     offset: int
     num_bytes: int
 
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """The rows from `first` to before `last`, along the first dimension.
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        raw = self.read_bytes(first, last)
+        return raw.view(self.dtype).reshape(last - first, *self.shape[1:])
+
+    def read_bytes(self, first: int, last: int) -> np.ndarray:
+        """The bytes of some rows. Raises like `read_rows`."""
+        size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
+        values = np.empty((last - first) * size, np.uint8)
+        with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
+            _check_unchanged(self.shard, file.fileno())
+            file.seek(self.offset + first * size)
+            left = values.data
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
+                left = left[count:]
+            _check_unchanged(self.shard, file.fileno())
+        return values
+
     @property
     def dtype_name(self) -> str:
         """As the file has it."""
@@ -75,7 +100,7 @@ def read_header(path: Path) -> list[TensorEntry]:
         CheckpointError: naming the file, and the tensor where one is to blame.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        shard = Shard(path, _identity(file.fileno()))
+        shard = Shard(path, identity(file.fileno()))
         size = shard.identity[2]
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -127,21 +152,14 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """The tensor's values in an array of their own.
-
-    Raises:
-        CheckpointError: the file cannot be read, or changed since its header was read.
-    """
-    values = np.empty(entry.num_bytes, np.uint8)
-    filled = 0
-    for block in read_blocks(entry):
-        values[filled : filled + len(block)] = np.frombuffer(block, np.uint8)
-        filled += len(block)
-    return values.view(entry.dtype).reshape(entry.shape)
+    """All of a tensor's values. Raises like `TensorEntry.read_rows`."""
+    if not entry.shape:
+        return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
+    return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """The tensor's bytes, a block at a time. Raises like `read_tensor`."""
+    """The tensor's bytes, a block at a time. Raises like `TensorEntry.read_rows`."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
@@ -162,11 +180,12 @@ def check_unchanged(shard: Shard) -> None:
 
 
 def _check_unchanged(shard: Shard, descriptor: int) -> None:
-    if _identity(descriptor) != shard.identity:
+    if identity(descriptor) != shard.identity:
         raise CheckpointError(f"{shard.path}: changed while it was being loaded")
 
 
-def _identity(descriptor: int) -> tuple[int, int, int, int]:
+def identity(descriptor: int) -> tuple[int, int, int, int]:
+    """What `Shard` remembers of an open file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import Decoder, read_model_config
+from jaxserve.models import Decoder, checkpoint_weights, read_model_config
+from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
 
 
@@ -158,3 +159,15 @@ def test_values_beyond_the_range_of_the_dtype_are_refused_by_name(single, tensor
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*1000000.*float16"):
         load(single, jnp.float16)
     load(single, jnp.bfloat16)
+
+
+def test_blocks_are_the_whole_in_pieces(single, tensors):
+    """A tensor's blocks fill what the tensor fills at once."""
+    config = read_model_config(single)
+    for weight in checkpoint_weights(config):
+        tensor, dims = tensors[weight.name], dimensions(config)
+        whole = weight.arrange(tensor, dims)
+        pieces = np.full(whole.shape, np.nan, np.float32)
+        for block in weight.blocks(dims, 40):
+            pieces[block.at] = block.arrange(tensor[slice(*block.rows)])
+        np.testing.assert_array_equal(pieces, whole)

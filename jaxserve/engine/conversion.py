@@ -1,0 +1,79 @@
+"""Checkpoints into folders that restore without work: `jaxserve convert`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.gguf_text import gguf_tokenizer
+from jaxserve.engine.loading import placed_dtype
+from jaxserve.engine.source import Source, find_source, local_path
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.runner import OnProgress
+from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
+
+CONFIG = "config.json"
+TEXT = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+
+def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = None) -> None:
+    """Write the model of `config`, placed and in its dtype, with everything that serving needs.
+
+    Args:
+        config: says which model, and its dtype.
+        to: a folder that does not exist yet; it appears once it is whole and verified.
+        on_progress: told how far the weights have come.
+
+    Raises:
+        CheckpointError, UnsupportedModel: the model cannot be read, or the folder not written.
+    """
+    if to.exists() or to.is_symlink():  # before the work
+        raise CheckpointError(f"{to}: exists already")
+    source = find_source(config, on_progress)
+    if source.model_config.quantization is not None:
+        raise UnsupportedModel(f"{source.path}: quantized checkpoints cannot be converted")
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    dtype = placed_dtype(config, source, platform)
+    if not config.skip_tokenizer_init:
+        source.tokenizer(config, on_progress)  # refused before the work
+    values = parameter_values(source.load(source.model_config, dtype, on_progress))
+    write_converted(
+        values,
+        source.model_config,
+        to,
+        lambda folder: _write_extra(folder, source, config),
+        str(dtype),
+    )
+
+
+def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
+    """Configuration and tokenizer, as Transformers' own files."""
+    if isinstance(source.weights, GgufFile):
+        _write_json(folder / CONFIG, gguf_fields(source.weights))
+    else:
+        shutil.copyfile(source.path / CONFIG, folder / CONFIG)
+    if source.generation_config:
+        _write_json(folder / "generation_config.json", source.generation_config)
+    if config.skip_tokenizer_init:
+        return
+    if config.tokenizer is None and isinstance(source.weights, GgufFile):
+        gguf_tokenizer(source.weights.metadata, str(source.path)).save_pretrained(folder)
+        return
+    text = source.path
+    if config.tokenizer is not None:
+        text = local_path(str(config.tokenizer), config, None, text_only=True)
+    for name in TEXT:
+        if (text / name).is_file():
+            shutil.copyfile(text / name, folder / name)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

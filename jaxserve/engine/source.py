@@ -1,0 +1,177 @@
+"""What the setting `model` points at: a folder, a converted folder, a GGUF file, a hub name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.engine.text import Tokenizer, read_generation_config
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.execution.runner import OnProgress
+from jaxserve.models import Decoder, ModelConfig, read_model_config
+from jaxserve.weights import (
+    ConvertedModel,
+    GgufFile,
+    gguf_config,
+    is_converted,
+    load_converted,
+    load_weights,
+    open_converted,
+    read_gguf,
+)
+
+# org/name, or org/name/FILE.gguf.
+HUB_NAME = re.compile(
+    r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
+)
+# Tokens that end a turn, besides the end of a text.
+GGUF_ENDS = ("eos", "eot", "eom")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files, found and checked; no weight has been read.
+
+    Attributes:
+        path: of the folder or the GGUF file.
+        model_config: what it holds.
+        generation_config: the recommended settings of generation.
+        weights: where they are read from: the folder, an opened file, or a converted folder.
+    """
+
+    path: Path
+    model_config: ModelConfig
+    generation_config: dict[str, Any]
+    weights: Path | GgufFile | ConvertedModel
+
+    @property
+    def fixed_dtype(self) -> str | None:
+        """The dtype of parameters that were placed before; None where they are cast on load."""
+        return self.weights.dtype if isinstance(self.weights, ConvertedModel) else None
+
+    def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
+        """The one that is asked for, or the model's own.
+
+        Raises:
+            CheckpointError: none there, or one that does not fit the model.
+        """
+        size = self.model_config.vocab_size
+        if config.tokenizer is not None:
+            folder = local_path(str(config.tokenizer), config, on_progress, text_only=True)
+            return Tokenizer(folder, size)
+        if isinstance(self.weights, GgufFile):
+            made = _late("gguf_text").gguf_tokenizer(self.weights.metadata, str(self.path))
+            return Tokenizer.of(made, str(self.path), size)
+        return Tokenizer(self.path, size)
+
+    def load(
+        self,
+        model_config: ModelConfig,
+        dtype: Any,
+        on_progress: OnProgress | None = None,
+        quantization: str | None = None,
+        kv_scales: bool = False,
+    ) -> Decoder:
+        """The model with its weights; see `load_weights` and `load_converted`.
+
+        Raises:
+            CheckpointError: the files are not right.
+            UnsupportedModel: a converted folder is to be quantized.
+        """
+        if isinstance(self.weights, ConvertedModel):
+            if quantization is not None:
+                raise UnsupportedModel(
+                    f"{self.path}: a converted folder cannot be quantized; use the checkpoint "
+                    "that it was made of"
+                )
+            return load_converted(self.weights, model_config)
+        return load_weights(
+            self.weights,
+            model_config,
+            dtype,
+            quantization=quantization,
+            kv_scales=kv_scales,
+            on_progress=None if on_progress is None else _stage("weights", on_progress),
+        )
+
+
+def _stage(name: str, on_progress: OnProgress):
+    return lambda done, total: on_progress(name, done, total)
+
+
+def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> Source:
+    """Find a model's files, bring them here if they are on the hub, and read what they say.
+
+    Raises:
+        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
+    """
+    path = bundled_model()
+    if config.model is not None:
+        path = local_path(str(config.model), config, on_progress)
+    if path.is_file():
+        file = read_gguf(path)
+        generation = _generation_config(config, path.parent, {"eos_token_id": _gguf_ends(file)})
+        return Source(path, gguf_config(file), generation, file)
+    model_config = read_model_config(path)
+    generation = _generation_config(config, path, None)
+    if is_converted(path):
+        return Source(path, model_config, generation, open_converted(path))
+    return Source(path, model_config, generation, path)
+
+
+def local_path(
+    name: str, config: EngineConfig, on_progress: OnProgress | None, *, text_only: bool = False
+) -> Path:
+    """The folder, or the GGUF file, that a name stands for.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path, what = Path(name), "tokenizer" if text_only else "model"
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf" and not text_only):
+        return path
+    if not path.exists() and is_hub_name(name):
+        fetch = _late("hub").fetch
+        return fetch(name, config.revision, config.download_dir, on_progress, text_only=text_only)
+    raise CheckpointError(
+        f"{what}: {name!r} is not a folder with a checkpoint, nor a .gguf file, nor a name on the "
+        "Hugging Face hub (org/name)"
+    )
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this could be a name on the hub."""
+    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def _late(name: str) -> Any:
+    """A module that brings large libraries, for those who need it."""
+    return importlib.import_module(f"jaxserve.engine.{name}")
+
+
+def _gguf_ends(file: GgufFile) -> list[Any]:
+    ends = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in GGUF_ENDS]
+    return [end for end in ends if end is not None]
+
+
+def _generation_config(
+    config: EngineConfig, folder: Path, own: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The settings of generation, with the ends of the model's own in any case."""
+    found = read_generation_config(folder) if own is None else own
+    if config.generation_config == "auto":
+        return found
+    ends = {"eos_token_id": found["eos_token_id"]} if "eos_token_id" in found else {}
+    if config.generation_config == "vllm":
+        return ends
+    other = Path(config.generation_config)
+    if not (other / "generation_config.json").is_file():
+        raise CheckpointError(
+            f"generation_config: {str(other)!r} is not 'auto', 'vllm' or a folder with a "
+            "generation_config.json"
+        )
+    return ends | read_generation_config(other)

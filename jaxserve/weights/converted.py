@@ -1,0 +1,277 @@
+"""Folders that `jaxserve convert` writes: a model's placed parameters, kept by Orbax.
+
+`jaxserve.json` lists every file with its size, and every parameter with its shape, dtype and
+digest. It is the last file written, and the folder gets its name only then, so a folder with that
+file is whole, unless it was damaged later, which shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.models.config_fields import Fields
+from jaxserve.models.strict_json import read_object
+from jaxserve.weights.checkpoint import listed
+from jaxserve.weights.loading import filled, parameters_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+CARD, WEIGHTS = "jaxserve.json", "weights"
+FORMAT = 1
+MAX_CARD_BYTES = 64 << 20
+MAX_FILES = 1 << 17
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# The sharding of a parameter, given its path and shape.
+ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """What a converted folder says of itself, and of which files it consists.
+
+    Attributes:
+        dtype: of the parameters.
+        parameters: by path.
+        files: below the folder, and their sizes.
+    """
+
+    directory: Path
+    dtype: str
+    parameters: Mapping[str, _Parameter]
+    files: Mapping[str, int]
+
+
+def is_converted(directory: Path) -> bool:
+    """Whether a folder was made by `write_converted`; half of one counts, and is refused later."""
+    return (directory / CARD).exists() or (directory / WEIGHTS).is_dir()
+
+
+def write_converted(
+    values: dict[str, Array],
+    config: ModelConfig,
+    directory: Path,
+    extra: Callable[[Path], None],
+    dtype: str,
+) -> None:
+    """Write a model's parameters and what `extra` writes beside them, all or nothing.
+
+    Everything is written under another name, read back and compared bit for bit, and then renamed.
+
+    Args:
+        values: by path, placed on any devices. Emptied, so that memory never holds them twice.
+        config: of the model.
+        directory: must not exist.
+        extra: writes configuration and tokenizer into a folder.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: the folder exists, cannot be written, or what was read back differs.
+    """
+    directory = directory.absolute()
+    if directory.exists() or directory.is_symlink():
+        raise CheckpointError(f"{directory}: exists already")
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        try:
+            extra(partial)
+            with _orbax().StandardCheckpointer() as checkpointer:
+                checkpointer.save(partial / WEIGHTS, values)
+            card = {
+                "format": FORMAT,
+                "dtype": dtype,
+                "parameters": {path: asdict(one) for path, one in _describe(values).items()},
+                "files": _files(partial),
+            }
+            _sync_all(partial)
+            _write_synced(partial / CARD, json.dumps(card, indent=1))
+            values.clear()
+            load_converted(open_converted(partial), config)
+            os.rename(partial, directory)
+            _sync(directory.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written ({error})") from error
+
+
+def open_converted(directory: Path) -> ConvertedModel:
+    """Read a folder's card, and check that its files are all there and no others.
+
+    Raises:
+        CheckpointError: it is not whole, or malformed.
+    """
+    card = directory / CARD
+    if not card.exists():
+        raise CheckpointError(
+            f"{directory}: has {WEIGHTS} but no {CARD}: its conversion did not end; convert again"
+        )
+    fields = Fields(read_object(card, MAX_CARD_BYTES), problems=[])
+    if fields.take("format") != FORMAT:
+        fields.refuse("format", f"{FORMAT}; convert the model again")
+    dtype = fields.choice("dtype", DTYPES)
+    described, files = fields.take("parameters"), fields.take("files")
+    fields.finish()
+    if fields.problems:
+        raise CheckpointError(f"{card}: " + "; ".join(fields.problems))
+    found = _files(directory)
+    if not isinstance(files, dict) or files != found:
+        names = set(files) if isinstance(files, dict) else set()
+        wrong = [f"{name[:100]!r} missing" for name in sorted(names - found.keys(), key=str)]
+        wrong += [f"{name!r} not listed" for name in sorted(found.keys() - names)]
+        wrong += [
+            f"{name!r} of another size"
+            for name in sorted(names & found.keys())
+            if files[name] != found[name]
+        ]
+        raise CheckpointError(f"{card}: its list is not what the folder holds: {listed(wrong)}")
+    return ConvertedModel(directory, dtype, _parameters(card, described), found)
+
+
+def load_converted(
+    converted: ConvertedModel, config: ModelConfig, sharding_of: ShardingOf | None = None
+) -> Decoder:
+    """The model of a converted folder, every parameter placed where it belongs and verified.
+
+    Args:
+        converted: the folder.
+        config: what it should hold.
+        sharding_of: by default, everything goes to JAX's default device.
+
+    Raises:
+        CheckpointError: parameters that are not those of `config`, or differ from what was written.
+    """
+    where, dtype = converted.directory, jnp.dtype(converted.dtype)
+    model = abstract_model(config, dtype)
+    expected = {
+        path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in parameters_of(model).items()
+    }
+    held = {path: (one.shape, one.dtype) for path, one in converted.parameters.items()}
+    if held != expected:
+        wrong = [path for path in {**expected, **held} if expected.get(path) != held.get(path)]
+        raise CheckpointError(
+            f"{where}: the parameters are not those of config.json: {listed(sorted(wrong))}"
+        )
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        path: jax.ShapeDtypeStruct(
+            shape, kind, sharding=default if sharding_of is None else sharding_of(path, shape)
+        )
+        for path, (shape, kind) in expected.items()
+    }
+    try:
+        with _orbax().StandardCheckpointer() as checkpointer:
+            values = checkpointer.restore(where.absolute() / WEIGHTS, abstract)
+    except Exception as error:  # Orbax and TensorStore raise whatever they meet
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
+    _verify(where, values, converted.parameters)
+    return filled(model, values)
+
+
+def _orbax() -> Any:
+    """Imported where it is needed: it takes seconds."""
+    return importlib.import_module("orbax.checkpoint")
+
+
+def _verify(where: Path, values: Mapping[str, Array], written: Mapping[str, _Parameter]) -> None:
+    got = _describe(values)
+    wrong = sorted(path for path in written if got[path] != written[path])
+    if wrong:
+        raise CheckpointError(f"{where}: not what was written, bit for bit: {listed(wrong)}")
+
+
+def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
+    """Each array's shape, dtype and digest; a few copies at a time come to the host."""
+
+    def describe(value: Array) -> _Parameter:
+        host = np.ascontiguousarray(np.asarray(value))
+        digest = hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
+        return _Parameter(tuple(value.shape), str(value.dtype), digest)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(values, pool.map(describe, values.values()), strict=True))
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Every file below a folder but its card, and its size; links and others are refused."""
+    found: dict[str, int] = {}
+    waiting = [directory]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            listing = list(entries)
+        for entry in listing:
+            name = Path(entry.path).relative_to(directory).as_posix()
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
+                raise CheckpointError(f"{directory / name}: not a regular file of this folder")
+            elif name != CARD:
+                found[name] = entry.stat(follow_symlinks=False).st_size
+            if len(found) + len(waiting) > MAX_FILES:
+                raise CheckpointError(f"{directory}: holds more than {MAX_FILES} files")
+    return found
+
+
+def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{card}: parameters must map paths to their descriptions")
+    found = {}
+    for path, one in described.items():
+        try:
+            shape, dtype, sha256 = one["shape"], one["dtype"], one["sha256"]
+            sound = all(type(size) is int for size in shape) and isinstance(sha256, str)
+        except (TypeError, KeyError):
+            sound = False
+        if not sound or dtype not in DTYPES:
+            raise CheckpointError(f"{card}: {path[:200]!r} needs a shape, a dtype and a sha256")
+        found[path] = _Parameter(tuple(shape), dtype, sha256)
+    return found
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "x") as file:
+        file.write(text)
+    _sync(path)
+
+
+def _sync_all(directory: Path) -> None:
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

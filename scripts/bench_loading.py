@@ -1,0 +1,239 @@
+"""Loading a checkpoint against reading its file, and the memory that it takes.
+
+    python scripts/bench_loading.py --json scripts/results/bench_loading.json
+
+Writes a random Llama checkpoint in shards under a temporary folder, then takes turns: read the
+files from one end to the other with one thread and no more than a buffer, and load them into a
+model on JAX's default device. Each turn begins by dropping the files from the page cache
+(posix_fadvise), and each load is a process of its own, as a server's is; time runs from the open
+call of `load_weights` to the last weight in its place, with NaN being looked for.
+
+A virtual machine may have to ask its host for memory that it never used or gave back, which can
+take longer than the disk (first touch: 0.3 to 1 GB/s on the machine of the results). So each round
+loads twice: with memory as it comes ("fresh"), and after the process has touched as much as the
+weights take and let it go ("touched"); the goal is for the latter, and both are reported.
+
+`excess` is how far host memory rose above what the process held before, less the weights
+themselves where the device is the CPU; the goal is at most 1.15 of the largest shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models.weight_table import dimensions
+from jaxserve.weights import load_weights
+
+READ_BYTES = 16 << 20
+GOAL, EXCESS_GOAL = 0.70, 1.15
+# The shape of a 1B Llama; layers are added until the size is reached.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> None:
+    """A checkpoint of about `size` bytes in shards of about `shard_bytes`."""
+    layers = 1
+    while num_bytes(layers + 1, dtype) <= size:
+        layers += 1
+    raw = CONFIG | {"num_hidden_layers": layers, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_dict(raw)
+    generator, weight_map = np.random.default_rng(0), {}
+    shard: dict[str, np.ndarray] = {}
+    shards: list[tuple[str, int]] = []
+
+    def flush() -> None:
+        name = f"model-{len(shards) + 1:05}.safetensors"
+        save_file(shard, folder / name)
+        shards.append((name, sum(tensor.nbytes for tensor in shard.values())))
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for weight in checkpoint_weights(config):
+        shape = weight.shape(dimensions(config))
+        values = generator.standard_normal(shape, np.float32) * np.float32(0.02)
+        shard[weight.name] = values.astype(DTYPES[dtype])
+        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes:
+            flush()
+    if shard:
+        flush()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def num_bytes(layers: int, dtype: str) -> int:
+    """Bytes of a checkpoint with so many layers."""
+    config = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": layers})
+    dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
+    return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_cached(folder: Path) -> None:
+    """Drop the weights from the page cache; they must have reached the disk for that."""
+    for path in weight_files(folder):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(folder: Path) -> float:
+    """Seconds to read every byte in order into one buffer."""
+    buffer, started = bytearray(READ_BYTES), time.perf_counter()
+    for path in weight_files(folder):
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
+def peak_bytes() -> int:
+    """Most host memory that this process ever held; getrusage would count its parent's too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def touch(size: int) -> float:
+    """Use so many bytes of memory and let them go; seconds that it took."""
+    started = time.perf_counter()
+    np.empty(size, np.uint8).fill(1)
+    return time.perf_counter() - started
+
+
+def load_once(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
+    """Load in this process: seconds, bytes on the device, rise of the peak of host memory."""
+    config = read_model_config(folder)
+    values = sum(
+        int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
+    )
+    touch_seconds = touch(values * jax.numpy.dtype(dtype).itemsize) if touched else 0.0
+    jax.block_until_ready(jax.numpy.zeros(1))
+    before = peak_bytes()
+    started = time.perf_counter()
+    model = load_weights(folder, config, dtype)
+    leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    seconds = time.perf_counter() - started
+    placed = sum(leaf.nbytes for leaf in leaves)
+    on_host = placed if jax.default_backend() == "cpu" else 0
+    return {
+        "seconds": seconds,
+        "touch_seconds": touch_seconds,
+        "placed_bytes": placed,
+        "excess_bytes": peak_bytes() - before - on_host,
+    }
+
+
+def load_apart(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
+    command = [sys.executable, __file__, "--load", str(folder), "--dtype", dtype]
+    done = subprocess.run(
+        [*command, *(["--touched"] if touched else [])], check=True, capture_output=True, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def one_round(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
+    """Read, then load; the ratio of their speeds."""
+    size = sum(path.stat().st_size for path in weight_files(folder))
+    drop_cached(folder)
+    seconds = read_all(folder)
+    drop_cached(folder)
+    loaded = load_apart(folder, dtype, touched)
+    ratio = seconds / loaded["seconds"]
+    print(
+        f"  {'touched' if touched else 'fresh'} memory: read {size / seconds / 1e9:.2f} GB/s, "
+        f"loaded {size / loaded['seconds'] / 1e9:.2f} GB/s: {ratio:.2f}; "
+        f"excess {loaded['excess_bytes'] / 1e6:.0f} MB",
+        flush=True,
+    )
+    return {"read_seconds": seconds, **loaded, "ratio": ratio}
+
+
+def compare(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
+    """Alternate reads and loads; ratios are of neighbours."""
+    files = weight_files(folder)
+    largest = max(path.stat().st_size for path in files)
+    fresh, touched = [], []
+    for _ in range(repeats):
+        fresh.append(one_round(folder, dtype, touched=False))
+        touched.append(one_round(folder, dtype, touched=True))
+    return {
+        "bytes": sum(path.stat().st_size for path in files),
+        "largest_shard_bytes": largest,
+        "parameters_as": dtype,
+        "fresh": fresh,
+        "touched": touched,
+        "ratio": statistics.median(one["ratio"] for one in touched),
+        "ratio_fresh": statistics.median(one["ratio"] for one in fresh),
+        "excess_of_largest_shard": max(one["excess_bytes"] for one in fresh) / largest,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--shard-megabytes", type=int, default=500)
+    parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="float32", help="of the parameters")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load is not None:
+        print(json.dumps(load_once(arguments.load, arguments.dtype, arguments.touched)))
+        return
+    results: dict[str, Any] = {
+        "machine": {"cpus": os.cpu_count(), "jax": jax.__version__, "os": platform.system()},
+        "goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL},
+    }
+    for stored in arguments.stored:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+            folder = Path(name)
+            size = int(arguments.gigabytes * 1e9)
+            write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
+            print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {arguments.dtype}:")
+            results[stored] = one = compare(folder, arguments.dtype, arguments.repeats)
+        print(
+            f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), with fresh memory "
+            f"{one['ratio_fresh']:.2f}; excess {one['excess_of_largest_shard']:.2f} of the "
+            f"largest shard (goal {EXCESS_GOAL})"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

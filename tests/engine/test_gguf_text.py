@@ -1,0 +1,185 @@
+"""Tokenizers out of GGUF metadata against those that the metadata was made from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxserve import CheckpointError, EngineConfig
+from jaxserve.engine.gguf_text import gguf_tokenizer
+from jaxserve.engine.source import find_source
+from jaxserve.engine.text import Tokenizer as OurTokenizer
+from tests.engine.checkpoint import CHAT_TEMPLATE
+from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CORPUS = [
+    "the cat sat on the mat",
+    "a thing, the other thing; 1234567",
+    "été là-bas où ça",
+    "\n\n x",
+]
+TEXTS = [*CORPUS, "  leading", "tail  ", "日本語 🙂", "don't", "a<|user|>b", "", " "]
+SPECIAL = ["<|bos|>", "<|end|>", "<|user|>", "<|bot|>"]
+
+
+def ours(metadata: dict[str, Any], vocab_size: int) -> OurTokenizer:
+    return OurTokenizer.of(gguf_tokenizer(metadata, "m.gguf"), "m.gguf", vocab_size)
+
+
+def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
+    """A trained byte-level BPE, and the metadata that llama.cpp's converter would write."""
+    backend = Tokenizer(models.BPE(ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=310, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    tokens = [backend.id_to_token(index) for index in range(backend.get_vocab_size())]
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    return backend, {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.int32([3 if t in SPECIAL else 1 for t in tokens]),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def test_byte_level_vocabulary():
+    backend, metadata = byte_level()
+    tokenizer = ours(metadata, 310)
+    for text in TEXTS:
+        want = backend.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == [0, *want]
+        assert tokenizer.encode(text, add_special_tokens=False) == want
+        assert tokenizer.decode(want, skip_special_tokens=False) == text
+    assert tokenizer.eos_token_id == 1
+    messages = [{"role": "user", "content": "the <|end|> cat"}]
+    got = tokenizer.render_chat(messages)
+    assert got[:2] == [0, 2] and got[-2:] == [1, 3] and 1 not in got[2:-2]
+
+
+def sentencepiece() -> dict[str, Any]:
+    """Metadata of a vocabulary with scores and no merges, and bytes to fall back on."""
+    words = ["▁the", "▁cat", "the", "▁t", "he", "at", "▁c", "in", "ing", "th", "thing", "▁thing"]
+    letters = sorted({*"▁abcdefghijklmnopqrstuvwxyz,;1234567-é"})
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(words))] + [-1000.0] * len(letters)
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259)
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": np.float32(scores),
+        "tokenizer.ggml.token_type": np.int32(kinds),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def merged(text: str, metadata: dict[str, Any], prefix: str) -> list[int]:
+    """SentencePiece's own algorithm: the neighbours of the best score are joined, then the next."""
+    pieces = metadata["tokenizer.ggml.tokens"]
+    scores = dict(zip(pieces, metadata["tokenizer.ggml.scores"], strict=True))
+    symbols = list(prefix + text.replace(" ", "▁"))
+    while True:
+        neighbours = enumerate(itertools.pairwise(symbols))
+        pairs = [(scores.get(a + b), -i) for i, (a, b) in neighbours]
+        pairs = [pair for pair in pairs if pair[0] is not None]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    ids = []
+    for symbol in symbols:
+        spelled = [symbol] if symbol in scores else [f"<0x{b:02X}>" for b in symbol.encode()]
+        ids += [pieces.index(piece) for piece in spelled]
+    return ids
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_vocabulary_with_scores(prefix):
+    metadata = sentencepiece() | ({} if prefix else {"tokenizer.ggml.add_space_prefix": False})
+    tokenizer = ours(metadata, 400)
+    for text in ["the cat", "thing", "a thing, the other thing; 12", "日本 é", "ththe", "in  in"]:
+        want = merged(text, metadata, "▁" if prefix else "")
+        assert tokenizer.encode(text) == [1, *want]
+        assert tokenizer.decode(want) == text
+    assert (tokenizer.eos_token_id, tokenizer.decode([1, 2])) == (2, "")
+
+
+@pytest.mark.parametrize("flags", [(True, True), (False, True), (False, False)])
+def test_what_begins_and_ends_a_text(flags):
+    begins, ends = flags
+    metadata = sentencepiece() | {
+        "tokenizer.ggml.add_bos_token": begins,
+        "tokenizer.ggml.add_eos_token": ends,
+    }
+    ids = ours(metadata, 400).encode("the")
+    assert (ids[0] == 1, ids[-1] == 2) == flags
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no_kind": ({"tokenizer.ggml.model": None}, "tokenizer=DIR"),
+    "other_kind": ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+    "other_split": ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "x"}, "'x'"),
+    "end_beyond": ({"tokenizer.ggml.eos_token_id": 10**9}, "eos_token_id"),
+    "end_is_text": ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id"),
+    "tokens_are_numbers": ({"tokenizer.ggml.tokens": np.int32([1, 2])}, "tokenizer"),
+    "scores_cut": ({"tokenizer.ggml.scores": np.float32([0, 1])}, "do not fit"),
+    "scores_are_text": ({"tokenizer.ggml.scores": "none"}, "do not fit"),
+    "template_is_a_number": ({"tokenizer.chat_template": 5}, "chat_template"),
+    "template_is_long": ({"tokenizer.chat_template": "x" * (2 << 20)}, "chat_template"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_metadata(case):
+    metadata, named = BAD[case]
+    with pytest.raises(CheckpointError, match=named):
+        ours(sentencepiece() | metadata, 400)
+
+
+def test_vocabulary_beyond_the_logits():
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*logits for 20"):
+        ours(sentencepiece(), 20)
+
+
+def test_a_file_is_a_model(tmp_path: Path):
+    """Configuration, tokenizer and ends out of one file."""
+    backend, metadata = byte_level()
+    raw = raw_config("llama") | {"vocab_size": 310}
+    metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer")}
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].tolist()
+    metadata["tokenizer.ggml.eot_token_id"] = 3
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_tensors(raw), metadata=metadata, raw=raw)
+    config = EngineConfig(model=path)
+    source = find_source(config)
+    assert source.generation_config == {"eos_token_id": [1, 3]}
+    assert source.model_config.eos_token_ids == (1,)
+    text = "the cat sat"
+    assert source.tokenizer(config).encode(text)[1:] == backend.encode(text).ids

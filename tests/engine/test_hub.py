@@ -1,0 +1,186 @@
+"""Models by their names on the hub, fetched from a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import CheckpointError, EngineConfig
+from jaxserve.engine.hub import fetch
+from jaxserve.engine.source import find_source, is_hub_name
+from jaxserve.weights import parameter_values
+from tests.engine.hub_server import Hub, commit_of, serve_hub
+from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
+
+NEVER = {
+    "pytorch_model.bin": b"\x80\x02",
+    "modeling_tiny.py": b"raise SystemExit",
+    "consolidated.safetensors": b"x",
+    "adapter_model.safetensors": b"x",
+    "onnx/model.safetensors": b"x",
+    "../escape.safetensors": b"x",
+    "..\\escape.safetensors": b"x",
+    "/etc/escape.safetensors": b"x",
+    "..": b"x",
+    "README.md": b"# tiny",
+}
+
+
+@pytest.fixture(scope="module")
+def files(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    held = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    folder = tmp_path_factory.mktemp("gguf")
+    gguf = write_gguf(folder / "m.gguf", "llama", random_tensors(raw_config("llama")))
+    other = held | {"generation_config.json": b'{"temperature": 0.25}'}
+    return {
+        "org/tiny": {"main": {**held, **NEVER}, "v2": other},
+        "org/pickle": {"main": {"config.json": b"{}", "pytorch_model.bin": b"x"}},
+        "org/tiny-GGUF": {"main": {"tiny.F32.gguf": gguf.read_bytes(), "README.md": b""}},
+    }
+
+
+@pytest.fixture
+def hub(files: dict, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve_hub(files) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield served
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_name_is_as_good_as_a_folder(hub, checkpoint, tmp_path):
+    told: list[tuple[str, int, int]] = []
+    config = EngineConfig(model="org/tiny", download_dir=tmp_path)
+    source = find_source(config, lambda *progress: told.append(progress))
+    local = find_source(EngineConfig(model=checkpoint))
+    assert source.model_config == local.model_config
+    assert source.generation_config == local.generation_config
+    text = "some <|user|> text é"
+    assert source.tokenizer(config).encode(text) == local.tokenizer(config).encode(text)
+    want = parameter_values(local.load(local.model_config, np.float32))
+    got = parameter_values(source.load(source.model_config, np.float32))
+    assert all(np.array_equal(got[path], want[path]) for path in want)
+    sizes = sum((checkpoint / name).stat().st_size for name in names(source.path))
+    assert told == [("download", 0, sizes), ("download", sizes, sizes)]
+
+
+def test_only_what_is_read_is_fetched(hub, checkpoint, tmp_path):
+    folder = fetch("org/tiny", download_dir=tmp_path)
+    assert folder == tmp_path / "models--org--tiny" / "snapshots" / commit_of("org/tiny", "main")
+    assert names(folder) == names(checkpoint)
+    fetched = [path.split("/", 5)[-1] for path in hub.asked if "/resolve/" in path]
+    assert fetched and not set(fetched) & NEVER.keys()
+    assert not list(tmp_path.parent.rglob("*escape*"))
+
+
+def test_revisions_differ(hub, tmp_path):
+    config = EngineConfig(model="org/tiny", revision="v2", download_dir=tmp_path)
+    assert find_source(config).generation_config == {"temperature": 0.25}
+    commit = commit_of("org/tiny", "v2")
+    assert fetch("org/tiny", commit, tmp_path).name == commit
+    with pytest.raises(CheckpointError, match=r"'org/tiny' at revision 'v3': .*no such revision"):
+        fetch("org/tiny", "v3", tmp_path)
+
+
+def test_offline_reads_the_cache_and_asks_nobody(hub, tmp_path, monkeypatch):
+    first = fetch("org/tiny", download_dir=tmp_path)
+    gguf = fetch("org/tiny-GGUF/tiny.F32.gguf", download_dir=tmp_path)
+    hub.asked.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch("org/tiny", download_dir=tmp_path) == first
+    assert fetch("org/tiny-GGUF/tiny.F32.gguf", download_dir=tmp_path) == gguf
+    with pytest.raises(CheckpointError, match="not in the cache, and HF_HUB_OFFLINE is set"):
+        fetch("org/other", download_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="not in the cache"):
+        fetch("org/tiny", "v2", tmp_path)
+    assert hub.asked == []
+
+
+def test_without_a_network_the_cache_is_read(hub, tmp_path, monkeypatch):
+    first = fetch("org/tiny", download_dir=tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetch("org/tiny", download_dir=tmp_path) == first
+    with pytest.raises(CheckpointError, match=r"'org/other': .*hub cannot be reached"):
+        fetch("org/other", download_dir=tmp_path)
+
+
+def test_an_interrupted_download_is_noticed(hub, tmp_path, monkeypatch):
+    folder = fetch("org/tiny", download_dir=tmp_path)
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source = find_source(EngineConfig(model="org/tiny", download_dir=tmp_path))
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        source.load(source.model_config, np.float32)
+
+
+REFUSED = [
+    ("org/absent", "no such model"),
+    ("org/gated", "grant access"),
+    ("org/pickle", "no safetensors; PyTorch pickles"),
+    ("org/tiny-GGUF", r"only GGUF files.*tiny\.F32\.gguf"),
+    ("org/tiny-GGUF/absent.gguf", r"has no absent\.gguf; there are tiny\.F32\.gguf"),
+]
+
+
+@pytest.mark.parametrize(("name", "named"), REFUSED)
+def test_names_that_lead_nowhere(hub, tmp_path, name, named):
+    with pytest.raises(CheckpointError, match=named):
+        fetch(name, download_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a", "/a/b", "../b", "a/..", "a/b/c", "a/b/../c.gguf", "a//b", "a/b\0", "a/b*"]
+)
+def test_what_is_no_name_asks_nobody(hub, tmp_path, name):
+    assert not is_hub_name(name)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        find_source(EngineConfig(model=name or "nowhere", download_dir=tmp_path))
+    assert hub.asked == []
+
+
+def test_a_gguf_file_by_name(hub, tmp_path):
+    config = EngineConfig(model="org/tiny-GGUF/tiny.F32.gguf", download_dir=tmp_path)
+    source = find_source(config)
+    assert source.path.name == "tiny.F32.gguf" and source.model_config.hidden_size == 64
+    source.load(source.model_config, np.float32)
+
+
+def test_the_tokenizer_alone(hub, tmp_path, checkpoint):
+    config = EngineConfig(model=checkpoint, tokenizer="org/tiny", download_dir=tmp_path)
+    find_source(config).tokenizer(config)
+    [folder] = tmp_path.glob("models--org--tiny/snapshots/*")
+    assert "tokenizer.json" in names(folder) and "model.safetensors" not in names(folder)
+
+
+def test_a_folder_wins_over_a_name(hub, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "org" / "tiny")
+    assert find_source(EngineConfig(model="org/tiny")).path == Path("org/tiny")
+    assert hub.asked == []
+
+
+def test_sampling_defaults_are_chosen(checkpoint, tmp_path):
+    """`generation_config` as in vLLM: the checkpoint's, none, or a folder's; ends stay."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    own = {"temperature": 0.3, "eos_token_id": [1, 5]}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.5}')
+
+    def found(setting: str) -> dict:
+        config = EngineConfig(model=folder, generation_config=setting)
+        return find_source(config).generation_config
+
+    assert found("auto") == own
+    assert found("vllm") == {"eos_token_id": [1, 5]}
+    assert found(str(tmp_path)) == {"eos_token_id": [1, 5], "top_p": 0.5}
+    with pytest.raises(CheckpointError, match=r"generation_config.*nowhere"):
+        found("nowhere")

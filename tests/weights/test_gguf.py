@@ -1,0 +1,273 @@
+"""GGUF files arrive in the model as the Hugging Face checkpoint that they were made from."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.rope import rope_cos_sin
+from jaxserve.weights import gguf_config, gguf_fields, load_weights, read_gguf
+from tests.weights.gguf_files import (
+    CASES,
+    Type,
+    as_llama_cpp,
+    finish,
+    random_tensors,
+    raw_config,
+    write_gguf,
+)
+
+
+def leaves(model: Decoder) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+
+
+def hugging_face(folder: Path, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> Decoder:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return load_weights(folder, ModelConfig.from_dict(raw), jnp.float32)
+
+
+def assert_equal(one: Decoder, other: Decoder) -> None:
+    for left, right in zip(leaves(one), leaves(other), strict=True):
+        assert left.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_is_what_it_was_made_from(tmp_path, case):
+    """Value for value, permuted rows and norms included; and the same configuration."""
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
+    config, want = gguf_config(file), ModelConfig.from_dict(raw)
+    assert replace(config, dtype=want.dtype) == want
+    if case.startswith("gemma"):  # 1 + w - 1 is not w in floating point
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight"):
+                tensors[name] = as_llama_cpp(case, raw, name, tensor) - np.float32(1)
+    got = load_weights(file, config, jnp.float32)
+    assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
+
+
+def dequantized(tensors: dict[str, np.ndarray], kind: Type) -> dict[str, np.ndarray]:
+    """What gguf's own functions make of the matrices; rows are packed one by one."""
+    return {
+        name: gguf.dequantize(gguf.quantize(tensor, kind), kind) if tensor.ndim > 1 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])
+def test_every_encoding_is_unpacked(tmp_path, kind):
+    tensors = random_tensors(raw_config("llama"))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "llama", tensors, kind))
+    config = gguf_config(file)
+    assert config.dtype == ("bfloat16" if kind == Type.BF16 else "float16")
+    want = hugging_face(tmp_path / "hf", raw_config("llama"), dequantized(tensors, kind))
+    assert_equal(load_weights(file, config, jnp.float32), want)
+
+
+def random_blocks(kind: Type, rows: int, values: int) -> np.ndarray:
+    """Any bits but for the blocks' scales, which are small."""
+    per_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(kind.value)
+    blocks = generator.integers(0, 256, (rows, values // per_block, num_bytes), np.uint8)
+    scale = generator.uniform(0.001, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
+    raw = scale.view(np.uint8)
+    if kind == Type.Q6_K:
+        blocks[..., -2:] = raw[..., :2]
+    else:
+        blocks[..., :4] = raw
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
+def test_blocks_of_256_are_unpacked(tmp_path, kind):
+    """gguf writes none of these, so that the blocks are random."""
+    case = "qwen3"
+    raw = raw_config(case) | {"hidden_size": 256}
+    tensors = random_tensors(raw)
+    path, name = tmp_path / "m.gguf", "model.layers.1.self_attn.q_proj.weight"
+    blocks = random_blocks(kind, *tensors[name].shape)
+    tensors[name] = gguf.dequantize(blocks, kind)
+    base = tmp_path / "base.gguf"
+    write_gguf(base, case, tensors, raw=raw)
+    repack(base, path, "blk.1.attn_q.weight", blocks, kind)
+    file = read_gguf(path)
+    assert file.tensors["blk.1.attn_q.weight"].encoding.name == kind.name
+    want = hugging_face(tmp_path / "hf", raw, tensors)
+    assert_equal(load_weights(file, gguf_config(file), jnp.float32), want)
+
+
+def repack(source: Path, target: Path, name: str, blocks: np.ndarray, kind: Type) -> None:
+    """The same file with one tensor stored in another way."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        if tensor.name == name:
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    finish(writer)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama_biases", "phi3"])
+def test_tensors_are_read_in_blocks(tmp_path, monkeypatch, case):
+    """Rows of a tensor in many pieces: heads stay whole, values and stacked parts in place."""
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, Type.Q8_0))
+    whole = load_weights(file, gguf_config(file), jnp.float32)
+    monkeypatch.setattr("jaxserve.weights.reading.BLOCK_BYTES", 512)
+    assert_equal(load_weights(file, gguf_config(file), jnp.float32), whole)
+    assert_equal(hugging_face(tmp_path / "hf", raw, dequantized(tensors, Type.Q8_0)), whole)
+
+
+def test_our_reader_agrees_with_the_library(tmp_path):
+    metadata = {"general.tags": ["a", "é"], "general.some": [1, 2, 3], "general.flag": True}
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        "qwen2",
+        random_tensors(raw_config("qwen2")),
+        Type.Q8_0,
+        metadata,
+    )
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    assert ours.metadata["general.tags"] == ["a", "é"] and ours.metadata["general.flag"] is True
+    for field in theirs.fields.values():
+        if not field.name.startswith("GGUF."):
+            value, want = ours.metadata[field.name], field.contents()
+            value = value.tolist() if isinstance(value, np.ndarray) else value
+            assert value == (pytest.approx(want) if isinstance(want, float) else want)
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert mine.shape == tuple(int(size) for size in reversed(tensor.shape))
+        assert (mine.offset, mine.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+def test_llama3_scaling_is_a_divisor_of_each_pair(tmp_path):
+    """llama.cpp stores what the scaling comes to, and not its parameters."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    raw = raw_config("llama")
+    want = ModelConfig.from_dict(raw | {"rope_scaling": scaling})
+    factors = []
+    for pair in range(8):
+        wave = 2 * math.pi * raw["rope_theta"] ** (pair / 8)
+        smooth = (64 / wave - 1) / 3
+        between = 1 / ((1 - smooth) / 8 + smooth)
+        factors.append(1.0 if wave < 64 / 4 else 8.0 if wave > 64 else between)
+    assert len(set(factors)) > 2
+    tensors = random_tensors(raw)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", tensors)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "scaled.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    writer.add_tensor("rope_freqs.weight", np.float32(factors))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    finish(writer)
+    config = gguf_config(read_gguf(tmp_path / "scaled.gguf"))
+    positions = jnp.arange(64)
+    for got, expected in zip(
+        rope_cos_sin(positions, config.rope, 16, jnp.float32),
+        rope_cos_sin(positions, want.rope, 16, jnp.float32),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+    load_weights(read_gguf(tmp_path / "scaled.gguf"), config, jnp.float32)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.Q8_0])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path, kind, value):
+    tensors = random_tensors(raw_config("qwen2"))
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    with np.errstate(all="ignore"):
+        path = write_gguf(tmp_path / "m.gguf", "qwen2", tensors, kind)
+    file = read_gguf(path)
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*layers\.1\.mlp\.down_proj.*NaN"):
+        load_weights(file, gguf_config(file), jnp.float32)
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": ({"llama.expert_count": 8}, "expert_count"),
+    "scaling": ({"llama.rope.scaling.type": "su"}, "scaling.type"),
+    "clamp": ({"llama.attention.clamp_kqv": 3.0}, "clamp_kqv"),
+    "split": ({"split.count": 3}, "3 parts"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_metadata_that_changes_the_model_is_refused(tmp_path, name):
+    metadata, named = UNKNOWN[name]
+    tensors = random_tensors(raw_config("llama"))
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata=metadata)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=named):
+        gguf_config(read_gguf(path))
+
+
+def test_what_is_zero_says_nothing(tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        "llama",
+        random_tensors(raw_config("llama")),
+        metadata={"llama.expert_count": 0},
+    )
+    assert gguf_config(read_gguf(path)).hidden_size == 64
+
+
+def test_half_of_the_factors_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "phi3", random_tensors(raw_config("phi3")))
+    content = path.read_bytes().replace(b"rope_factors_short.weight", b"rope_factors_shore.weight")
+    path.write_bytes(content)
+    file = read_gguf(path)
+    with pytest.raises(CheckpointError, match="2 unexpected: rope_factors_long"):
+        load_weights(file, gguf_config(file), jnp.float32)
+
+
+def test_missing_and_unknown_tensors_are_listed(tmp_path):
+    tensors = random_tensors(raw_config("llama"))
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "llama", tensors))
+    with pytest.raises(CheckpointError, match="2 missing") as caught:
+        load_weights(file, gguf_config(file), jnp.float32)
+    assert "up_proj" in str(caught.value) and "m.gguf" in str(caught.value)
+
+
+def test_bfloat16_stays_bfloat16(tmp_path):
+    tensors = random_tensors(raw_config("qwen2"))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", tensors, Type.BF16))
+    model = load_weights(file, gguf_config(file), jnp.bfloat16)
+    want = tensors["model.layers.0.mlp.down_proj.weight"].astype(ml_dtypes.bfloat16).T
+    assert np.asarray(model.layers[0].mlp.down[...]).tobytes() == want.tobytes()
+
+
+def test_config_json_of_a_file_reads_the_same(tmp_path):
+    """As `jaxserve convert` writes it."""
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "phi3", random_tensors(raw_config("phi3"))))
+    fields = json.loads(json.dumps(gguf_fields(file)))
+    assert ModelConfig.from_dict(fields) == gguf_config(file)
