@@ -15,14 +15,17 @@ from jaxserve.engine.grammars import GrammarError, grammars_of
 from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.pace import Pace
 from jaxserve.engine.text import Detokenizer
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.scheduler import Scheduler, StepResult
+from jaxserve.scheduling.results import StepResult
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.scores import PromptScores, Scores, StepScores
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -79,6 +82,7 @@ class Engine:
         self._live: dict[Sequence, Live] = {}
         self._by_request: dict[str, list[Live]] = {}
         self._in_flight: InFlight | None = None
+        self._pace = Pace(self.runner.max_steps, self.config.num_scheduler_steps)
         self._suspects: set[Sequence] = set()
         self._isolating = False
         self._num_arrivals = 0
@@ -97,10 +101,9 @@ class Engine:
         number: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
     ) -> Request:
-        """Check a prompt (text or token ids) and its settings; changes nothing.
-
-        Safe from any thread.
+        """Check a prompt (text or token ids) and its settings; for any thread, changes nothing.
 
         Raises:
             InvalidRequest: see `make_request`.
@@ -118,6 +121,7 @@ class Engine:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            thinking=thinking,
             encode=None if self.tokenizer is None else self.tokenizer.encode_word,
             constrain=None if self.grammars is None else self.grammars.compile,
         )
@@ -205,7 +209,7 @@ class Engine:
         of the engine's own.
         """
         self._isolate_suspects()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(1 if self._suspects else self._pace.steps())
         try:
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
         except Exception as error:
@@ -237,10 +241,12 @@ class Engine:
     def _commit(self, step: InFlight) -> None:
         try:
             token_ids, ok, scores = self.runner.read(step)
-            self._check_outputs(step.plan, token_ids, ok)
+            if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self.limits.vocab_size:
+                raise RuntimeError("a step drew a token outside the vocabulary")
         except Exception as error:
             self._recover(error)
             return
+        self._pace.has_read(step.submitted, step.plan.num_steps)
         if self._suspects:
             self._clear_suspects(step.plan)
         if scores is not None:
@@ -260,23 +266,21 @@ class Engine:
             last = min(int(scores.ends[row]), first + sequence.num_prompt - 1 - start)
             prompt.put(start, scores.scores.part(slice(first, last), prompt.width))
 
-    def _check_outputs(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> None:
-        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self.limits.vocab_size:
-            raise RuntimeError("a step drew a token outside the vocabulary")
-
     def _deliver(self, result: StepResult, scores: StepScores | None) -> None:
-        self._generation_tokens += len(result.token_ids)
-        ended = set(result.finished)
+        ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
         logprobs = (
             [None] * len(result.sequences) if scores is None else scores.of_draws(result.drawn)
         )
         drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
-        for sequence, token, logprob in drawn:
+        following = [*result.sequences[1:], None]
+        for (sequence, token, logprob), then in zip(drawn, following, strict=False):
             live = self._live.get(sequence)
-            if live is None:
+            if live is None:  # it ended before this one of a launch's tokens
                 continue
+            self._generation_tokens += 1
             try:
-                self._deliver_token(live, token, logprob, sequence in ended)
+                is_last = then is not sequence and sequence in ended
+                self._deliver_token(live, token, logprob, is_last)
             except GrammarError as error:
                 self._end(live, FinishReason.ERROR, error=f"structured_outputs: {error}")
             except Exception as error:  # of the text library: this request's loss alone
@@ -284,16 +288,15 @@ class Engine:
                 self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)
-            if live is not None:  # it ended without a token
+            if live is not None:  # no token ended it
                 self._end(live, FinishReason.ERROR, error=live.why_none())
 
     def _deliver_token(self, live: Live, token: int, logprob: Scores | None, ended: bool) -> None:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
         if sequence.constraint is not None and not ended:
-            complete = sequence.constraint.advance(token)
-            self.slots.needs_mask[sequence.slot] = True
-        if text is not None and not live.hides_last:
+            complete = self.slots.advance(sequence, token)
+        if text is not None and not (ended and live.hides_last):
             stopped = text.add(token)
         if (stopped or complete) and not ended:
             self.scheduler.finish(sequence, FinishReason.STOP)
@@ -306,7 +309,7 @@ class Engine:
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop
-        elif sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
+        elif ended and sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
             delta.stop_reason = sequence.stop_token
         self._forget(live)
         self._send(live, delta)

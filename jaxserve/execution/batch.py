@@ -39,10 +39,12 @@ class StepBatch:
     top_k: Array  # i32[R], neutral 0
     seed: Array  # u32[R, 2], the words of a threefry key
     min_length: Array  # i32[R], position from which stop tokens may be drawn
+    stop_length: Array  # i32[R], tokens at which the sequence ends
     stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
     penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
     asks: Array  # i32[R], flags of `Ask`; neutral 0
     targets: Array  # i32[T], the prompt's next token, where it is to be scored; else NO_TOKEN
+    num_steps: Array  # i32[], decode steps to take; read where the bucket has several
 
 
 jax.tree_util.register_dataclass(
@@ -60,10 +62,10 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
     padded = np.full(bucket.num_rows, slots.num_slots, np.int32)
     padded[:num_rows] = plan.slots
     kv_len = np.zeros(bucket.num_rows, np.int32)
-    kv_len[:num_rows] = plan.starts + plan.num_tokens
+    kv_len[:num_rows] = plan.lengths
     query_start = np.full(bucket.num_rows + 1, num_tokens, np.int32)
     query_start[0] = 0
-    np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
+    np.cumsum(plan.lengths - plan.starts, out=query_start[1 : num_rows + 1])
     tokens = np.zeros(bucket.num_tokens, np.int32)
     positions = np.zeros(bucket.num_tokens, np.int32)
     row_of_token = np.full(bucket.num_tokens, bucket.num_rows - 1, np.int32)
@@ -102,10 +104,12 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
         top_k=slots.top_k.take(padded),
         seed=slots.seed.take(padded, axis=0),
         min_length=slots.min_length.take(padded),
+        stop_length=slots.stop_length.take(padded),
         stop_token_ids=slots.stop_token_ids.take(padded, axis=0),
         penalties=slots.penalties.take(padded, axis=0),
         asks=asks,
         targets=targets,
+        num_steps=np.array(plan.num_steps, np.int32),
     )
 
 

@@ -19,17 +19,28 @@ class Bucket:
         num_rows: R, rows after padding.
         decode_only: every row has one token, so T == R.
         greedy: every row takes its most likely token, and the program holds no sampler.
+        num_steps: most decode steps of one launch.
     """
 
     num_tokens: int
     num_rows: int
     decode_only: bool
     greedy: bool = False
+    num_steps: int = 1
 
     def __str__(self) -> str:
         if self.decode_only:
-            return f"{'greedy ' if self.greedy else ''}decode {self.num_rows}"
+            steps = f", up to {self.num_steps} steps" if self.num_steps > 1 else ""
+            return f"{'greedy ' if self.greedy else ''}decode {self.num_rows}{steps}"
         return f"{self.num_tokens} tokens, {self.num_rows} rows"
+
+
+def default_steps(platform: str) -> int:
+    """Most decode steps of one launch: where each is short, what it costs to start one counts.
+
+    On a GPU a loop on the device asks the host after every turn, as far as is known.
+    """
+    return 16 if platform == "cpu" else 1
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -62,6 +73,7 @@ class BucketSet:
         greedy_decode: have programs of their own for decode steps that are greedy in every row.
             Skipping the sampler at run time costs a GPU a round trip to the host in every step;
             a CPU nothing, where each program costs seconds to compile.
+        num_steps: most decode steps of one launch.
     """
 
     def __init__(
@@ -71,6 +83,7 @@ class BucketSet:
         decode_sizes: Listing[int] | None = None,
         token_sizes: Listing[int] | None = None,
         greedy_decode: bool = False,
+        num_steps: int = 1,
     ) -> None:
         decode = sorted(set(decode_sizes or default_decode_sizes(max_num_seqs)))
         tokens = sorted(set(token_sizes or default_token_sizes(max_num_batched_tokens)))
@@ -82,8 +95,8 @@ class BucketSet:
                 raise ValueError(f"{name} must be positive and reach {limit}; got {sizes}")
         self._decode_sizes = np.array(decode)
         self._token_sizes = np.array(tokens)
-        self._decode = [Bucket(size, size, True) for size in decode]
-        self._greedy = [Bucket(size, size, True, greedy_decode) for size in decode]
+        self._decode = [Bucket(size, size, True, False, num_steps) for size in decode]
+        self._greedy = [Bucket(size, size, True, greedy_decode, num_steps) for size in decode]
         self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
 
     def __iter__(self):

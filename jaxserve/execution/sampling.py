@@ -140,7 +140,7 @@ def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
     rows = plan.slots
     if slots.temperature[rows].any():
         return False
-    return not (plan.starts + plan.num_tokens < slots.min_length[rows]).any()
+    return not (plan.lengths < slots.min_length[rows]).any()
 
 
 def sample(

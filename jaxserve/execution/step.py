@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.logprobs import score_draws, score_positions
@@ -14,6 +17,7 @@ from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
+from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
 
@@ -24,6 +28,8 @@ def slot_mapping(batch: StepBatch, page_size: int) -> Array:
     page = batch.page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
     real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
+    # A row that has ended within the launch takes no part any more.
+    real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
     return jnp.where(real, cell, -1)
 
 
@@ -81,4 +87,64 @@ def model_step(
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
                 scores = score_positions(model.logits, hidden, logits, token_ids, draws, batch)
     state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
+    return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)
+
+
+def decode_steps(
+    graphdef: Any,
+    treedef: Any,
+    leaves: list[Array],
+    state: DeviceState,
+    batch: StepBatch,
+    *,
+    most: int,
+    **options: Any,
+) -> tuple[DeviceState, StepOutput]:
+    """Several decode steps in one launch, each over the tokens that the one before drew.
+
+    A row takes part until a token ends it, or logits that are not finite; then it writes nothing
+    more. The launch ends with its last row. Each step is the one that `model_step` computes alone,
+    so that it does not matter how many are taken at a time.
+
+    Args:
+        batch: one token a row; `num_steps`, at most `most`, are taken.
+        most: static.
+        options: as for `model_step`.
+
+    Returns:
+        token_ids and ok are [most, R], defined for the steps that a row took part in; scores are
+        those of the last step.
+    """
+    step = partial(model_step, graphdef, treedef, leaves, decode_only=True, **options)
+    null_slot = state.last_token.shape[0] - 1
+    shapes = jax.eval_shape(step, state, batch)[1]
+    empty = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
+    outputs = (empty.token_ids, empty.ok)
+    scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.scores)
+
+    def take(carry: Any) -> Any:
+        done, active, state, (token_ids, ok), _ = carry
+        known = batch.kv_len + done
+        now = replace(
+            batch,
+            tokens=jnp.where(done == 0, batch.tokens, NO_TOKEN),
+            positions=jnp.where(active, batch.positions + done, 0),
+            kv_len=jnp.where(active, known, 0),
+            slots=jnp.where(active, batch.slots, null_slot),
+            sample_slots=jnp.where(active, batch.sample_slots, null_slot),
+        )
+        state, output = step(state, now)
+        is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
+        is_last = is_stop & (known >= batch.min_length) | (known + 1 >= batch.stop_length)
+        active &= output.ok & ~is_last
+        written = (token_ids.at[done].set(output.token_ids), ok.at[done].set(output.ok))
+        return done + 1, active, state, written, output.scores
+
+    def goes_on(carry: Any) -> Array:
+        done, active = carry[:2]
+        return (done == 0) | ((done < batch.num_steps) & active.any())
+
+    active = batch.slots != null_slot
+    start = (jnp.int32(0), active, state, outputs, scores)
+    _, _, state, (token_ids, ok), scores = lax.while_loop(goes_on, take, start)
     return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)

@@ -22,6 +22,9 @@ class Row(NamedTuple):
 class StepPlan:
     """The rows of one step, as arrays of one entry a row.
 
+    A launch of several steps has rows of one token that draw in every step and compute next what
+    they drew; `num_tokens` is then how many steps a row takes part in, if it does not stop before.
+
     Attributes:
         slots: int32[R].
         starts: int32[R], tokens computed before this step.
@@ -29,6 +32,7 @@ class StepPlan:
         samples: bool[R], whether the row reaches its last token and so draws the next one.
         generations: int64[R]; a slot whose generation has changed since belongs to another
             sequence now, and the row's result to nobody.
+        num_steps: decode steps of the launch.
     """
 
     slots: np.ndarray
@@ -36,13 +40,20 @@ class StepPlan:
     num_tokens: np.ndarray
     samples: np.ndarray
     generations: np.ndarray
+    num_steps: int = 1
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
     def total_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+        """Tokens of one step."""
+        return len(self) if self.num_steps > 1 else int(self.num_tokens.sum())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32[R]: known tokens of each row once its first step has run."""
+        return self.starts + (1 if self.num_steps > 1 else self.num_tokens)
 
     def rows(self) -> Iterator[Row]:
         """The same rows one by one, for reading and for tests."""

@@ -8,33 +8,20 @@ OSDI 2022; paging is PagedAttention's, SOSP 2023.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import FinishReason
+from jaxserve.request import Ask, FinishReason
+from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.results import StepResult, draws_of
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.waiting import WaitingQueue
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one committed step changed: the tokens that were drawn, and the sequences that ended.
-
-    `sequences[i]` got `token_ids[i]`; those in `finished` carry a finish_reason, and are out
-    of the scheduler. `drawn`, bool[R], tells which of the plan's rows the tokens are of.
-    """
-
-    sequences: list[Sequence]
-    token_ids: list[int]
-    finished: list[Sequence]
-    drawn: np.ndarray
 
 
 class Scheduling(Protocol):
@@ -42,7 +29,7 @@ class Scheduling(Protocol):
 
     def add(self, sequence: Sequence) -> None: ...
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool: ...
-    def schedule(self) -> StepPlan | None: ...
+    def schedule(self, max_steps: int = 1) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult: ...
 
 
@@ -135,45 +122,81 @@ class Scheduler:
             self._vacate([sequence.slot])
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """The next step's rows, or None where there is nothing to compute now."""
+    def schedule(self, max_steps: int = 1) -> StepPlan | None:
+        """The next step's rows, or None where there is nothing to compute now.
+
+        Args:
+            max_steps: decode steps that one launch may take where nobody waits for the first.
+        """
+        if max_steps > 1 and not self.waiting and (draws := self._draws_ahead(max_steps)):
+            return self._plan(*draws, int(draws[1].max()))
         take, preempted = self._grow_running()
         budget = self.max_num_batched_tokens - int(take.sum())
         if not preempted:
             take = self._admit(take, budget)
         rows = take > 0
         slots, take = self._running[rows], take[rows]
-        if not len(slots):
-            return None
+        return self._plan(slots, take, 1) if len(slots) else None
+
+    def _plan(self, slots: np.ndarray, take: np.ndarray, num_steps: int) -> StepPlan:
+        """A plan of these rows; from now on they count as computed."""
         table = self.slots
         starts = table.num_computed[slots]
         ends = starts + take
-        samples = ends == table.num_known[slots] + table.num_pending[slots]
+        if num_steps > 1:
+            samples = np.ones(len(slots), bool)
+            table.num_pending[slots] += take
+        else:
+            samples = ends == table.num_known[slots] + table.num_pending[slots]
+            table.num_pending[slots] += samples
         table.num_computed[slots] = ends
-        table.num_pending[slots] += samples
-        return StepPlan(slots, starts, take, samples, table.generation[slots])
+        return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps)
+
+    def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Slots, and how many tokens each draws in one launch, its pages reserved.
+
+        None where the rows must be looked at between two steps, or where that takes more pages
+        than are free: nobody is preempted for tokens to come.
+        """
+        running, table = self._running, self.slots
+        length = table.num_known[running] + table.num_pending[running]
+        left = table.stop_length[running] - length
+        slots = running[left > 0]
+        alone = table.is_guided[slots] | (table.asks[slots] & (Ask.SCORES | Ask.PROMPT_LOGPROBS))
+        if not len(slots) or alone.any():
+            return None
+        if (length[left > 0] - table.num_computed[slots] != 1).any():
+            return None
+        draws = np.minimum(left[left > 0], max_steps)
+        return (slots, draws) if self._grow(slots, table.num_computed[slots] + draws) else None
+
+    def _grow(self, slots: np.ndarray, ends: np.ndarray) -> bool:
+        """Give slots the pages that they lack for their tokens < ends; False if there are too few
+        for all, and then nobody got any."""
+        table, size = self.slots, self.pool.page_size
+        held = table.num_pages[slots]
+        growing = np.flatnonzero(ends > held * size)
+        slots, held = slots[growing], held[growing]
+        counts = -(-ends[growing] // size) - held
+        total = int(counts.sum())
+        if total > self.pool.num_free:
+            return False
+        if total:
+            owner, nth = _each(slots, held, held + counts)
+            table.page_table[owner, nth] = self.pool.allocate(total)
+            table.num_pages[slots] = held + counts
+        return True
 
     def _grow_running(self) -> tuple[np.ndarray, bool]:
         """Tokens for each running row, int32, with the pages they need; preempts if it must."""
         preempted = False
         while True:
             take = self._share_budget()
-            running, table = self._running, self.slots
-            ends = table.num_computed[running] + take
-            held = table.num_pages[running]
-            growing = np.flatnonzero(ends > held * self.pool.page_size)
-            counts = -(-ends[growing] // self.pool.page_size) - held[growing]
-            total = int(counts.sum())
-            if total <= self.pool.num_free:
-                break
+            running = self._running
+            if self._grow(running, self.slots.num_computed[running] + take):
+                return take, preempted
             self._preempt(int(running[-1]))
             preempted = True
-        if total:
-            slots, held = running[growing], held[growing]
-            owner, nth = _each(slots, held, held + counts)
-            table.page_table[owner, nth] = self.pool.allocate(total)
-            table.num_pages[slots] = held + counts
-        return take, preempted
 
     def _share_budget(self) -> np.ndarray:
         """Tokens for each running row: one for each that lacks any, the rest best rank first."""
@@ -287,38 +310,43 @@ class Scheduler:
 
         Args:
             plan: the step, as `schedule` returned it; steps are committed in their order.
-            token_ids: int32[R], the token drawn for each row; read where the row samples.
-            ok: bool[R], False where the row's logits were not finite.
+            token_ids: int32[R], the token drawn for each row, read where the row samples; of a
+                launch of several steps int32[num_steps, R].
+            ok: bool of the same shape, False where the row's logits were not finite.
         """
         table = self.slots
         live = table.generation[plan.slots] == plan.generations
-        if self.enable_prefix_caching:
-            self._publish(plan, live & ok)
-        drawn = live & plan.samples & ok
-        slots, tokens = plan.slots[drawn], token_ids[drawn]
+        draws = draws_of(table, plan, token_ids, ok, live)
+        slots = plan.slots[draws.drawn]
         known = table.num_known[slots]
-        table.tokens[slots, known] = tokens
-        table.num_known[slots] = known + 1
-        table.num_pending[slots] -= 1
-        sequences = list(map(table.sequences.__getitem__, slots.tolist()))
-        stop_ids = table.stop_token_ids[slots, : table.max_stops]
-        is_stop = (tokens[:, None] == stop_ids).any(axis=1)
-        is_stop &= known >= table.min_length[slots]
-        ends = is_stop | (known + 1 >= table.stop_length[slots])
+        if draws.counts is None:
+            table.tokens[slots, known] = draws.tokens
+            table.num_known[slots] = known + 1
+            table.num_pending[slots] -= 1
+            owners = slots
+        else:
+            owners, where = _each(slots, known, known + draws.counts)
+            table.tokens[owners, where] = draws.tokens
+            table.num_known[slots] = known + draws.counts
+            table.num_pending[slots] -= draws.counts
+        if self.enable_prefix_caching:
+            self._publish(plan, live & ~draws.failed)
+        sequences = list(map(table.sequences.__getitem__, owners.tolist()))
         finished: list[Sequence] = []
-        for index in np.flatnonzero(ends).tolist():
-            sequence = sequences[index]
-            if is_stop[index]:
-                sequence.stop_token = int(tokens[index])
-            sequence.finish_reason = FinishReason.STOP if is_stop[index] else FinishReason.LENGTH
+        for index in np.flatnonzero(draws.is_last).tolist():
+            slot, is_stop = slots[index], draws.is_stop[index]
+            sequence = table.sequences[slot]
+            if is_stop:
+                sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
+            sequence.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
             finished.append(sequence)
-        for slot in () if ok.all() else plan.slots[live & ~ok].tolist():
+        for slot in plan.slots[draws.failed].tolist() if draws.failed.any() else ():
             sequence = table.sequences[slot]
             sequence.finish_reason = FinishReason.ERROR
             finished.append(sequence)
         if finished:
             self._vacate([sequence.slot for sequence in finished])
-        return StepResult(sequences, tokens.tolist(), finished, drawn)
+        return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _vacate(self, slots: list[int]) -> None:
         """Take slots and pages from their sequences, and the slots out of the running order."""
@@ -327,12 +355,13 @@ class Scheduler:
         self._running = self._running[self.slots.generation[self._running] > 0]
 
     def _publish(self, plan: StepPlan, live: np.ndarray) -> None:
-        """Offer the pages that this step filled to later prefixes.
-
-        Every token of them is known by now: the newest was drawn by an earlier step.
-        """
+        """Offer the pages that this step filled to later prefixes, but for a token drawn last:
+        that one has been computed by no step yet."""
         table = self.slots
-        full = (plan.starts + plan.num_tokens) // self.pool.page_size
+        ends = plan.starts + plan.num_tokens
+        if plan.num_steps > 1:
+            ends = np.minimum(ends, table.num_known[plan.slots] - 1)
+        full = ends // self.pool.page_size
         first = table.num_published[plan.slots]
         rows = live & (full > first)
         slots, first, full = plan.slots[rows], first[rows], full[rows]
@@ -361,31 +390,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""
-        table, size = self.slots, self.pool.page_size
-        self.pool.check(table.held(self.pool.num_pages))
-        slots = self._running
-        assert len(set(slots.tolist())) == len(slots), "a slot runs twice"
-        taken = [i for i, sequence in enumerate(table.sequences) if sequence is not None]
-        assert sorted(slots.tolist()) == taken, "slots held differ from slots running"
-        assert table.num_free + len(taken) == table.num_slots, "slots were lost"
-        ranks = [self._rank_of(slot) for slot in slots.tolist()]
-        assert ranks == sorted(ranks), "running sequences are out of order"
-        length = table.num_known[slots] + table.num_pending[slots]
-        assert np.all(table.num_computed[slots] <= length), "computed beyond the last token"
-        assert np.all(length <= table.stop_length[slots]), "longer than max_length"
-        assert np.all(table.num_computed[slots] <= table.num_pages[slots] * size), (
-            "tokens computed without a page"
-        )
-        for slot in taken:
-            sequence = table.sequences[slot]
-            assert sequence is not None and sequence.slot == slot, "slot and sequence disagree"
-            assert sequence.finish_reason is None, "a finished sequence holds a slot"
-            pages = table.pages(slot)
-            assert len(np.unique(pages)) == len(pages), "a page stands twice in one table"
-        for sequence in self.waiting:
-            assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
-        if not self.has_work:
-            assert self.pool.num_free == self.pool.num_usable, "idle, and pages are held"
+        check(self, self._running)
 
 
 def _each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

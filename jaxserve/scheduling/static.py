@@ -6,7 +6,7 @@ that a comparison shows the schedule alone. For benchmarks and the demonstration
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
         self._padding = np.zeros(slots.num_slots, np.int32)
         self._padding_now = np.zeros(slots.num_slots, np.int32)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, max_steps: int = 1) -> StepPlan | None:
         """The next step's rows, those of padding last, or None where there is nothing to do."""
         plan = super().schedule()
         if not self.padded:
@@ -147,9 +147,8 @@ class StaticScheduler(Scheduler):
 
 
 def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
-    return StepPlan(
-        *(
-            np.concatenate([getattr(first, field.name), getattr(second, field.name)])
-            for field in fields(StepPlan)
-        )
-    )
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(first, name), getattr(second, name)])
+
+    names = (field.name for field in fields(StepPlan) if field.name != "num_steps")
+    return replace(first, **{name: both(name) for name in names})

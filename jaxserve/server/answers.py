@@ -18,6 +18,8 @@ T = TypeVar("T")
 # Sends a piece of a body by a shorter way than ASGI's; False where there is none now.
 Write = Callable[[bytes], Awaitable[bool]]
 JSON = "application/json"
+# An answer with the scores of more tokens is worded on a thread beside the loop.
+INLINE_SCORES = 256
 _encoder = msgspec.json.Encoder()
 
 
@@ -104,7 +106,9 @@ async def respond(request: Request, generation: Generation, form: Form, stream: 
     async def work() -> Response:
         with generation:
             await generation.run()
-            return json_response(form.whole(generation))
+            if generation.num_scored <= INLINE_SCORES:
+                return json_response(form.whole(generation))
+            return json_response(await asyncio.to_thread(form.whole, generation))
 
     return await while_connected(request.receive, work())
 
@@ -133,7 +137,11 @@ class EventStream(Response):
             with self._generation as generation:
                 parts = await generation.take()
                 await self._start(send)
-                body = form.opening(generation) + form.parts(generation, parts)
+                body = form.opening(generation)
+                if generation.num_scored <= INLINE_SCORES:
+                    body += form.parts(generation, parts)
+                else:
+                    body += await asyncio.to_thread(form.parts, generation, parts)
                 await _send(send, body)
                 while not generation.is_finished:
                     body = form.parts(generation, await generation.take())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -9,15 +10,28 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import exact_int
+from jaxserve.request import SamplingParams, exact_int
 from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import check_stream_options, sampling_params
-from jaxserve.server.generation import Generation, Part
-from jaxserve.server.protocol import CompletionChoice, CompletionRequest, CompletionResponse
+from jaxserve.server.fields import check_stream, sampling_params
+from jaxserve.server.generation import Choice, Generation, Part
+from jaxserve.server.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
+from jaxserve.server.protocol import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
+from jaxserve.server.served import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
+# As fields.NOT_YET: what only conversations have.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "thinking_token_budget": (None,),
+}
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
@@ -41,14 +55,20 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 async def completions(request: Request) -> Response:
     """Complete each prompt n times."""
     call = Call(request)
-    body = call.parse(CompletionRequest)
-    check_stream_options(body)
+    body = call.parse(CompletionRequest, NOT_YET)
+    check_stream(body)
     if body.response_format is not None:
         call.renamed["structured_outputs"] = "response_format"
     model = call.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = sampling_params(body, model.default_sampling, wanted)
+    if is_echo_only(body):
+        wanted = 1  # the engine draws at least one token; nobody is told of it
+    # An echoed prompt is scored as the answer is; what scores it is refused under that name.
+    scored = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, -1 if scored is None else scored)
+    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, scored)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     call.admit(model, len(prompts) * sampling.n)
@@ -58,8 +78,8 @@ async def completions(request: Request) -> Response:
             prompt = await model.encode(prompt, body.add_special_tokens is not False)
         prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
         requests.append(await call.request(model, prompt, sampling, body))
-    texts = [_text(call, model, one) if body.echo else "" for one in prompts]
-    form = CompletionForm(body, texts, sampling.n)
+    texts = [_text(model, one) if body.echo else "" for one in prompts]
+    form = CompletionForm(body, texts, sampling, model.llm.get_tokenizer())
     return await respond(request, Generation(model, requests), form, bool(body.stream))
 
 
@@ -75,8 +95,13 @@ def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[i
     return prompt[-(max_model_len - 1 if keep == -1 else keep) :]
 
 
-def _text(call: Call, model, prompt: str | list[int]) -> str:
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else model.tokenizer().decode(prompt)
+
+
+def is_echo_only(body: CompletionRequest) -> bool:
+    """Whether the answer is the prompt alone, with its logprobs."""
+    return bool(body.echo) and body.max_tokens == 0 and type(body.max_tokens) is int
 
 
 class CompletionForm:
@@ -85,56 +110,105 @@ class CompletionForm:
     Args:
         body: the request.
         echoes: what each prompt's completions begin with.
-        n: completions of each prompt.
+        sampling: settings of the prompts.
+        tokenizer: spells tokens; None where there is none.
     """
 
-    def __init__(self, body: CompletionRequest, echoes: list[str], n: int) -> None:
+    def __init__(
+        self, body: CompletionRequest, echoes: list[str], sampling: SamplingParams, tokenizer: Any
+    ) -> None:
+        self._body = body
         self._id = f"cmpl-{uuid4().hex}"
         self._ids = bool(body.return_token_ids)
+        self._echo_only = is_echo_only(body)
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._echoes = [echo for echo in echoes for _ in range(sampling.n)]
         self._fresh = set(range(len(self._echoes)))
+        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._scores_echo = bool(body.echo) and body.logprobs is not None
+        self._tokens = [
+            CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._echoes
+        ]
+        # Parts that wait for the scores of their prompt, which come with its first completion.
+        self._held: list[Part] = []
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
         return CompletionResponse(self._id, generation.created, generation.model.name, choices)
 
+    def _used(self, generation: Generation) -> Usage:
+        usage = generation.usage()
+        if self._echo_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _logprobs(
+        self, generation: Generation, part: Part | Choice, is_first: bool
+    ) -> CompletionLogprobs | None:
+        width = self._body.logprobs
+        if width is None:
+            return None
+        choice, tokens = generation.choices[part.index], self._tokens[part.index]
+        before = None
+        scores = generation.prompt_scores[choice.prompt]
+        if self._scores_echo and is_first and scores is not None:
+            before = tokens.prompt(choice.prompt_token_ids, scores, width)
+            if self._echo_only:
+                return before
+        return joined(before, tokens.drawn(part.token_ids, part.scores, width))
+
     def whole(self, generation: Generation) -> CompletionResponse:
         choices = []
         for one in generation.choices:
-            text = self._echoes[one.index] + one.text
-            choice = CompletionChoice(one.index, text, None, one.finish_reason, one.stop_reason)
+            text = self._echoes[one.index] + ("" if self._echo_only else one.text)
+            logprobs = self._logprobs(generation, one, True)
+            choice = CompletionChoice(one.index, text, logprobs, one.finish_reason, one.stop_reason)
+            if self._echo_only:
+                choice.finish_reason, choice.stop_reason = "length", None
             if self._ids:
-                choice.token_ids = one.token_ids
+                choice.token_ids = [] if self._echo_only else one.token_ids
                 choice.prompt_token_ids = one.prompt_token_ids
+            scores, width = generation.prompt_scores[one.prompt], self._body.prompt_logprobs
+            if width is not None and scores is not None:
+                choice.prompt_logprobs = self._texts.prompt(one.prompt_token_ids, scores, width)
             choices.append(choice)
         response = self._response(generation, choices)
-        response.usage = generation.usage()
+        response.usage = self._used(generation)
         return response
 
     def opening(self, generation: Generation) -> bytes:
         return b""
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        if self._scores_echo:
+            parts, self._held = self._held + parts, []
+            ready = []
+            for part in parts:
+                known = generation.prompt_scores[generation.choices[part.index].prompt] is not None
+                (ready if known else self._held).append(part)
+            parts = ready
         return b"".join([self._part(generation, part) for part in parts])
 
     def _part(self, generation: Generation, part: Part) -> bytes:
-        text = part.text
+        text = "" if self._echo_only else part.text
         is_first = part.index in self._fresh
         if is_first:
             self._fresh.discard(part.index)
             text = self._echoes[part.index] + text
-        if not (text or part.finish_reason or self._ids):
+        if not (text or part.finish_reason or self._ids or part.scores):
             return b""
-        choice = CompletionChoice(part.index, text, None, part.finish_reason, part.stop_reason)
+        logprobs = self._logprobs(generation, part, is_first)
+        choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
+        if self._echo_only:
+            choice.finish_reason, choice.stop_reason = "length", None
         if self._ids:
-            choice.token_ids = part.token_ids
+            choice.token_ids = [] if self._echo_only else part.token_ids
             if is_first:
                 choice.prompt_token_ids = generation.choices[part.index].prompt_token_ids
         response = self._response(generation, [choice])
         if self._continuous:
-            response.usage = generation.usage()
+            response.usage = self._used(generation)
         elif self._usage:
             response.usage = None
         return event(response)
@@ -143,7 +217,7 @@ class CompletionForm:
         if not self._usage:
             return DONE
         response = self._response(generation, [])
-        response.usage = generation.usage()
+        response.usage = self._used(generation)
         return event(response) + DONE
 
     def failure(self, error: ApiError) -> bytes:

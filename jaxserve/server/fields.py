@@ -16,23 +16,17 @@ from jaxserve.structured import StructuredOutputsParams
 # Fields that are known and not served yet, each with the values that ask for nothing and pass.
 # A field leaves this table when the engine can do it.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "prompt_embeds": (None,),
     "lora_path": (None,),
-    "thinking_token_budget": (None,),
     "spaces_between_special_tokens": (None, True),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -67,9 +61,13 @@ def refuse_unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ..
 
 
 def sampling_params(
-    request: Sampling, defaults: SamplingParams, max_tokens: int | None
+    request: Sampling,
+    defaults: SamplingParams,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """A request's settings over the checkpoint's.
+    """A request's settings over the checkpoint's; what is an argument, endpoints spell differently.
 
     Raises:
         InvalidRequest: naming the field.
@@ -78,7 +76,13 @@ def sampling_params(
     given["logit_bias"] = _logit_bias(request.logit_bias)
     given["structured_outputs"] = _form(request)
     given = {name: value for name, value in given.items() if value is not None}
-    return replace(defaults, max_tokens=max_tokens, **given)
+    return replace(
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        **given,
+    )
 
 
 def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
@@ -113,7 +117,11 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=form.json_schema.schema)
 
 
-def check_stream_options(request: Sampling) -> None:
-    """Raises InvalidRequest for stream_options without stream."""
+def check_stream(request: Sampling) -> None:
+    """Raises InvalidRequest for what needs stream, and for what excludes it."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs are not available with stream=true", "prompt_logprobs"
+        )

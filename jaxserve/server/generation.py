@@ -11,10 +11,13 @@ from typing import Self
 
 from jaxserve.engine.delta import Delta
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduling.scores import Scores
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
-from jaxserve.server.protocol import PromptTokensDetails, Usage
+from jaxserve.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.served import ServedModel, prompt_tokens
+from jaxserve.server.tool_calls.pieces import Content, Message, Piece
+from jaxserve.server.tool_calls.talk import AnswerReader, Reading
 
 
 @dataclass
@@ -26,18 +29,38 @@ class Part:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """One completion so far; `index` counts over all prompts of the request."""
+    """One completion so far; `index` counts over all prompts of the request, `prompt` those.
+
+    `reader` tells thoughts and calls from content, where there may be any.
+    """
 
     index: int
+    prompt: int
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scores: list[Scores] = field(default_factory=list)
+    reader: AnswerReader | None = None
+
+    @property
+    def message(self) -> Message:
+        """What the text says."""
+        return Message(self.text) if self.reader is None else self.reader.message
+
+    def read(self, part: Part) -> None:
+        """Say what is new in a part."""
+        if self.reader is not None:
+            part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
+        elif part.text:
+            part.pieces = [Content(part.text)]
 
 
 class Generation:
@@ -46,25 +69,31 @@ class Generation:
     Args:
         model: draws them.
         requests: one for each prompt, already checked.
+        reading: how the answers are to be read.
 
     Attributes:
         choices: all of them, n for each prompt, in the order of the prompts.
+        prompt_scores: of each prompt, once they are there, where they were asked for.
 
     Raises:
-        Overloaded: the queue is full; nothing has been started.
+        Overloaded: on entering: the queue is full; nothing has been started.
     """
 
-    def __init__(self, model: ServedModel, requests: Listing[Request]) -> None:
+    def __init__(
+        self, model: ServedModel, requests: Listing[Request], reading: Reading | None = None
+    ) -> None:
         self.model = model
+        self.reading = Reading() if reading is None else reading
         self.requests = list(requests)
         self.created = int(time.time())
         self.choices = [
-            Choice(0, request.prompt_token_ids.tolist())
-            for request in requests
+            Choice(0, at, request.prompt_token_ids.tolist(), reader=self.reading.reader())
+            for at, request in enumerate(requests)
             for _ in range(request.sampling.n)
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
+        self.prompt_scores: list[Scores | None] = [None] * len(self.requests)
         self._first: dict[str, int] = {}
         at = 0
         for request in requests:
@@ -75,10 +104,11 @@ class Generation:
         self._live = len(self.choices)
         self._unstarted = {one.request_id: prompt_tokens([one]) for one in requests}
         self._observed: Observed = model.observed
-        self._admission.check(self._live, sum(self._unstarted.values()))
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
+        # Places are taken in the same turn as they are checked: many requests come in one turn.
+        self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = self._last = time.monotonic()
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
         self._stream.on_pause = self._pause
@@ -147,6 +177,8 @@ class Generation:
         for delta in await self._stream.take():
             self._apply(delta, parts)
         self._observe(parts)
+        for index, part in parts.items():
+            self.choices[index].read(part)
         return list(parts.values())
 
     def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
@@ -160,6 +192,8 @@ class Generation:
         self._cached[request_id] = max(self._cached[request_id], delta.num_cached_tokens)
         index = self._first[request_id] + delta.index
         choice = self.choices[index]
+        if delta.prompt_logprobs is not None:
+            self.prompt_scores[choice.prompt] = delta.prompt_logprobs
         choice.text += delta.text
         choice.token_ids += delta.token_ids
         part = parts.get(index)
@@ -168,6 +202,9 @@ class Generation:
         else:
             part.text += delta.text
             part.token_ids = part.token_ids + delta.token_ids
+        if delta.logprobs is not None:
+            choice.scores.append(delta.logprobs)
+            part.scores.append(delta.logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason = part.finish_reason = str(delta.finish_reason)
             choice.stop_reason = part.stop_reason = delta.stop_reason
@@ -194,6 +231,12 @@ class Generation:
                     now - self._opened, len(choice.prompt_token_ids), len(choice.token_ids)
                 )
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens whose scores the answer carries; wording many of them takes long."""
+        scores = [one for one in self.prompt_scores if one is not None]
+        return sum(len(one.rank) for one in scores) + sum(len(one.scores) for one in self.choices)
+
     async def run(self) -> None:
         """Wait for the end of every choice.
 
@@ -207,4 +250,17 @@ class Generation:
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         drawn = sum(len(choice.token_ids) for choice in self.choices)
         details = PromptTokensDetails(sum(self._cached.values()))
-        return Usage(prompts, drawn, prompts + drawn, details)
+        usage = Usage(prompts, drawn, prompts + drawn, details)
+        if self.reading.thinking is not None:
+            thought = [
+                self.reading.num_thought(one.token_ids, one.message.reasoning)
+                for one in self.choices
+            ]
+            usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
+        return usage
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why a choice ended, as chat endpoints say it: calls that the model chose are a reason."""
+        tools = self.reading.tools
+        called = tools is not None and not tools.is_named and choice.message.calls
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason

@@ -24,6 +24,12 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
+class Capabilities(msgspec.Struct, frozen=True):
+    """What requests may ask of a model besides text."""
+
+    logprobs: bool = True
+
+
 class ModelCard(msgspec.Struct):
     """One name by which a model is served."""
 
@@ -34,6 +40,7 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     owned_by: str = "jaxserve"
     parent: str | None = None
+    capabilities: Capabilities = Capabilities()
 
 
 class ModelList(msgspec.Struct):

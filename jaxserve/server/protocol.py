@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+
+# One entry a token of the prompt, the first of them null.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
@@ -71,6 +76,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     echo: bool | None = None
     user: str | None = None
 
@@ -81,6 +88,7 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: str | list[int | str | list[int]]
     add_special_tokens: bool | None = None
     best_of: int | None = None
+    logprobs: int | None = None
     suffix: str | None = None
 
 
@@ -102,12 +110,37 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function that may be called; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -115,14 +148,26 @@ class ChatRequest(Sampling, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -130,16 +175,18 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, omit_defaults=False):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct):
@@ -158,12 +205,15 @@ class AnswerMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -180,17 +230,35 @@ class ChatResponse(msgspec.Struct):
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct):
+    """More of a call; the first of each has its id and the function's name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

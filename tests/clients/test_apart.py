@@ -1,11 +1,16 @@
-"""Clients with an environment of their own: litellm, langchain-openai, lm-eval, schemathesis."""
+"""Clients with an environment of their own."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tests.clients.conftest import ANSWER, KEY, MODEL, QUESTION, Program
+
+DEMO = Path(__file__).parents[2] / "jaxserve" / "demo_model"
 
 
 def test_litellm(url: str, apart: Program) -> None:
@@ -29,6 +34,15 @@ def test_langchain(url: str, apart: Program) -> None:
     assert "BadRequestError" in came["bad"]
 
 
+def test_instructor(url: str, apart: Program) -> None:
+    run = apart("python", "programs/instructor_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert set(came) == {"TOOLS", "JSON_SCHEMA"}
+    for whole, in_parts in came.values():
+        assert whole == in_parts
+        assert whole["day"] in ("mon", "tue") and isinstance(whole["sure"], bool)
+
+
 def test_lm_eval(url: str, apart: Program, tmp_path: Path) -> None:
     arguments = f"model={MODEL},base_url={url}/v1/completions,num_concurrent=4,max_retries=1"
     apart(
@@ -40,6 +54,36 @@ def test_lm_eval(url: str, apart: Program, tmp_path: Path) -> None:
     results = json.loads(path.read_text())
     assert results["n-samples"]["reverse_words"]["effective"] == 8
     assert results["results"]["reverse_words"]["exact_match,none"] == 1.0
+
+
+def test_lm_eval_scores_as_transformers_does(url: str, apart: Program, tmp_path: Path) -> None:
+    """Log-likelihoods by echo and logprobs."""
+    arguments = f"model={MODEL},base_url={url}/v1/completions,num_concurrent=4,max_retries=1"
+    apart(
+        *("lm_eval", "run", "--model", "local-completions", "--tasks", "reverse_choice"),
+        *("--model_args", f"{arguments},tokenizer_backend=huggingface,tokenizer={DEMO}"),
+        *("--include_path", "tasks", "--output_path", str(tmp_path / "results.json")),
+        "--log_samples",
+    )
+    [path] = tmp_path.glob("results_*.json")
+    assert json.loads(path.read_text())["results"]["reverse_choice"]["acc,none"] == 1.0
+    [path] = tmp_path.glob("samples_*.jsonl")
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    assert len(samples) == 8
+    for sample in samples:
+        for argument, [answer] in zip(sample["arguments"].values(), sample["resps"], strict=True):
+            context, end = (argument[name] for name in ("arg_0", "arg_1"))
+            # lm-eval counts blanks between the two to the continuation.
+            before = len(tokenizer.encode(context.rstrip(), add_special_tokens=False))
+            ids = tokenizer(context + end, add_special_tokens=False, return_tensors="pt").input_ids
+            with torch.no_grad():
+                rows = model(ids).logits[0].log_softmax(-1)[before - 1 : -1]
+            picked = rows.gather(1, ids[0, before:, None])
+            assert abs(float(answer[0]) - picked.sum().item()) < 1e-3
+            greedy = bool((rows.argmax(-1) == ids[0, before:]).all())
+            assert str(answer[1]) == str(greedy)
 
 
 def test_schemathesis(url: str, apart: Program) -> None:

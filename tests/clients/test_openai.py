@@ -113,6 +113,29 @@ def test_two_choices_streamed_and_whole_are_equal(client: OpenAI) -> None:
     assert (streamed, pieces) == (ids, texts)
 
 
+def test_logprobs(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    [choice] = client.chat.completions.create(**asked).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert choice.message.content == ANSWER
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(ANSWER)
+    for entry in choice.logprobs.content:
+        assert entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 3
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert [entry.token for entry in streamed] == [e.token for e in choice.logprobs.content]
+    scored = client.completions.create(
+        model=MODEL, prompt="What", logprobs=2, echo=True, max_tokens=0
+    ).choices[0]
+    assert scored.logprobs is not None and scored.logprobs.token_logprobs is not None
+    assert scored.text == "What" and scored.logprobs.token_logprobs[0] is None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop(client: OpenAI, stream: bool) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "stop": ["o-t", "zz"], "stream": stream}
