@@ -375,10 +375,13 @@ def main() -> int:
             break
         comparison.say(f"start {number + 1} of {len(tasks)}")
         comparison.measure(task)
-    comparison.judge()
+    if not options.write:
+        comparison.judge()
     report.write(results.data, options.json)
     if options.write_readme:
-        report.write_readme(results.data, ROOT / "README.md")
+        readme = ROOT / "README.md"
+        section = report.section_of(options.json.resolve(), ROOT)
+        readme.write_text(report.replaced(readme.read_text(), section))
     print(report.table(results.data))
     left = [] if options.write else make_tasks(options, results)
     return GOES_ON if left and comparison.is_over() else 0

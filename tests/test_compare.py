@@ -193,7 +193,7 @@ def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: 
     answers, gaps = parts["agreement"]["alone"], parts["agreement"]["gaps"]
     assert answers == parts["agreement"]["together"]
     assert len(gaps) == 2 * sum(map(len, answers)) == 2 * 8 * 32
-    assert len(set(np.ravel(answers))) > 50, "answers repeat themselves: they would prove little"
+    assert len(set(np.ravel(answers))) > 20, "answers repeat themselves: they would prove little"
     assert max(gaps) < 1e-4
     wanted = sum(one.output_tokens for one in workloads.trace(1024, 4))
     assert parts["trace"]["output_tokens"] == wanted and parts["trace"]["peak_bytes"] > 50 << 20

@@ -224,7 +224,7 @@ def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str
         f"All of it, with versions, spread and latencies: `{results}`.",
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
         "",
-        *gate_table(data),
+        *(gate_table(data) or ["Nothing in it can be held against a goal yet."]),
         "",
         *(f"![{Path(image).stem}]({image})" for image in images),
         END,
