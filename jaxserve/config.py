@@ -199,6 +199,19 @@ def user_cache_dir() -> Path | None:
         return None
 
 
+def compiler_settings() -> dict[str, str]:
+    """Variables of the environment that change what XLA compiles."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def cpu_threads() -> int:
+    """Cores that this process may use; XLA divides a program's work by their number."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _allocate_from_heap() -> None:
     """Keep glibc from returning large buffers to the system after every step.
 

@@ -78,3 +78,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         fcntl.flock(turns, fcntl.LOCK_UN)
+
+
+@pytest.fixture
+def no_jax_cache() -> Generator[None]:
+    """JAX's cache off: it takes the place of ours, and its programs cannot be serialized again."""
+    # Imported here: JAX reads the variables above when it is imported.
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()

@@ -16,7 +16,7 @@ from jaxserve.config import EngineConfig, bundled_model, user_cache_dir
 from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.execution.compilation import keep_compiled_programs
+from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig, read_model_config
 from jaxserve.request import SamplingParams
@@ -90,8 +90,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     model_config = read_model_config(directory)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
-    if cache is not None:
-        keep_compiled_programs(Path(cache) / "compiled")
+    programs = None if cache is None else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=directory)
     assert config.max_model_len is not None
@@ -107,7 +106,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     started = time.perf_counter()
     model = _model(config, directory, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
-    runner = Runner(config, model_config, model)
+    runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
     capacity = (runner.num_pages - 1) * config.block_size
     if capacity < config.max_model_len:
@@ -118,6 +117,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             config.max_model_len,
         )
     runner.warm_up(on_progress)
+    _log.info("%s; %s", runner.store, runner.plan)
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=min(config.max_model_len, capacity),

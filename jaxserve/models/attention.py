@@ -40,8 +40,9 @@ class Attention(nnx.Module):
         self.window, self.scale = window, config.scales.attention
         self.soft_cap = config.scales.attention_cap
         scaling = config.rope.scaling
-        grows = isinstance(scaling, YarnScaling) and scaling.query_beta > 0
-        self.growth = scaling if grows else None
+        self.growth = None
+        if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
+            self.growth = scaling
         self.qkv = weight(
             rngs,
             (embed, kv_heads, group + 2, head_dim),

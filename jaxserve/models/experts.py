@@ -19,7 +19,7 @@ from jaxserve.models.expert_fields import Experts
 from jaxserve.models.layers import Design, GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
-from jaxserve.models.routing import route
+from jaxserve.models.routing import Router, route
 from pallas_kernels import grouped_matmul
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class SparseMLP(nnx.Module):
         design: Design,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
-        self.experts, self.kind = experts, design.router
+        self.experts = experts
+        self.kind: Router = design.router
         self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
         self.gate_up = _stacked(
             rngs, (count, embed, 2, mlp), ("experts", "embed", "gate_up", "mlp"), dtype

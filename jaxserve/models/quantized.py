@@ -61,7 +61,7 @@ class QuantizedWeight:
         """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
         return self
 
-    def dot(self, x: Float[Array, "T I"]) -> Float[Array, T * outputs]:
+    def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """x times the weight, in at least float32."""
         if self.order is not None:
             x = jnp.take(x, self.order, axis=1)
@@ -89,7 +89,7 @@ class SeveralWeights:
         """Itself, as of a QuantizedWeight."""
         return self
 
-    def dot(self, x: Float[Array, "T I"]) -> Float[Array, T * outputs]:
+    def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """x times the weight, in at least float32."""
         parts = [weight.dot(x) for weight in self.weights]
         out = jnp.zeros((x.shape[0], *self.outputs), parts[0].dtype)

@@ -27,19 +27,49 @@ from jaxserve.server.settings import ServerConfig
 OWN_FILES = 256
 
 
-class StartReport:
-    """Says on a stream how far the start has come: a line for each stage, with its seconds."""
+class Stop:
+    """Ends the start at SIGTERM and at an interrupt.
 
-    def __init__(self, stream: TextIO) -> None:
+    The exception that a signal raises is lost where Python happens to collect garbage; `check`
+    raises it again.
+    """
+
+    def __init__(self) -> None:
+        self._asked: BaseException | None = None
+        signal.signal(signal.SIGTERM, lambda *_: self._stop(SystemExit(0)))
+        signal.signal(signal.SIGINT, lambda *_: self._stop(KeyboardInterrupt()))
+
+    def _stop(self, error: BaseException) -> None:
+        self._asked = error
+        raise error
+
+    def check(self) -> None:
+        """Raises what a signal has raised, if one came."""
+        if self._asked is not None:
+            raise self._asked
+
+
+class StartReport:
+    """Says on a stream how far the start has come: a line for each stage, with its seconds.
+
+    Args:
+        stream: to write to.
+        stop: looked at with everything that is said.
+    """
+
+    def __init__(self, stream: TextIO, stop: Stop | None = None) -> None:
         self._stream = stream
+        self._stop = stop
         self._started = time.perf_counter()
         self._stage = ""
 
     def say(self, text: str) -> None:
+        self._check()
         print(f"jaxserve: {text}", file=self._stream, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """As `OnProgress`: rewrites its line on a terminal, else says when a stage is done."""
+        self._check()
         if stage != self._stage:
             self._stage, self._started = stage, time.perf_counter()
         seconds = time.perf_counter() - self._started
@@ -49,6 +79,10 @@ class StartReport:
             print(text, end=end, file=self._stream, flush=True)
         elif done >= total:
             print(text, file=self._stream, flush=True)
+
+    def _check(self) -> None:
+        if self._stop is not None:
+            self._stop.check()
 
 
 def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartReport) -> Models:
@@ -66,6 +100,8 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
+            runner = llm.thread.engine.runner
+            report.say(f"{runner.store}; {runner.plan}")
     except BaseException:
         for model in served:
             model.llm.close()
@@ -106,8 +142,8 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.soc
         The exit status: 0 after an orderly end, 1 where an engine died.
     """
     log_json()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    report = StartReport(sys.stderr)
+    stop = Stop()
+    report = StartReport(sys.stderr, stop)
     allow_files(config.max_connections + OWN_FILES)
     models = load_models(plans, config, report)
     process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
@@ -115,6 +151,7 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.soc
     gc.collect()
     gc.freeze()
     try:
+        stop.check()
         asyncio.run(_serve(process, listener, report))
     finally:
         for model in models.all:

@@ -52,8 +52,5 @@ def pack_experts(directory: Path) -> None:
     kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in codes}
     save_file({**kept, **codes}, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-    }
+    config["quantization_config"] = {"quant_method": "mxfp4"}
     (directory / "config.json").write_text(json.dumps(config))

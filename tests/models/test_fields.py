@@ -131,7 +131,7 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
     ],
     "gpt_oss_mxfp4": [
         {"quantization_config": None},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config.quant_method": "fp8"},
     ],
     "deepseek_v2_groups": [
         {"topk_method": "greedy"},

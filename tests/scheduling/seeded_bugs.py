@@ -272,7 +272,7 @@ COMMIT_BUGS = (
     Bug(
         "tokens of a launch are taken step by step",
         RESULTS,
-        "token_ids.T[drawn][steps.T < counts[drawn][:, None]]",
+        "token_ids.T[drawn][counts[drawn][:, None] > steps.T]",
         "token_ids[:, drawn][steps < counts[drawn]]",
     ),
     Bug(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -16,6 +18,7 @@ from jaxserve.server.app import App
 from jaxserve.server.generation import Generation
 from jaxserve.server.listener import bind
 from jaxserve.server.process import Process
+from jaxserve.server.serve import StartReport, Stop
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 
@@ -203,3 +206,23 @@ def test_a_large_body_for_a_full_queue_is_never_read(app: App) -> None:
         admission.num_live = 0
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_whose_exception_is_lost_still_ends_the_start(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
+    """As it is in callbacks of the garbage collector."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        report = StartReport(io.StringIO(), Stop())
+        report.progress("weights", 1, 2)
+        with pytest.raises(error):
+            signal.raise_signal(number)
+        with pytest.raises(error):
+            report.progress("weights", 2, 2)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

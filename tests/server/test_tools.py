@@ -233,7 +233,7 @@ THINKING: dict[str, Any] = {
     "messages": [*USER, {"role": "assistant", "content": "<think>"}],
     "continue_final_message": True,
     "add_generation_prompt": False,
-    "max_tokens": 60,
+    "max_tokens": 30,
     "temperature": 1.0,
     "seed": 3,
 }
@@ -272,7 +272,7 @@ def test_a_budget_changes_nothing_before_it_is_spent(narrow: Server) -> None:
 
 
 def test_thoughts_in_messages_and_responses(narrow: Server) -> None:
-    body = {"messages": THINKING["messages"], "max_tokens": 40, "temperature": 1.0}
+    body = {"messages": THINKING["messages"], "max_tokens": 25, "temperature": 1.0}
     body["thinking"] = {"type": "enabled", "budget_tokens": 5}
     blocks = narrow.request(MESSAGES, body).json()["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text"]
@@ -288,5 +288,3 @@ def test_a_model_may_choose_where_its_calls_are_known(narrow: Server) -> None:
     strict = function("plan", parameters=SCHEMA, strict=True)
     choice = narrow.request(CHAT, body | {"tools": [strict]}).json()["choices"][0]
     assert choice["message"]["content"] == "e-n-o-t-s" and "tool_calls" not in choice["message"]
-    whole = narrow.request(CHAT, body | {"tool_choice": "required", "max_tokens": 150}).json()
-    fits(whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
