@@ -82,6 +82,7 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
         assert llm.stats().num_compiles == 0
         assert runner.kv_dtype == jnp.float8_e4m3fn
         assert runner.page_bytes == 2 * 4 * 64 * 16  # keys and values, heads, head dim, tokens
+        assert runner._state is not None
         pages = jax.tree.leaves(runner._state.kv)
         assert sum(page.nbytes for page in pages) == runner.num_pages * runner.page_bytes
 
