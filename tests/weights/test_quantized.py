@@ -37,6 +37,13 @@ RAW: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 PHI = RAW | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
+EXPERTS = RAW | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -169,6 +176,15 @@ def test_stacked_tensors_are_taken_apart(tmp_path):
         [matmul(x, layer.mlp.gate_up[...]) for layer in layers],
     ):
         np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_of_a_quantized_checkpoint_are_dequantized(tmp_path):
+    directory, plain = checkpoint(tmp_path / "quantized", "fp8_blocks", EXPERTS)
+    got = parameters(load(directory))
+    want = parameters(load(packing.save(tmp_path / "plain", EXPERTS, plain)))
+    assert isinstance(got["layers.0.attention.qkv"], QuantizedWeight)
+    for name in ("gate_up", "down", "router"):
+        np.testing.assert_allclose(got[f"layers.0.mlp.{name}"], want[f"layers.0.mlp.{name}"])
 
 
 def test_scales_of_the_cache_are_read_where_it_is_fp8(tmp_path):
