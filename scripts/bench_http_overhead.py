@@ -82,9 +82,10 @@ def llm_sampling(tokens: int) -> Any:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
     from jaxserve.server.app import App
+    from jaxserve.server.listener import bind
     from jaxserve.server.plans import ModelPlan
     from jaxserve.server.process import Process
-    from jaxserve.server.serve import StartReport, bind, load_models
+    from jaxserve.server.serve import StartReport, load_models
     from jaxserve.server.settings import ServerConfig
 
     engine = EngineConfig(

@@ -12,6 +12,9 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.thread import EngineThread
 from jaxserve.request import Request
 
+# Tokens that wait as one delta at most: adding text to text costs its whole length.
+MAX_JOINED = 64
+
 
 class Stream:
     """The deltas of some requests, in the order in which they were drawn.
@@ -81,7 +84,9 @@ class Stream:
 
     def put(self, delta: Delta) -> None:
         """Take in a delta; only on the event loop."""
-        self._deltas.append(delta)
+        unread = self._deltas
+        if not (unread and _extends(unread[-1], delta)):
+            unread.append(delta)
         self.num_unread += len(delta.token_ids)
         if delta.finish_reason is not None:
             left = self._unfinished.get(delta.request_id, 0) - 1
@@ -106,6 +111,25 @@ class Stream:
         for request_id in self._unfinished:
             self._thread.abort(request_id)
         self._unfinished = {}
+
+
+def _extends(last: Delta, delta: Delta) -> bool:
+    """Add a delta to the one before it, where nothing is lost by it: readers do less for one."""
+    if (
+        last.index != delta.index
+        or last.request_id != delta.request_id
+        or delta.finish_reason is not None
+        or last.finish_reason is not None
+        or delta.logprobs is not None
+        or last.logprobs is not None
+        or delta.prompt_logprobs is not None
+        or last.num_cached_tokens < delta.num_cached_tokens
+        or len(last.token_ids) >= MAX_JOINED
+    ):
+        return False
+    last.text += delta.text
+    last.token_ids += delta.token_ids
+    return True
 
 
 def _ignore(is_paused: bool) -> None:

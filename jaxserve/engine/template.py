@@ -17,10 +17,10 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import nodes
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.runtime import Context, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -105,7 +105,9 @@ class _Paid(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         parts = nodes.List(node.nodes).set_lineno(node.lineno)
-        return nodes.Filter(parts, "_concat", [], [], None, None).set_lineno(node.lineno)
+        joined = nodes.Filter(parts, "_concat", [], [], None, None)
+        joined.set_lineno(node.lineno)
+        return joined
 
 
 class _Generation(Extension):

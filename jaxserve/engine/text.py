@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import re
 import secrets
@@ -12,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from jaxserve.engine.plain_tokenizer import read_plain
 from jaxserve.engine.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
@@ -47,9 +48,8 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
+            plain = read_plain(Path(directory))
+            self._tokenizer: Any = plain or _read_with_transformers(str(directory))
             self.backend = self._tokenizer.backend_tokenizer
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
@@ -61,7 +61,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
-        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self._bytes = {letter: byte for byte, letter in enumerate(_byte_letters())}
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
         self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
         # Runs of spaces are no marks of anything.
@@ -240,6 +240,22 @@ class Tokenizer:
         # What follows may be data too, and would make it whole.
         ends = (value[-size:] for size in range(1, self._longest_added))
         return value + mark if any(end in self._beginnings for end in ends) else value
+
+
+def _byte_letters() -> list[str]:
+    """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
+    of Latin-1, else the next one from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def _read_with_transformers(directory: str) -> Any:
+    """Imported late: it takes longer than the rest of a start, and is needed by few tokenizers."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 class Detokenizer:

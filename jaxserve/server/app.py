@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,16 +22,12 @@ from jaxserve.server.messages import count_tokens, messages
 from jaxserve.server.metrics import metrics
 from jaxserve.server.openapi import openapi
 from jaxserve.server.responses import responses
-from jaxserve.server.served import Models
+from jaxserve.server.served import Lifecycle, Models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tokens import detokenize, tokenize
 
-
-@dataclass
-class Lifecycle:
-    """Where the server stands between start and end."""
-
-    is_draining: bool = False
+# Paths whose requests make an engine draw tokens.
+_DRAWING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 
 def routes() -> list[BaseRoute]:
@@ -76,7 +71,14 @@ class App:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
-        middleware = [Middleware(Guard, config=config, open_paths=open_paths)]
+        door = Middleware(
+            Guard,
+            config=config,
+            lifecycle=self.lifecycle,
+            open_paths=open_paths,
+            check_room=self.check_room,
+        )
+        middleware = [door]
         if config.allowed_origins:
             middleware.insert(
                 0,
@@ -94,6 +96,20 @@ class App:
         )
         self.asgi.router.redirect_slashes = False
         self.asgi.state.served = self
+
+    def check_room(self, path: str) -> None:
+        """Refuse what could not be taken in now, whatever it asks for.
+
+        Raises:
+            ApiError: 503, the server is stopping.
+            Overloaded: the queue is full. Of several models, each request says which it means.
+        """
+        if path not in _DRAWING:
+            return
+        if self.lifecycle.is_draining:
+            raise ApiError(503, "the server is stopping", code="shutting_down")
+        if len(self.models.all) == 1:
+            self.models.all[0].admission.check(1, 1)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

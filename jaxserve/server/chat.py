@@ -57,7 +57,7 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
     rendered = []
     for message in messages:
-        one = {"role": "system" if message.role == "developer" else message.role}
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         one["content"] = _text_of(message)
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import h11
@@ -39,6 +41,23 @@ class Parser(h11.Connection):
             if event.http_version not in (b"1.0", b"1.1"):
                 raise h11.RemoteProtocolError("this version of HTTP is not served")
         return event
+
+
+class _Pieces:
+    """Stands in for a transport while the pieces of an answer are put together."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
 
 
 class Connection(H11Protocol):
@@ -91,6 +110,11 @@ class Connection(H11Protocol):
         scope = self.scope
         if scope is not before and scope is not None and scope["http_version"] == "1.1":
             scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
+            scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
+
+    def _should_upgrade(self) -> bool:
+        """No protocol but HTTP/1 is spoken: who asks for another is answered in this one."""
+        return False
 
     async def _write_event(self, data: bytes) -> bool:
         """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
@@ -108,9 +132,36 @@ class Connection(H11Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """What is sent within goes out at its end, in one piece: one call, one packet."""
+        cycle, joined = self.cycle, _Pieces()
+        cycle.transport = joined  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            cycle.transport = self.transport
+            if joined.pieces:
+                self.transport.write(b"".join(joined.pieces))
+            if joined.is_closed:
+                self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close where no answer is on its way, else after it."""
+        if self.conn.our_state is h11.ERROR:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _watch_header(self) -> None:
-        """A header that has begun, or the first one, must be complete in time."""
-        waiting = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        """A header that has begun, or the first one, must be complete in time.
+
+        So must what is left of a body that was answered without it.
+        """
+        state, cycle = self.conn.their_state, self.cycle
+        waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
+        if state is h11.SEND_BODY and cycle is not None and cycle.response_complete:
+            waiting = True
         if not waiting or self.transport.is_closing():
             self._stop("_header_timer")
         elif self._header_timer is None:

@@ -76,7 +76,7 @@ class Generation:
         prompt_scores: of each prompt, once they are there, where they were asked for.
 
     Raises:
-        Overloaded: the queue is full; nothing has been started.
+        Overloaded: on entering: the queue is full; nothing has been started.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class Generation:
         self._live = len(self.choices)
         self._unstarted = {one.request_id: prompt_tokens([one]) for one in requests}
         self._observed: Observed = model.observed
-        self._admission.check(self._live, sum(self._unstarted.values()))
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
+        # Places are taken in the same turn as they are checked: many requests come in one turn.
+        self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = self._last = time.monotonic()
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
         self._stream.on_pause = self._pause

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.server.answers import ClientGone, error_response
 from jaxserve.server.errors import ApiError, as_api_error
+from jaxserve.server.served import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADER_LINE = 8 << 10
 MAX_REQUEST_ID = 128
+# A body up to this size is read also where the answer will be a refusal: the connection lives on.
+SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
 # Without a key: whether the process lives is for the orchestrator, which has none.
 OPEN_PATHS = frozenset({"/health"})
@@ -41,14 +45,24 @@ class Guard:
     Args:
         app: what it guards.
         config: the limits.
+        lifecycle: while the server drains, answers end their connections.
         open_paths: paths that need no key, besides /health.
+        check_room: raises where a request to a path could not be taken in now, whatever it says;
+            asked before anything of the body is looked at.
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str] = frozenset()
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        lifecycle: Lifecycle,
+        open_paths: frozenset[str] = frozenset(),
+        check_room: Callable[[str], None] = lambda path: None,
     ) -> None:
         self._app = app
         self._config = config
+        self._lifecycle = lifecycle
+        self._check_room = check_room
         self._open_paths = OPEN_PATHS | open_paths
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
         self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
@@ -57,19 +71,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = _joined(scope["headers"])
-        request_id = _printable(headers.get(b"x-request-id", b"")) or uuid4().hex
+        headers = _by_name(scope["headers"])
+        request_id = _printable(headers.get(b"x-request-id", b"")) or uuid4().hex.encode()
+        more_headers = [(b"x-request-id", request_id)]
+        if self._lifecycle.is_draining:
+            more_headers.append((b"connection", b"close"))
+        answer = _Answer(scope, send, more_headers)
         renamed: dict[str, str] = {}
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
-
-        request_id = request_id.encode() if isinstance(request_id, str) else request_id
         scope["jaxserve.renamed"] = renamed
         try:
             self._check_headers(scope["headers"])
@@ -77,18 +85,24 @@ class Guard:
                 raise ApiError(400, "both Content-Length and Transfer-Encoding", code="bad_http")
             self._check_origin(headers)
             scope["jaxserve.key"] = self._check_key(scope, headers)
-            scope["jaxserve.body"] = b""
+            body = b""
             if scope["method"] == "POST":
-                _check_media(headers)
-                scope["jaxserve.body"] = await self._read_body(headers, receive)
-            await self._app(scope, receive, watched)
+                body = await self._take_body(scope, headers, receive)
+            scope["jaxserve.body"] = body
+            await self._app(scope, receive, answer.send)
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            # Of what goes on for too long after SIGTERM, such as a body that never ends.
+            if not self._lifecycle.is_draining or answer.is_started:
+                raise
+            error = ApiError(503, "the server is stopping", code="shutting_down")
+            await error_response(error)(scope, receive, answer.send)
         except Exception as error:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
-            if not started:
-                await _refuse(_renamed(error, renamed), scope, receive, watched)
+            if not answer.is_started:
+                await _refuse(_renamed(error, renamed), scope, receive, answer.send)
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         if len(headers) > MAX_HEADERS:
@@ -139,6 +153,23 @@ class Guard:
             )
         return digest.hex()
 
+    async def _take_body(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> bytes:
+        """Read the body. What could not be taken in now is refused unparsed, and if large, unread.
+
+        A refusal of a body that was not read closes the connection.
+        """
+        _check_media(headers)
+        is_small = int(headers.get(b"content-length", SMALL_BODY_BYTES + 1)) <= SMALL_BODY_BYTES
+        if not is_small:
+            self._check_room(scope["path"])
+        body = await self._read_body(headers, receive)
+        if is_small:
+            scope["jaxserve.body"] = body
+            self._check_room(scope["path"])
+        return body
+
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         most, seconds = self._config.max_body_bytes, self._config.body_timeout
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
@@ -162,7 +193,38 @@ class Guard:
             ) from None
 
 
-def _joined(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+class _Answer:
+    """What is sent of an answer; its head is held back until there is a body to go with it.
+
+    Attributes:
+        is_started: whether anything has been sent.
+    """
+
+    def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._joined = scope.get("jaxserve.joined", nullcontext)
+        self._headers = headers
+        self._head: Message | None = None
+        self.is_started = False
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's. Head and first piece, and last piece and end, go out as one each."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self._headers]
+            self._head = message
+            return
+        head, self._head = self._head, None
+        if head is None and message.get("more_body", False):
+            await self._send(message)
+            return
+        self.is_started = True
+        with self._joined():
+            if head is not None:
+                await self._send(head)
+            await self._send(message)
+
+
+def _by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     """Headers by name; one given twice holds both values, and matches nothing by that."""
     joined: dict[bytes, bytes] = {}
     for name, value in headers:

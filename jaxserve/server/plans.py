@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.server.settings import ServerConfig
 
 BUNDLED = "demo_model"
@@ -34,12 +35,14 @@ def plan_models(
     """Read `[NAME=]DIR` of each model; none means the bundled one.
 
     Raises:
-        InvalidRequest: a name given twice, weights for a model that is not there, or settings
-            out of range.
+        InvalidRequest: a model without a folder, a name given twice, weights for a model that is
+            not there, or settings out of range.
     """
     named = []
     for text in models:
-        name, _, folder = text.rpartition("=")
+        name, equals, folder = text.rpartition("=")
+        if not folder or (equals and not name):
+            raise InvalidRequest(f"models are given as DIR or NAME=DIR; got {text!r}", "models")
         named.append((name or folder, folder))
     folders: list[tuple[str, str | None]] = [*named] or [(BUNDLED, None)]
     names = [name for name, _ in folders]
@@ -62,6 +65,18 @@ def plan_models(
             )
         plans[0] = replace(plans[0], names=list(config.served_model_name))
     return plans
+
+
+def check_folders(plans: Iterable[ModelPlan]) -> None:
+    """Find a folder that is missing before any model is loaded, which takes long.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for plan in plans:
+        folder = plan.config.model
+        if folder is not None and not Path(folder).is_dir():
+            raise CheckpointError(f"model: {str(folder)!r} is not a folder with a checkpoint")
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:

@@ -51,6 +51,7 @@ class Process(uvicorn.Server):
         self._served = app
         self._num_signals = 0
         self._deadline = 0.0
+        self._is_first_tick = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
@@ -67,6 +68,7 @@ class Process(uvicorn.Server):
             return True
         if not self._num_signals:
             return False
+        self._close_idle()
         active = [one for model in self._served.models.all for one in model.active]
         late = self._num_signals > 1 or time.monotonic() > self._deadline
         if active and not late:
@@ -74,3 +76,13 @@ class Process(uvicorn.Server):
         for generation in active:
             generation.fail(ApiError(503, "the server is stopping", code="shutting_down"))
         return True
+
+    def _close_idle(self) -> None:
+        """Once the server drains: end idle connections now, and the others after their answers.
+
+        Those that come later are told by a header of their answers.
+        """
+        if self._is_first_tick:
+            self._is_first_tick = False
+            for connection in list(self.server_state.connections):
+                connection.shutdown()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.engine import Engine
 from jaxserve.server import page
 from jaxserve.server.app import App
 from jaxserve.server.logs import log_json
@@ -26,19 +27,49 @@ from jaxserve.server.settings import ServerConfig
 OWN_FILES = 256
 
 
-class StartReport:
-    """Says on a stream how far the start has come: a line for each stage, with its seconds."""
+class Stop:
+    """Ends the start at SIGTERM and at an interrupt.
 
-    def __init__(self, stream: TextIO) -> None:
+    The exception that a signal raises is lost where Python happens to collect garbage; `check`
+    raises it again.
+    """
+
+    def __init__(self) -> None:
+        self._asked: BaseException | None = None
+        signal.signal(signal.SIGTERM, lambda *_: self._stop(SystemExit(0)))
+        signal.signal(signal.SIGINT, lambda *_: self._stop(KeyboardInterrupt()))
+
+    def _stop(self, error: BaseException) -> None:
+        self._asked = error
+        raise error
+
+    def check(self) -> None:
+        """Raises what a signal has raised, if one came."""
+        if self._asked is not None:
+            raise self._asked
+
+
+class StartReport:
+    """Says on a stream how far the start has come: a line for each stage, with its seconds.
+
+    Args:
+        stream: to write to.
+        stop: looked at with everything that is said.
+    """
+
+    def __init__(self, stream: TextIO, stop: Stop | None = None) -> None:
         self._stream = stream
+        self._stop = stop
         self._started = time.perf_counter()
         self._stage = ""
 
     def say(self, text: str) -> None:
+        self._check()
         print(f"jaxserve: {text}", file=self._stream, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """As `OnProgress`: rewrites its line on a terminal, else says when a stage is done."""
+        self._check()
         if stage != self._stage:
             self._stage, self._started = stage, time.perf_counter()
         seconds = time.perf_counter() - self._started
@@ -48,6 +79,10 @@ class StartReport:
             print(text, end=end, file=self._stream, flush=True)
         elif done >= total:
             print(text, file=self._stream, flush=True)
+
+    def _check(self) -> None:
+        if self._stop is not None:
+            self._stop.check()
 
 
 def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartReport) -> Models:
@@ -60,10 +95,13 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
     served: list[ServedModel] = []
     try:
         for plan in plans:
-            report.say(f"loading {plan.names[0]} from {plan.root}")
+            name = plan.names[0]
+            report.say(f"loading {name}" + ("" if plan.root == name else f" from {plan.root}"))
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
+            runner = llm.thread.engine.runner
+            report.say(f"{runner.store}; {runner.plan}")
     except BaseException:
         for model in served:
             model.llm.close()
@@ -76,7 +114,8 @@ def _memory_plan(llm: AsyncLLM) -> str:
     runner, config = engine.runner, engine.config
     pages = runner.num_pages
     return (
-        f"memory: weights {runner.weight_bytes:,} bytes; KV cache {pages:,} pages x "
+        f"memory: weights {runner.weight_bytes:,} bytes{_how(engine)}; "
+        f"KV cache in {runner.kv_dtype.name}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
         f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "
@@ -84,27 +123,39 @@ def _memory_plan(llm: AsyncLLM) -> str:
     )
 
 
-def serve(plans: Iterable[ModelPlan], config: ServerConfig) -> int:
+def _how(engine: Engine) -> str:
+    """How the blocks' weights are stored, where they are quantized."""
+    stored = engine.runner.model_config.quantization
+    form = stored.method if stored is not None else engine.config.quantization
+    return "" if form is None else f" (blocks in {form})"
+
+
+def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.socket) -> int:
     """Serve until SIGTERM or an interrupt.
+
+    Args:
+        plans: what to serve.
+        config: the limits.
+        listener: from `listener.bind`.
 
     Returns:
         The exit status: 0 after an orderly end, 1 where an engine died.
     """
     log_json()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    report = StartReport(sys.stderr)
+    stop = Stop()
+    report = StartReport(sys.stderr, stop)
     allow_files(config.max_connections + OWN_FILES)
-    with bind(config.host, config.port) as listener:
-        models = load_models(plans, config, report)
-        process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
-        # What is alive now stays: a collection that walked it would hold up every stream.
-        gc.collect()
-        gc.freeze()
-        try:
-            asyncio.run(_serve(process, listener, report))
-        finally:
-            for model in models.all:
-                model.llm.close()
+    models = load_models(plans, config, report)
+    process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
+    # What is alive now stays: a collection that walked it would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    try:
+        stop.check()
+        asyncio.run(_serve(process, listener, report))
+    finally:
+        for model in models.all:
+            model.llm.close()
     return process.status
 
 
@@ -114,25 +165,6 @@ def allow_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port before the models are loaded; nobody can connect before `listen`.
-
-    Raises:
-        OSError: it is taken, or no address of this machine.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:

@@ -7,7 +7,7 @@ import hmac
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
@@ -23,6 +23,13 @@ from jaxserve.server.tool_calls.talk import Talk
 INLINE_CHARS = 8192
 # A chat template that takes longer goes on there too.
 INLINE_SECONDS = 0.02
+
+
+@dataclass
+class Lifecycle:
+    """Where the server stands between start and end."""
+
+    is_draining: bool = False
 
 
 class Admission:

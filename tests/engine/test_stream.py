@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve import AsyncLLM, SamplingParams
+from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.stream import Stream
 
@@ -162,5 +163,36 @@ def test_an_engine_that_stands_still_is_noticed(llm: AsyncLLM) -> None:
         await read(stream)
         while llm.thread.standstill():
             await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_tokens_that_wait_together_are_one_delta(
+    llm: AsyncLLM, n: int, logprobs: int | None
+) -> None:
+    """Up to the last one of a completion, which stays apart; where scores come along, none is."""
+    sampling = SamplingParams(
+        temperature=1, seed=5, max_tokens=6, ignore_eos=True, n=n, logprobs=logprobs
+    )
+
+    async def main() -> None:
+        read, waits = (llm.open([llm.request("one", sampling)]) for _ in range(2))
+        apart: list[Delta] = []
+        while not (read.is_finished and not read.num_unread):
+            apart += await read.take()
+        while not waits.is_finished:
+            await asyncio.sleep(0.001)
+        joined = await waits.take()
+        for index in range(n):
+            one, other = ([d for d in deltas if d.index == index] for deltas in (apart, joined))
+            assert "".join(d.text for d in one) == "".join(d.text for d in other)
+            assert [t for d in one for t in d.token_ids] == [t for d in other for t in d.token_ids]
+            assert [d.finish_reason is None for d in other] == [True] * (len(other) - 1) + [False]
+            if logprobs is not None:
+                assert len(other) == 6
+            elif n == 1:
+                assert [len(d.token_ids) for d in other] == [5, 1]
 
     asyncio.run(main())

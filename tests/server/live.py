@@ -234,3 +234,5 @@ class Canary:
         assert self.server.metric("engine_compiles_total") == 0
         assert self.server.metric("engine_failed_steps_total") == 0
         assert self.server.request("/health").status == 200
+        # No client can make the server log an error of its own.
+        assert not [line for line in self.server.log if '"level": "error"' in line]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tests.server import attacks
+from tests.server.attacks import LONG, STREAM, ended
 from tests.server.conftest import KEYS
 from tests.server.live import SMALL, Server, read_all, read_stream, status_of
-
-LONG: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 600, "ignore_eos": True}
-STREAM = LONG | {"stream": True}
-
-
-def ended(server: Server, reason: str) -> float:
-    return server.metric("request_success_total", finished_reason=reason)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -70,28 +64,11 @@ def test_leaving_at_the_end(server: Server) -> None:
 
 
 def test_many_leave_at_once(server: Server) -> None:
-    files = server.num_files()
-    streams = [server.open_stream(STREAM | {"stream": n % 2 > 0}) for n in range(200)]
-    server.wait_for("num_requests_running", lambda value: value >= 1)
-    for one in streams:
-        one.close()
-    server.wait_until_idle()
-    deadline = time.monotonic() + 10
-    while server.num_files() > files + 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert server.num_files() <= files + 1
-    assert len(server.log) < 50
+    attacks.leave_in_every_phase(server, 40)
 
 
 def test_a_reader_that_never_reads_is_paused_then_dropped(server: Server) -> None:
-    before = ended(server, "abort")
-    stalled = [server.open_stream(STREAM | {"n": 2, "cache_salt": str(n)}) for n in range(12)]
-    server.wait_for("num_requests_paused", lambda value: value >= 1)
-    assert server.complete("Reverse: a-b").status == 200
-    server.wait_for("request_success_total", lambda value: ended(server, "abort") >= before + 12)
-    server.wait_until_idle()
-    for one in stalled:
-        one.close()
+    attacks.never_read(server, 12)
 
 
 def test_a_slow_reader_gets_everything(server: Server) -> None:
@@ -120,7 +97,10 @@ def test_short_requests_are_served_beside_a_long_prompt(server: Server) -> None:
 
 def test_clients_with_one_id_do_not_meet(server: Server) -> None:
     fields = STREAM | {"request_id": "same", "max_tokens": 150}
-    leaves, stays = (server.open_stream(fields) for _ in range(2))
+    data = server.http("/v1/completions", json.dumps(fields).encode())
+    leaves, stays = (server.connect() for _ in range(2))
+    for one in (leaves, stays):
+        one.sendall(data.replace(b"\r\n", b"\r\nx-request-id: same\r\n", 1))
     leaves.recv(100)
     leaves.close()
     with stays:
@@ -156,21 +136,25 @@ def test_prompts_cannot_write_the_log(server: Server) -> None:
 
 
 def test_a_flood_of_bad_requests(server: Server) -> None:
-    lines, memory = len(server.log), server.memory()
-    bad = server.http("/v1/completions", b'{"prompt": "a", "n": 0}')
+    attacks.flood(server, 2000)
 
-    def flood(_: int) -> int:
-        with server.connect() as one:
-            one.sendall(bad * 500)
-            data = bytearray()
-            while data.count(b"HTTP/1.1 400") < 500:
-                data += one.recv(1 << 16)
-        return data.count(b"HTTP/1.1 400")
 
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(flood, range(4))) == 2000
-    assert len(server.log) - lines < 50
-    assert server.memory() - memory < 32 << 20
+def test_requests_cannot_add_time_series(server: Server) -> None:
+    def series() -> set[bytes]:
+        lines = server.request("/metrics").body.splitlines()
+        return {line.rpartition(b" ")[0] for line in lines if not line.startswith(b"#")}
+
+    server.complete("a", 2)
+    before = series()
+    for number in range(20):
+        name = f"name-{number}"
+        ids = {"x-request-id": name}
+        server.request("/v1/completions", {"prompt": "a", "model": name}, ids)
+        fields = {"prompt": "a", "max_tokens": 1, "request_id": name, "user": name}
+        assert server.request("/v1/completions", fields, ids).status == 200
+        server.request(f"/v1/models/{name}")
+    assert series() <= before | {line for line in series() if b"finished_reason" in line}
+    assert not any(b"name-" in line for line in series())
 
 
 def test_what_the_queue_cannot_hold_is_refused(narrow: Server) -> None:
@@ -184,7 +168,8 @@ def test_what_the_queue_cannot_hold_is_refused(narrow: Server) -> None:
             answer = narrow.request(path, body | {"max_tokens": 5})
             assert answer.status == 429 and answer.error["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
-        assert narrow.metric("request_refused_total") == refused + 3
+        assert narrow.request("/v1/completions", b"no JSON").status == 429  # nobody has looked
+        assert narrow.metric("request_refused_total") == refused + 4
         assert narrow.request("/ready").status == 503
         assert narrow.request("/health").status == 200
     finally:
@@ -255,14 +240,19 @@ def test_two_models_in_one_process_and_an_orderly_end() -> None:
 
         short = server.open_stream(STREAM | {"model": "a", "max_tokens": 400})
         long = server.open_stream(STREAM | {"model": "b", "max_tokens": 400, "n": 16})
-        with short, long:
+        idle, fresh = server.connect(), server.connect()
+        idle.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert status_of(idle.recv(1 << 16)) == 200
+        with short, long, idle, fresh:
             head = [one.recv(20) for one in (short, long)]
             server.process.terminate()
+            assert idle.recv(1) == fresh.recv(1) == b""  # while the streams go on
             deadline = time.monotonic() + 10
             while server.request("/ready").status != 503:
                 assert time.monotonic() < deadline
             refused = server.request("/v1/chat/completions", chat)
             assert refused.status == 503 and refused.error["code"] == "shutting_down"
+            assert refused.headers["connection"] == "close"
             assert server.request("/health").status == 200
             data = read_stream(short)
             assert b'"finish_reason":"length"' in data and b"[DONE]" in data
@@ -270,18 +260,6 @@ def test_two_models_in_one_process_and_an_orderly_end() -> None:
             data = head[1] + read_all(long)
             assert status_of(data) == 200 and b"shutting_down" in data
         assert server.process.wait(timeout=20) == 0
-
-
-def test_a_stop_does_not_wait_for_ever() -> None:
-    """At its deadline, what still runs ends with an error."""
-    with Server([*SMALL, "--drain-timeout", "0.2"]) as server:
-        stalled = server.connect()
-        with server.open_stream(STREAM | {"n": 8}) as stream, stalled:
-            head = stream.recv(20)
-            server.process.terminate()
-            data = head + read_all(stream)
-            assert status_of(data) == 200 and b"shutting_down" in data
-            assert server.process.wait(timeout=20) == 0
 
 
 def test_a_second_server_cannot_take_the_port(server: Server) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from contextlib import suppress
 
 import pytest
 
+from tests.server import attacks
+from tests.server.attacks import POST
 from tests.server.conftest import KEYS
 from tests.server.live import Server, read_all, status_of
 
 GOOD = {"prompt": "a", "max_tokens": 2, "temperature": 0}
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/9.9\r\nhost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\n",
         b"\x00\x01\x02\x03\r\n\r\n",
         POST + b"transfer-encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
@@ -29,7 +30,18 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
         POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
         POST + b"x-folded: one\r\n two\r\ncontent-length: 2\r\n\r\n{}",
     ],
-    ids=["line", "version", "no-host", "binary", "chunk", "both-lengths", "length", "two", "fold"],
+    ids=[
+        "line",
+        "version",
+        "http2",
+        "no-host",
+        "binary",
+        "chunk",
+        "both-lengths",
+        "length",
+        "two",
+        "fold",
+    ],
 )
 def test_malformed_requests_are_refused_and_closed(server: Server, data: bytes) -> None:
     answer = server.send(data)
@@ -59,39 +71,11 @@ def test_many_headers_are_refused(server: Server) -> None:
 
 
 def test_half_open_headers_are_closed_while_others_are_served(server: Server) -> None:
-    files = server.num_files()
-    waiting = [server.connect() for _ in range(200)]
-    for one in waiting:
-        one.sendall(b"GET /health HTTP/1.1\r\nhost: lo")
-    for _ in range(5):
-        assert server.complete("a").status == 200
-    for one in waiting:
-        assert read_all(one) == b""
-        one.close()
-    assert server.num_files() <= files + 1
-
-
-def test_a_header_sent_byte_by_byte_gets_no_more_time(server: Server) -> None:
-    with server.connect() as one:
-        sent = 0
-        try:
-            for byte in b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 60:
-                one.sendall(bytes([byte]))
-                sent += 1
-                time.sleep(0.1)
-        except OSError:
-            pass
-        assert sent < 60
+    attacks.half_open(server, 200)
 
 
 def test_a_slow_body_is_given_up(server: Server) -> None:
-    with server.connect() as one:
-        one.sendall(POST + b"content-length: 100\r\n\r\n")
-        for _ in range(4):
-            one.sendall(b" ")
-            time.sleep(0.2)
-        answer = read_all(one)
-    assert status_of(answer) == 408 and b"body_timeout" in answer
+    attacks.slow_body(server, 0.2)
 
 
 def test_large_bodies_are_refused_at_the_limit(server: Server) -> None:
@@ -115,9 +99,7 @@ def test_an_endless_chunked_body_is_refused(server: Server) -> None:
 
 
 def test_a_body_in_tiny_chunks_is_refused(server: Server) -> None:
-    body = b"1\r\n \r\n" * 300_000
-    answer = server.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
-    assert status_of(answer) in (413, 0)
+    attacks.tiny_chunks(server, 300_000)
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps(GOOD).encode())
     end = b"0\r\n\r\n"
     head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -317,26 +299,6 @@ def test_nesting_is_taken_up_to_the_limit(server: Server) -> None:
 def test_commas_and_brackets_in_text_are_no_nodes(server: Server) -> None:
     fields = GOOD | {"prompt": "a", "note": '[{,:"\\' * 100_000}
     assert server.request("/v1/completions", fields).status == 200
-
-
-def test_pipelined_requests_are_all_answered(server: Server) -> None:
-    one = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    with server.connect() as connection:
-        sender = threading.Thread(target=connection.sendall, args=(one * 1999 + last,))
-        sender.start()
-        answers = read_all(connection)
-        sender.join()
-    assert answers.count(b"HTTP/1.1 200 OK") == 2000
-
-
-def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
-    files = server.num_files()
-    for _ in range(50):
-        with server.connect() as one:
-            one.sendall(POST + b'content-length: 1000\r\n\r\n{"prompt": ')
-    time.sleep(0.2)
-    assert server.num_files() <= files + 1
 
 
 @pytest.mark.parametrize(

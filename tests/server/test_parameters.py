@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -343,3 +344,24 @@ def test_nothing_bad_is_echoed_at_length(server: Server) -> None:
     for fields in ({"model": "x" * 100_000}, {"stop": ["y" * 100_000]}, {"z" * 10_000: 1, "n": 0}):
         body = json.dumps(refuse(server, TEXT, fields, 404 if "model" in fields else 400))
         assert len(body) < 1000
+
+
+def test_bad_requests_change_nothing_for_their_neighbours(server: Server) -> None:
+    prompts = [[number + 10] * 12 for number in range(7)]
+    good = {"prompt": prompts, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    good |= {"return_token_ids": True}
+
+    def draw() -> list[list[int]]:
+        choices = server.request(TEXT, good).json()["choices"]
+        return [choice["token_ids"] for choice in choices]
+
+    alone = draw()
+    bad = [{name: value} for name in ("allowed_token_ids", "logit_bias") for value in REFUSED[name]]
+    bad += [{"prompt": ids} for ids in ([-1], [VOCABULARY], [5] * LONGEST)]
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(draw)
+        count = 0
+        while count < len(bad) or not beside.done():
+            refuse(server, TEXT, bad[count % len(bad)])
+            count += 1
+        assert beside.result() == alone

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -13,7 +16,9 @@ from jaxserve import AsyncLLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.server.app import App
 from jaxserve.server.generation import Generation
+from jaxserve.server.listener import bind
 from jaxserve.server.process import Process
+from jaxserve.server.serve import StartReport, Stop
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 
@@ -34,7 +39,7 @@ def loaded() -> Loaded:
 @pytest.fixture
 def app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
-    config = ServerConfig(health_timeout=0.2)
+    config = ServerConfig(health_timeout=0.2, drain_timeout=0.2)
     llm = AsyncLLM(loaded)
     yield App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
     llm.close()
@@ -119,3 +124,105 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
             assert model.admission.num_live == model.admission.num_prompt_tokens == 0
 
     asyncio.run(scene())
+
+
+def test_requests_that_come_together_do_not_pass_the_bound_together(app: App) -> None:
+    async def scene() -> None:
+        admission = app.models.all[0].admission
+        most = admission.num_slots + admission.max_queued
+        body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+        transport = httpx2.ASGITransport(app.asgi)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for stream in (False, True):
+                asked = [
+                    client.post("/v1/completions", json=body | {"stream": stream})
+                    for _ in range(3 * most)
+                ]
+                codes = [answer.status_code for answer in await asyncio.gather(*asked)]
+                assert (codes.count(200), codes.count(429)) == (most, 2 * most)
+                assert admission.num_live == admission.num_prompt_tokens == 0
+
+    asyncio.run(scene())
+
+
+def test_a_stop_does_not_wait_for_ever(app: App) -> None:
+    """At its deadline what still runs ends with an error, and so does who has asked nothing."""
+
+    async def scene() -> None:
+        process = Process(app)
+        fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 8, "stream": True}
+        body = json.dumps(fields).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
+        with bind("127.0.0.1", 0) as listener:
+            serving = asyncio.ensure_future(process.serve(sockets=[listener]))
+            while not process.started:
+                await asyncio.sleep(0.01)
+            port = listener.getsockname()[1]
+            (reader, writer), (silent, other), (half, slow) = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(3)
+            ]
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            slow.write(f"{head}content-length: 100\r\n\r\n".encode())
+            data = await reader.read(20)
+            process.handle_exit(15, None)
+            assert await silent.read() == b"" and not reader.at_eof()
+            data += await reader.read()
+            assert b" 200 OK" in data and b"shutting_down" in data
+            data = await half.read()
+            assert b" 503 " in data and b"shutting_down" in data
+            async with asyncio.timeout(20):
+                await serving
+            assert process.status == 0
+            for one in (writer, other, slow):
+                one.close()
+                await one.wait_closed()
+
+    asyncio.run(scene())
+
+
+def test_a_large_body_for_a_full_queue_is_never_read(app: App) -> None:
+    async def scene() -> None:
+        admission = app.models.all[0].admission
+        admission.num_live = admission.num_slots + admission.max_queued
+        sent: list[dict] = []
+
+        async def receive() -> dict:
+            assert sent, "the body was asked for before the answer"
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        names = {"host": "localhost", "content-type": "application/json"}
+        headers = [(name.encode(), value.encode()) for name, value in names.items()]
+        for length in ([(b"content-length", b"5000000")], [(b"transfer-encoding", b"chunked")]):
+            scope = {"type": "http", "method": "POST", "headers": headers + length}
+            scope |= {"path": "/v1/completions", "query_string": b"", "root_path": ""}
+            sent.clear()
+            await app.asgi(scope, receive, send)  # type: ignore[arg-type]
+            assert sent[0]["status"] == 429 and (b"connection", b"close") in sent[0]["headers"]
+        admission.num_live = 0
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_whose_exception_is_lost_still_ends_the_start(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
+    """As it is in callbacks of the garbage collector."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        report = StartReport(io.StringIO(), Stop())
+        report.progress("weights", 1, 2)
+        with pytest.raises(error):
+            signal.raise_signal(number)
+        with pytest.raises(error):
+            report.progress("weights", 2, 2)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from jaxserve.errors import InvalidRequest, Overloaded
+from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
 from jaxserve.server.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.observed import Histogram
 from jaxserve.server.parsing import parse_json
-from jaxserve.server.plans import memory_shares, plan_models
+from jaxserve.server.plans import check_folders, memory_shares, plan_models
 from jaxserve.server.served import Admission
 from jaxserve.server.settings import ServerConfig
 
@@ -67,6 +67,19 @@ def test_models_that_cannot_be_told_apart() -> None:
         plan_models(["a=x", "a=y"], {}, ServerConfig())
     with pytest.raises(InvalidRequest, match="NAME=DIR"):
         plan_models(["a=x", "b=y"], {}, ServerConfig(served_model_name=("c",)))
+
+
+@pytest.mark.parametrize("text", ["", "a=", "=x", "="])
+def test_models_without_a_folder(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="DIR or NAME=DIR"):
+        plan_models([text], {}, ServerConfig())
+
+
+def test_a_missing_folder_is_named_before_anything_is_loaded() -> None:
+    plans = plan_models(["a=jaxserve/demo_model", "b=/nowhere"], {}, ServerConfig())
+    with pytest.raises(CheckpointError, match="'/nowhere' is not a folder"):
+        check_folders(plans)
+    check_folders(plans[:1] + plan_models([], {}, ServerConfig()))
 
 
 @pytest.mark.parametrize("weights", ["c=1", "a=0", "a=-1", "a", "a=x", "a=nan", "a=1;b=2"])
