@@ -79,7 +79,6 @@ def test_the_clients_helpers(client: openai.OpenAI) -> None:
     tools: Any = [openai.pydantic_function_tool(Plan)]
     asked: Any = {"model": MODEL, "messages": USER, "tools": tools, "tool_choice": "required"}
     asked |= {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 300}
-    asked["extra_body"] = {"bad_words": ["x"]}
     tools[0]["function"]["parameters"]["properties"]["day"]["maxLength"] = 8
     parsed = client.chat.completions.parse(**asked).choices[0].message.tool_calls
     assert parsed and isinstance(parsed[0].function.parsed_arguments, Plan)
