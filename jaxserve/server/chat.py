@@ -148,9 +148,9 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     model.tokenizer()  # there is nothing to say without one
     talk = model.talk
     tools = tool_use(body, talk.parser, call.config.enable_auto_tool_choice, talk.spell)
+    sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
         call.renamed["structured_outputs"] = "tools"
-    sampling = chat_sampling(body, model, wanted, tools)
     call.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
     options = template_options(body)

@@ -81,18 +81,21 @@ def grammar_of_calls(
     """
     mark = spell(form.mark)
     rules = list(_python_rules(functions) if form.is_python else _json_rules(form, functions))
-    more = f"{{0,{most - 1}}}"
+    times = f"{{0,{most - 1}}}"
     between = json.dumps(f"{form.separators[:1]} ")
+    listed = f"call ({between} call){times}" if most > 1 else "call"
     if form.is_optional_mark:
-        calls = f"call ({between} call){more}"
+        calls = listed
         calls = f'"[" {calls} "]"' if form.is_array else calls
     elif form.is_array:
-        rules.append(f'after: "[" call ({between} call){more} "]"')
+        rules.append(f'after: "[" {listed} "]"')
         calls = f"{mark} after"
     else:
         end = json.dumps(f"\n{form.close}")
         rules.append(f'after: "\\n" call {end}')
-        calls = f'{mark} after ("\\n" {mark} after){more}'
+        calls = f"{mark} after"
+        if most > 1:
+            calls += f' ("\\n" {mark} after){times}'
     rules.append(f"calls: {calls}")
     if not may_answer:
         rules.append("start: calls")
