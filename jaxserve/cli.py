@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
     add_serve(commands.add_parser)
+    add_compile(commands.add_parser)
     add_talk(commands.add_parser)
     add_run_batch(commands.add_parser)
     return parser
@@ -121,6 +122,47 @@ def serve(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
     except (ValueError, OSError) as error:  # settings, files or a port that are not right
         raise CommandError(str(error)) from error
+
+
+def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve compile`."""
+    parser = add_parser(
+        "compile",
+        allow_abbrev=False,
+        help="build what a start needs ahead of time",
+        description="Compile every program that `jaxserve serve` with the same models and engine "
+        "options runs, and keep them in the compilation cache. They hold for this machine's kind "
+        "of device and these versions; a start with others says so and compiles anew.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="[NAME=]DIR",
+        help="checkpoint folders, as for serve (default: the bundled model)",
+    )
+    add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
+    engine = parser.add_argument_group("engine", "For each model.")
+    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    parser.set_defaults(run=compile_programs)
+
+
+def compile_programs(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve compile`; 1 where programs could not be kept."""
+    loaded = []
+    try:
+        config = ServerConfig(**given(arguments, ["model_weights"]))
+        plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
+        for plan in plans:
+            # All stay loaded: on a GPU the next one's cache has what this one leaves.
+            loaded.append(load(plan.config))
+            print(f"{plan.names[0]}: {loaded[-1].runner.store}; {loaded[-1].runner.plan}")
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        for one in loaded:
+            one.runner.close()
+    return 0 if all(one.runner.store.folder is not None for one in loaded) else 1
 
 
 def add_talk(add_parser: Callable[..., argparse.ArgumentParser]) -> None:

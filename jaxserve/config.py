@@ -14,6 +14,8 @@ from jaxserve.request import exact_int, finite_float
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("int8", "fp8", "int4", "awq", "gptq", "compressed-tensors")
+KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
@@ -34,6 +36,12 @@ class EngineConfig:
         load_format: "auto" reads safetensors; "dummy" makes random weights from `seed`.
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
             on CPU (faster there than 16-bit for small batches).
+        quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
+            in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
+            checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs
+            no such word.
+        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter
+            of the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together.
         max_num_seqs: most sequences running at once (slots).
         max_num_batched_tokens: most tokens computed in one step.
@@ -66,6 +74,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     dtype: str = "auto"
+    quantization: Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -107,14 +117,15 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
         for name, allowed in (
             ("dtype", DTYPES),
+            ("quantization", (None, *QUANTIZATIONS)),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("scheduling_policy", POLICIES),
             ("load_format", LOAD_FORMATS),
             ("attention_backend", IMPLEMENTATIONS),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}"
-                )
+                names = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
         if self.max_num_seqs and self.max_num_batched_tokens:
             self._check_budget()
 
@@ -186,6 +197,19 @@ def user_cache_dir() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
     except RuntimeError:
         return None
+
+
+def compiler_settings() -> dict[str, str]:
+    """Variables of the environment that change what XLA compiles."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def cpu_threads() -> int:
+    """Cores that this process may use; XLA divides a program's work by their number."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _allocate_from_heap() -> None:

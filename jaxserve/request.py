@@ -133,6 +133,8 @@ class SamplingParams:
             sampler changes them.
         prompt_logprobs: the same for the tokens of the prompt, but for the first.
         structured_outputs: the form that the text must have.
+        thinking_token_budget: tokens after which thoughts are ended, where the model is known to
+            think before it answers; None for no bound.
 
     Attributes:
         asks: what of this costs extra work, as flags of `Ask` (all but PROMPT_LOGPROBS).
@@ -164,6 +166,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
     asks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -186,6 +189,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, exact_int(getattr(self, name), name, 0, MAX_LOGPROBS))
+        name = "thinking_token_budget"
+        if self.thinking_token_budget is not None:
+            put(name, exact_int(self.thinking_token_budget, name, 0, 2**31 - 1))
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputsParams):
             raise InvalidRequest(
@@ -200,7 +206,8 @@ class SamplingParams:
             Ask.PENALTIES: penalties != (0.0, 0.0, 1.0),
             Ask.ALLOWED: bool(self.bad_words)
             or self.allowed_token_ids is not None
-            or self.structured_outputs is not None,
+            or self.structured_outputs is not None
+            or self.thinking_token_budget is not None,
             Ask.BANNED: bool(self.bad_words),
             Ask.BIAS: bool(self.logit_bias),
             Ask.LOGPROBS: self.logprobs is not None,

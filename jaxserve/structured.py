@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxserve.errors import InvalidRequest
@@ -38,10 +38,11 @@ class StructuredOutputsParams:
             its meaning can be served is found out when it is compiled.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    # `form` and `text` say the same in values that can be hashed.
+    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
     json_object: bool | None = None
     regex: str | None = None
-    choice: Listing[str] | None = None
+    choice: Listing[str] | None = field(default=None, hash=False)
     grammar: str | None = None
 
     def __post_init__(self) -> None:

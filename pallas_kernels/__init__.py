@@ -7,18 +7,30 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
+And two over weights: ``quantized_matmul``, which never makes a quantized weight whole, and
+``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts.
+
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
 """
 
 from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
-from pallas_kernels.ops import kv_write, paged_decode_attention, ragged_paged_attention
+from pallas_kernels.ops import (
+    grouped_matmul,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+)
+from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
 
 __all__ = [
     "IMPLEMENTATIONS",
     "check_page_table",
+    "dequantize",
+    "grouped_matmul",
     "kv_write",
     "paged_decode_attention",
+    "quantized_matmul",
     "ragged_paged_attention",
 ]

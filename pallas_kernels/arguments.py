@@ -50,6 +50,19 @@ class Case:
         return self.P * self.K * self.S * self.H * self.page_dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedCase:
+    """A call of ``grouped_matmul``: A rows of D inputs, E groups, F outputs."""
+
+    platform: str
+    dtype: jnp.dtype
+    A: int
+    E: int
+    D: int
+    F: int
+    op: str = "grouped_matmul"
+
+
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
     return ", ".join(d.name for d in dtypes)
 
@@ -220,6 +233,28 @@ def kv_write_case(
         K=num_kv_heads,
         H=head_dim,
     )
+
+
+def grouped_case(platform: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> GroupedCase:
+    """Check a ``grouped_matmul`` call and describe it.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    _check_rank("x", x, "[A,D]")
+    _check_dtype("x", x, QUERY_DTYPES)
+    _check_rank("w", w, "[E,D,F]")
+    if w.dtype != x.dtype:
+        raise ValueError(f"w has dtype {w.dtype}; expected that of x, {x.dtype}")
+    if w.shape[1] != x.shape[1]:
+        raise ValueError(f"w has D = {w.shape[1]} inputs; expected those of x, {x.shape[1]}")
+    for name, letters, array in (("x", "AD", x), ("w", "EDF", w)):
+        for letter, size in zip(letters, array.shape, strict=True):
+            if size < 1:
+                raise ValueError(f"{name} has {letter} = {size}; at least 1 is needed")
+    _check_dtype("group_sizes", group_sizes, (jnp.dtype(jnp.int32),))
+    _check_shape("group_sizes", group_sizes, (w.shape[0],), "[E]")
+    return GroupedCase(platform, jnp.dtype(x.dtype), x.shape[0], w.shape[0], w.shape[1], w.shape[2])
 
 
 def check_page_table(

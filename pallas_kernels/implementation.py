@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.arguments import FP8, Case
+from pallas_kernels.arguments import FP8, Case, GroupedCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -21,6 +21,7 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("ragged", "gpu"): ("triton", "xla"),
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
+    ("grouped_matmul", "gpu"): ("triton", "xla"),
 }
 FALLBACK = ("xla",)
 """What "auto" tries on every other platform."""
@@ -52,7 +53,11 @@ def target_device_kind() -> str:
     return kind or jax.devices()[0].device_kind
 
 
-def _triton_limit(case: Case) -> str | None:
+def _triton_limit(case: Case | GroupedCase) -> str | None:
+    if isinstance(case, GroupedCase):
+        if case.dtype.itemsize > 4:
+            return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
+        return None
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
     if case.H % 16 or not 16 <= case.H <= 256:
@@ -73,8 +78,8 @@ def _triton_limit(case: Case) -> str | None:
     return None
 
 
-def _mosaic_limit(case: Case) -> str | None:
-    if case.op != "ragged":
+def _mosaic_limit(case: Case | GroupedCase) -> str | None:
+    if isinstance(case, GroupedCase) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
@@ -90,7 +95,7 @@ def _mosaic_limit(case: Case) -> str | None:
     return None
 
 
-def limit(name: str, case: Case) -> str | None:
+def limit(name: str, case: Case | GroupedCase) -> str | None:
     """Why ``name`` cannot do ``case``, in words; None when it can."""
     if name == "xla":
         return None
@@ -104,7 +109,7 @@ def limit(name: str, case: Case) -> str | None:
     return _triton_limit(case) if name == "triton" else _mosaic_limit(case)
 
 
-def choose(requested: str, case: Case) -> str:
+def choose(requested: str, case: Case | GroupedCase) -> str:
     """The implementation that will run ``case``.
 
     Raises:

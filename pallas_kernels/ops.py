@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_ragged, triton_decode, triton_kv_write, triton_ragged, xla
-from pallas_kernels.arguments import attention_case, kv_write_case
+from pallas_kernels import xla, xla_grouped_matmul
+from pallas_kernels.arguments import attention_case, grouped_case, kv_write_case
 from pallas_kernels.implementation import choose, target_platform
 
+
+def _pallas(module: str, function: str, **options: bool) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called.
+
+    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = importlib.import_module(f"pallas_kernels.{module}")
+        return getattr(found, function)(*args, **kwargs, **options)
+
+    return run
+
+
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": hopper_ragged.ragged_paged_attention,
-    "triton": triton_ragged.ragged_paged_attention,
-    "triton_interpret": functools.partial(triton_ragged.ragged_paged_attention, interpret=True),
+    "mosaic_gpu": _pallas("hopper_ragged", "ragged_paged_attention"),
+    "triton": _pallas("triton_ragged", "ragged_paged_attention"),
+    "triton_interpret": _pallas("triton_ragged", "ragged_paged_attention", interpret=True),
     "xla": xla.ragged_paged_attention,
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": triton_decode.paged_decode_attention,
-    "triton_interpret": functools.partial(triton_decode.paged_decode_attention, interpret=True),
+    "triton": _pallas("triton_decode", "paged_decode_attention"),
+    "triton_interpret": _pallas("triton_decode", "paged_decode_attention", interpret=True),
     "xla": xla.paged_decode_attention,
 }
 KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": triton_kv_write.kv_write,
-    "triton_interpret": functools.partial(triton_kv_write.kv_write, interpret=True),
+    "triton": _pallas("triton_kv_write", "kv_write"),
+    "triton_interpret": _pallas("triton_kv_write", "kv_write", interpret=True),
     "xla": xla.kv_write,
+}
+GROUPED: Mapping[str, Callable[..., jax.Array]] = {
+    "triton": _pallas("triton_grouped_matmul", "grouped_matmul"),
+    "triton_interpret": _pallas("triton_grouped_matmul", "grouped_matmul", interpret=True),
+    "xla": xla_grouped_matmul.grouped_matmul,
 }
 
 
@@ -176,3 +196,29 @@ def kv_write(
     case = kv_write_case(target_platform(), k, v, k_pages, v_pages, slot_mapping, **scales)
     run = KV_WRITE[choose(implementation, case)]
     return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str = "auto"
+) -> jax.Array:
+    """Rows sorted by group, each times the matrix of its group.
+
+    The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
+    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: nothing
+    is read of a group without rows.
+
+    Args:
+        x: [A,D], bfloat16, float16, float32 or float64.
+        w: [E,D,F], of the dtype of x.
+        group_sizes: i32[E], none negative, together at most A.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        [A,F] of x's dtype; accumulated in float32 (float64 for float64).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
+    run = GROUPED[choose(implementation, grouped_case(target_platform(), x, w, group_sizes))]
+    return run(x, w, group_sizes)

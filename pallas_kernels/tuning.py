@@ -7,9 +7,10 @@
      "entries": [{"op": "decode", "dtype": "bfloat16", "head_dim": 128, "up_to": 64,
                   "config": {"block_tokens": 64, ...}}, ...]}
 
-``dtype`` is that of the pages. ``up_to`` bounds the bucket: rows R for "decode", tokens T for
-"ragged", "mosaic_ragged" and "kv_write"; null means any. The first entry that fits is used, fields
-it leaves out keep their defaults, and a device without a file gets the defaults throughout.
+``dtype`` is that of the pages, or of the weights of "grouped_matmul", which has no head dim.
+``up_to`` bounds the bucket: rows R for "decode", tokens T for "ragged", "mosaic_ragged" and
+"kv_write", rows a group for "grouped_matmul"; null means any. The first entry that fits is used,
+fields it leaves out keep their defaults, and a device without a file gets the defaults throughout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import json
 import pathlib
 from typing import Any, TypeVar
 
-from pallas_kernels.arguments import Case
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.implementation import target_device_kind
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
@@ -75,6 +78,17 @@ class KvWriteConfig:
     num_warps: int = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """A program's rows, its columns, and the inputs of a loop step; powers of two from 16 on."""
+
+    block_rows: int = 64
+    block_columns: int = 128
+    block_inner: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
 CONFIGS = {
     "decode": DecodeConfig,
     "ragged": RaggedConfig,
@@ -126,3 +140,27 @@ def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Co
             continue
         return dataclasses.replace(base, **entry["config"])
     return base
+
+
+GROUPED_SIZES = (16, 64, None)
+"""Rows a group up to which an entry for "grouped_matmul" holds."""
+
+
+def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
+    """Sizes that compile for Hopper without spilling registers, before anything was measured."""
+    rows = {16: 16, 64: 64, None: 128}[up_to]
+    if dtype.itemsize == 4:  # no tensor cores: small tiles, many threads
+        return GroupedConfig(16, 64, 32, num_warps=8, num_stages=2)
+    return GroupedConfig(rows, num_warps=8 if rows == 128 else 4)
+
+
+def grouped_config(case: GroupedCase, device_kind: str | None = None) -> GroupedConfig:
+    """The configuration for a call on the device being compiled for (or the one named)."""
+    mean = -(-case.A // case.E)
+    up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
+    for entry in read_entries(device_kind or target_device_kind()):
+        if entry["op"] != case.op or entry["dtype"] != case.dtype.name:
+            continue
+        if entry["up_to"] is None or mean <= entry["up_to"]:
+            return dataclasses.replace(grouped_defaults(case.dtype, up_to), **entry["config"])
+    return grouped_defaults(case.dtype, up_to)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
@@ -40,34 +41,6 @@ from jaxserve.scheduling.static import StaticScheduler
 from jaxserve.weights import random_weights
 from trace_rows import read_trace
 
-COMMON = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
-SHAPES = {
-    # 137M parameters in 14 layers of the width of GPT-2 small.
-    "wide": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 14,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
-    # SmolLM-135M: 30 narrow layers, and 1.6 times the KV cache a token.
-    "deep": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
-}
 SCALE = 8
 STEP_GATE = 1.3
 GAIN_GATES = {16: 2.4, 32: 3.1}

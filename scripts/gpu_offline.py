@@ -163,7 +163,7 @@ def analyse(
     """Read the dumps of the one compilation made since ``dumps.clear()``.
 
     Args:
-        pages: shape of the page arrays; copies of arrays of this shape are counted.
+        pages: shape of the page arrays, or of weights; copies of this shape are counted.
         kernels: parts of names of the kernels to assemble and report.
     """
     before = "\n".join(p.read_text() for p in dumps.xla.glob("*.thunk_sequence.txt"))
@@ -296,6 +296,49 @@ def compile_kernel(case: Case, dumps: Dumps) -> dict[str, Any]:
     return dict(as_row(case.name, result))
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedCase:
+    """Experts of a model to compile: `rows` chosen experts of all tokens together."""
+
+    model: str
+    dtype: str
+    E: int
+    D: int
+    F: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"grouped_matmul {self.dtype} {self.model} {self.rows} rows"
+
+
+def grouped_cases() -> list[GroupedCase]:
+    """Decode of 64 tokens and a step of 2048, gate and upward projections."""
+    models = (
+        ("Qwen3-30B-A3B", 128, 2048, 1536, 8),
+        ("gpt-oss-20b", 32, 2880, 5760, 4),
+        ("Mixtral-8x7B", 8, 4096, 28672, 2),
+    )
+    found = [
+        GroupedCase(name, "bfloat16", E, D, F, chosen * tokens)
+        for name, E, D, F, chosen in models
+        for tokens in (64, 2048)
+    ]
+    uneven = GroupedCase("uneven", "float16", 8, 264, 200, 512)
+    return [*found, uneven, GroupedCase("even", "float32", 8, 256, 256, 512)]
+
+
+def compile_grouped(case: GroupedCase, dumps: Dumps) -> dict[str, Any]:
+    """Compile one grouped product."""
+    dtype = jnp.dtype(case.dtype)
+    x = jax.ShapeDtypeStruct((case.rows, case.D), dtype)
+    w = jax.ShapeDtypeStruct((case.E, case.D, case.F), dtype)
+    sizes = jax.ShapeDtypeStruct((case.E,), jnp.int32)
+    dumps.clear()
+    executable = compile_for_h200(pallas_kernels.grouped_matmul, (x, w, sizes))
+    return dict(as_row(case.name, analyse(executable, dumps, w.shape, ("grouped_matmul",))))
+
+
 def compile_step(name: str, T: int, R: int, dumps: Dumps) -> dict[str, Any]:
     """Compile the engine's whole step for Llama-3.1-8B in bfloat16, contexts of 4096."""
     model = gpu_models.MODELS["8b"]
@@ -311,6 +354,7 @@ def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
     """The part that runs in the environment: compile everything, write after every case."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
     jobs = [(case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()]
+    jobs += [(case.name, lambda c=case: compile_grouped(c, dumps)) for case in grouped_cases()]
     for name, T, R in (("step 8b decode 64 rows", 64, 64), ("step 8b mixed 2048 tokens", 2048, 64)):
         jobs.append((name, lambda n=name, t=T, r=R: compile_step(n, t, r, dumps)))
     rows: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ import gpu_models
 import gpu_timing
 import tune_kernels
 from pallas_kernels import (
+    grouped_matmul,
     kv_write,
     paged_decode_attention,
     ragged_paged_attention,
@@ -130,6 +131,25 @@ def _check_write(dtype: str, implementation: str, tokens: int) -> dict[str, Any]
     return {"verdict": "ok" if same else "WRONG"}
 
 
+def _check_grouped(dtype: str, implementation: str, rows: int, shares: str) -> dict[str, Any]:
+    """grouped_matmul against the reference; groups without rows and rows of no group are NaN."""
+    rng, E, D, F = np.random.default_rng(0), 16, 264, 200
+    counts = {"one": [0, rows, *[0] * (E - 2)], "none": [0] * E}.get(shares)
+    if counts is None:
+        counts = rng.multinomial(rows - 7, rng.dirichlet(np.ones(E) / 2))
+    sizes, used = jnp.asarray(counts, jnp.int32), int(np.sum(counts))
+    x = jnp.asarray(rng.normal(size=(rows, D)), dtype)
+    w = jnp.asarray(rng.normal(size=(E, D, F)) / D**0.5, dtype)
+    wide = x.astype(jnp.float32), w.astype(jnp.float32)
+    expected = jax.jit(reference.grouped_matmul)(*wide, sizes)
+    x, w = x.at[used:].set(jnp.nan), jnp.where((sizes == 0)[:, None, None], jnp.nan, w)
+    actual = jax.jit(lambda *a: grouped_matmul(*a, implementation=implementation))(x, w, sizes)
+    largest = jnp.maximum(jnp.abs(expected).max(), 1e-9)
+    error = float(jnp.abs(actual.astype(jnp.float32) - expected).max() / largest)
+    limit = TOLERANCE[dtype]
+    return {"verdict": "ok" if error <= limit else "WRONG", "value": error, "unit": f"<= {limit}"}
+
+
 def correctness(setting: Setting) -> Iterator[Item]:
     """Every dtype and head dim, page sizes, groups and options; NaN in a page nobody owns."""
     T, R, M = (24, 4, 4) if setting.dry_run else (2048, 64, 256)
@@ -154,6 +174,11 @@ def correctness(setting: Setting) -> Iterator[Item]:
         tokens = 16 if setting.dry_run else 4096
         job = lambda d=dtype, t=tokens: _check_write(d, setting.kernel, t)  # noqa: E731
         yield f"kv_write {dtype}", job
+    rows = (40,) if setting.dry_run else (64, 500, 4000)
+    dtypes = ("bfloat16",) if setting.dry_run else ("bfloat16", "float16", "float32")
+    for dtype, count, shares in itertools.product(dtypes, rows, ("ragged", "one", "none")):
+        check = lambda d=dtype, c=count, s=shares: _check_grouped(d, setting.kernel, c, s)  # noqa: E731
+        yield f"grouped_matmul {dtype} {count} rows {shares}", check
 
 
 def bandwidth(setting: Setting) -> Iterator[Item]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import gpu_models
+from compare.transformers_batching import start_batching
 from gpu_parts import Item, Setting
 from jaxserve import LLM, SamplingParams
 
@@ -139,12 +140,7 @@ def _continuous_batching(setting: Setting, name: str) -> dict[str, Any]:
     device = "cpu" if setting.dry_run else "cuda"
     with torch.device(device):
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    generation = transformers.GenerationConfig(
-        max_new_tokens=max(outputs), do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    # What `generate_batch` runs on; that one takes a single length for all requests.
-    batching = network.init_continuous_batching(generation_config=generation)
-    batching.start()
+    batching = start_batching(network, max(outputs))
 
     def serve(prompts: list[list[int]], outputs: list[int]) -> float:
         begin, tokens = time.perf_counter(), 0

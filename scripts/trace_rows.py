@@ -1,4 +1,4 @@
-"""Rows of the bundled request trace (see traces/README.md for its origin and licence)."""
+"""Rows of the bundled request traces (see traces/README.md for their origin and licences)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-TRACE = Path(__file__).parent / "traces" / "azure_llm_2023_conv.csv"
+FOLDER = Path(__file__).parent / "traces"
+TRACES = {
+    "azure-conv": "azure_llm_2023_conv.csv",
+    "azure-code": "azure_llm_2023_code.csv",
+    "mooncake": "mooncake_fast25_synthetic.csv",
+}
+HASHED_TOKENS = 512
 
 
 class TraceRow(NamedTuple):
-    """One request: seconds since the first, prompt tokens, generated tokens."""
+    """One request: seconds since the first, prompt tokens, generated tokens; and, where the trace
+    has them, an id for each 512 tokens of its prompt."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
+    hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(rows: int | None = None) -> list[TraceRow]:
-    """The first `rows` requests of the trace, or all of them, in the order of their arrival."""
-    with TRACE.open(newline="") as file:
+def read_trace(rows: int | None = None, trace: str = "azure-conv") -> list[TraceRow]:
+    """The first `rows` requests of a trace, or all of them, in the order of their arrival."""
+    with (FOLDER / TRACES[trace]).open(newline="") as file:
         records = islice(csv.DictReader(file), rows)
         return [
-            TraceRow(float(r["arrival_s"]), int(r["input_tokens"]), int(r["output_tokens"]))
+            TraceRow(
+                float(r["arrival_s"]),
+                int(r["input_tokens"]),
+                int(r["output_tokens"]),
+                tuple(map(int, (r.get("hash_ids_512tok") or "").split())),
+            )
             for r in records
         ]

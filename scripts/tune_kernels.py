@@ -158,6 +158,10 @@ def default_entries() -> list[dict[str, Any]]:
             config = tuning.defaults(kind, case_of(op, dtype, head_dim, 64, 64, 64))
             entry = {"op": op, "dtype": dtype, "head_dim": head_dim, "up_to": None}
             entries.append({**entry, "config": dataclasses.asdict(config)})
+    for dtype, up_to in itertools.product(DTYPES[:3], tuning.GROUPED_SIZES):
+        config = tuning.grouped_defaults(jnp.dtype(dtype), up_to)
+        entry = {"op": "grouped_matmul", "dtype": dtype, "head_dim": None, "up_to": up_to}
+        entries.append({**entry, "config": dataclasses.asdict(config)})
     return entries
 
 

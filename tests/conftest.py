@@ -1,7 +1,20 @@
-"""One Hypothesis profile for all: the same examples in every run, and no clocks."""
+"""What all tests share: one Hypothesis profile, compiled programs, and turns of the machine."""
 
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
+# The same examples in every run, and no clocks.
 settings.register_profile(
     "jaxserve",
     derandomize=True,
@@ -10,3 +23,73 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("jaxserve")
+
+FOLDER = "JAXSERVE_TESTS_FOLDER"
+# Their tests share servers, a browser or checkpoints, which are costly to make.
+TOGETHER = ("tests/clients/", "tests/models/", "tests/page/", "tests/server/")
+# A browser, a server and what they show of each other in time: they need the machine.
+ALONE = "tests/page/"
+DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
+
+
+class ByFixtures(LoadScopeScheduling):
+    """Gives whole files to processes, and whole folders where their tests share fixtures."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
+    # In the order of collection: the longest files hold the fewest tests.
+    config.option.loadscopereorder = False
+    return ByFixtures(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for all processes of a run; in it JAX keeps what it compiles.
+
+    Tests, servers and scripts compile many programs alike. `Runner.num_compiles` counts those that
+    are read from there too, so that a test still sees a compilation that should not be.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ[FOLDER] = folder
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    for key, name in ((DOOR, "door"), (TURNS, "turns")):
+        file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
+        config.add_cleanup(file.close)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """While a test that needs the machine runs, other processes of this run wait with theirs."""
+    door, turns = item.config.stash[DOOR], item.config.stash[TURNS]
+    alone = item.nodeid.startswith(ALONE)
+    # Whoever waits to be alone stands in the door, so that the others cannot go on before it.
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(turns, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    fcntl.flock(door, fcntl.LOCK_UN)
+    try:
+        return (yield)
+    finally:
+        fcntl.flock(turns, fcntl.LOCK_UN)
+
+
+@pytest.fixture
+def no_jax_cache() -> Generator[None]:
+    """JAX's cache off: it takes the place of ours, and its programs cannot be serialized again."""
+    # Imported here: JAX reads the variables above when it is imported.
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()

@@ -1,12 +1,13 @@
 """Any schedule gives the tokens that one request alone would get: checked token for token.
 
     python -m tests.equivalence --schedules 2000 --seed 1
+    python -m tests.equivalence --schedules 200 --experts     a mixture of experts
 
 Random schedules of an adversarial workload run through the whole engine in float64 and are compared
-with the oracle: chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are
-preempted, prefix caching on and off, both policies, aborts at any step, with and without a step in
-flight. Compiled programs and the cache's contents carry over from schedule to schedule, so
-that every page is dirty.
+with the oracle: all fields of a request in any mix, structured outputs of every form among them;
+chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are preempted, prefix
+caching on and off, both policies, aborts at any step, with and without a step in flight. Compiled
+programs and the cache's contents carry over from schedule to schedule, so that every page is dirty.
 """
 
 from __future__ import annotations
@@ -14,33 +15,32 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
+import llguidance
+import llguidance.numpy
 import numpy as np
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.grammars import grammar_source
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.text import Tokenizer
-from jaxserve.engine.validation import Limits
+from jaxserve.engine.validation import Limits, bad_words_token_ids
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.scores import Scores
+from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
-from tests.oracle import Answer, Oracle, Score
+from tests.letters import END, TEXTS, VOCAB, letter_tokenizer
+from tests.oracle import Answer, Form, Oracle, Score
 from tests.workloads import Ask, adversarial_workload
 
-VOCAB = 61
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 14
 MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
 SLOTS = 5
@@ -66,39 +66,55 @@ TINY = {
 }
 
 
+# One dense layer and one of experts, of which a third is chosen.
+EXPERTS = TINY | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+}
+
+
 @dataclass
 class Got:
     """What one completion of a request received."""
 
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     logprobs: list[Score] = field(default_factory=list)
     prompt_logprobs: list[Score] = field(default_factory=list)
     times_prompt: int = 0
 
 
-def number_tokenizer() -> Tokenizer:
-    """Every token is its number, with spaces between them."""
-    backend = Backend(WordLevel({str(token): token for token in range(VOCAB)}))
-    backend.pre_tokenizer = WhitespaceSplit()
-    with tempfile.TemporaryDirectory() as directory:
-        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
-        return Tokenizer(directory, VOCAB)
-
-
 class Bench:
-    """Compiled engines, one a page size, and the oracle of their model."""
+    """Compiled engines, one a page size, and the oracle of their model.
 
-    def __init__(self) -> None:
-        model_config = ModelConfig.from_dict(TINY)
+    Args:
+        experts: the model has experts; pages have one size, to compile less.
+        kv_cache_dtype: of the cache; in fp8 pages have one size too.
+    """
+
+    def __init__(
+        self, experts: bool = False, kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    ) -> None:
+        model_config = ModelConfig.from_dict(EXPERTS if experts else TINY)
         model = random_weights(model_config, np.float64, seed=3)
-        self.oracle = Oracle(model_config, model)
+        self.oracle = Oracle(model_config, model, kv_cache_dtype)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
-        tokenizer = number_tokenizer()
-        for page in (1, 4, 16):
+        self.tokenizer = letter_tokenizer()
+        self._vocabulary = llguidance.LLTokenizer(
+            self.tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=[END]
+        )
+        for page in (4,) if experts or kv_cache_dtype == "fp8" else (1, 4, 16):
             config = EngineConfig(
                 dtype="float64",
+                kv_cache_dtype=kv_cache_dtype,
                 block_size=page,
                 max_model_len=MAX_LEN,
                 max_num_seqs=SLOTS,
@@ -111,20 +127,45 @@ class Bench:
             ).resolve("cpu", model_config.max_position_embeddings)
             runner = Runner(config, model_config, model)
             runner.warm_up()
-            limits = Limits(VOCAB, MAX_LEN, (2,), seed=0)
-            self.loaded[page] = Loaded(config, runner, tokenizer, limits, SamplingParams())
+            limits = Limits(VOCAB, MAX_LEN, (END,), seed=0)
+            self.loaded[page] = Loaded(config, runner, self.tokenizer, limits, SamplingParams())
 
     def answer(self, ask: Ask, index: int) -> Answer:
         sampling = ask.sampling
-        stops = tuple(dict.fromkeys((2, *(sampling.stop_token_ids or ()))))
+        own = () if sampling.ignore_eos else (END,)
+        stops = tuple(dict.fromkeys((*own, *(sampling.stop_token_ids or ()))))
         seed = ((sampling.seed or 0) + index) % 2**64
         key = (tuple(ask.prompt), sampling, index)
         if key not in self._answers:
-            bad_words = [
-                [int(token) for token in word.split()] for word in sampling.bad_words or ()
-            ]
-            self._answers[key] = self.oracle.answer(ask.prompt, sampling, seed, stops, bad_words)
+            words = sampling.bad_words or ()
+            self._answers[key] = self.oracle.answer(
+                ask.prompt,
+                sampling,
+                seed,
+                stops,
+                bad_words_token_ids(words, self.tokenizer.encode_word, VOCAB),
+                TEXTS if sampling.detokenize else (),
+                self._form(sampling.structured_outputs),
+            )
         return self._answers[key]
+
+    def _form(self, asked: StructuredOutputsParams | None) -> Form | None:
+        """Reads everything again for every token."""
+        if asked is None:
+            return None
+        source = grammar_source(asked)
+
+        def form(output: tuple[int, ...]) -> tuple[np.ndarray, bool]:
+            matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
+            assert matcher.consume_tokens(list(output)), matcher.get_error()
+            if matcher.is_stopped():
+                return np.zeros(VOCAB, bool), True
+            mask = llguidance.numpy.allocate_token_bitmask(1, VOCAB)
+            llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+            return bits.astype(bool), False
+
+        return form
 
 
 def run_schedule(bench: Bench, seed: int) -> Counter[str]:
@@ -134,7 +175,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         AssertionError: a request got other tokens than alone, or the engine lost something.
     """
     rng = random.Random(seed)
-    page = rng.choice([1, 4, 16])
+    page = rng.choice(list(bench.loaded))
     loaded = bench.loaded[page]
     one_sequence = -(-MAX_LEN // page)
     budget = rng.choice([SLOTS, 8, 17, 64])
@@ -170,6 +211,14 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
         preemptions=stats.num_preemptions,
         prefix_hits=stats.prefix_hits,
         aborted=sum(ask.abort_at is not None for ask in asks),
+        guided=sum(ask.sampling.structured_outputs is not None for ask in asks),
+        complete=sum(
+            one.finish_reason == "stop"
+            for ask, completions in zip(asks, got, strict=True)
+            for one in completions
+            if ask.sampling.structured_outputs is not None
+        ),
+        stopped_by_text=sum(isinstance(one.stop_reason, str) for each in got for one in each),
         steps=stats.num_steps,
     )
 
@@ -182,7 +231,8 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
         one = got[int(delta.request_id)][delta.index]
         assert one.finish_reason is None, "a completion ended twice"
         one.token_ids += delta.token_ids
-        one.finish_reason = delta.finish_reason
+        one.text += delta.text
+        one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
         one.logprobs += scores_of(delta.logprobs)
         one.prompt_logprobs += scores_of(delta.prompt_logprobs)
         one.times_prompt += delta.prompt_logprobs is not None
@@ -243,9 +293,17 @@ def compare(bench: Bench, asks: list[Ask], got: list[list[Got]], seed: int) -> N
             if one.finish_reason == "abort":
                 assert one.token_ids == want.token_ids[: len(one.token_ids)], where
                 assert same_scores(one.logprobs, want.logprobs[: len(one.logprobs)]), where
+                assert want.text.startswith(one.text), where
             else:
                 assert one.token_ids == want.token_ids, f"{where}\n got {one}\nwant {want}"
-                assert one.finish_reason == want.finish_reason, where
+                assert (one.finish_reason, one.stop_reason) == (
+                    want.finish_reason,
+                    want.stop_reason,
+                ), f"{where}\n got {one}\nwant {want}"
+                # What may begin a stop string is not shown where an error ends it.
+                is_error = one.finish_reason == "error"
+                shown = want.text[: len(one.text)] if is_error else want.text
+                assert one.text == shown, f"{where}\n got {one}\nwant {want}"
                 assert same_scores(one.logprobs, want.logprobs), f"{where}\n got {one}\nwant {want}"
             # The prompt's come once, with the first token of the first completion.
             asked = index == 0 and ask.sampling.prompt_logprobs is not None
@@ -260,9 +318,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--experts", action="store_true", help="of a mixture of experts")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    bench = Bench()
+    bench = Bench(arguments.experts, arguments.kv_cache_dtype)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

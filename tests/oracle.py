@@ -7,11 +7,13 @@ All in float64, so that a token that differs is a defect and not a rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -21,6 +23,8 @@ from jaxserve.request import SamplingParams
 
 Array = np.ndarray
 Words = Listing[Listing[int]]
+# What may follow some generated token ids, bool[V], and whether nothing but an end may.
+Form = Callable[[tuple[int, ...]], tuple[Array, bool]]
 
 
 class Score(NamedTuple):
@@ -37,7 +41,9 @@ class Answer:
     """What a request must get: generated token ids and the reason it ended."""
 
     token_ids: list[int]
+    text: str
     finish_reason: str
+    stop_reason: int | str | None
     logprobs: list[Score]
     prompt_logprobs: list[Score]
 
@@ -45,7 +51,8 @@ class Answer:
 class Oracle:
     """Answers requests from a model's weights."""
 
-    def __init__(self, config: ModelConfig, model: Decoder) -> None:
+    def __init__(self, config: ModelConfig, model: Decoder, kv_cache_dtype: str = "auto") -> None:
+        self._fp8 = kv_cache_dtype == "fp8"
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         self._weights = {
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
@@ -73,9 +80,26 @@ class Oracle:
             normed = self._norm(x, layer["attention_norm.scale"])
             x = x + self._attention(normed, layer, np.cos(angles), np.sin(angles))
             normed = self._norm(x, layer["mlp_norm.scale"])
-            gate, up = np.einsum("td,dcf->ctf", normed, layer["mlp.gate_up"])
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down"]
+            if "mlp.router" in layer:
+                x = x + self._experts(normed, layer)
+            else:
+                x = x + _gated(normed, layer["mlp.gate_up"], layer["mlp.down"])
         return self._norm(x[-1], w["norm.scale"]) @ project
+
+    def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
+        """Qwen3's experts, one token and one expert at a time."""
+        experts = self._config.experts
+        assert experts is not None
+        shares = np.exp(x @ layer["mlp.router"])
+        shares /= shares.sum(axis=-1, keepdims=True)
+        mixed = np.zeros_like(x)
+        for token, share in enumerate(shares):
+            chosen = np.argsort(-share)[: experts.chosen]
+            total = share[chosen].sum() if experts.normalize else 1.0
+            for one in chosen:
+                matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
+                mixed[token] += share[one] / total * _gated(x[token : token + 1], *matrices)[0]
+        return mixed
 
     def _norm(self, x: Array, scale: Array) -> Array:
         mean = np.mean(x * x, axis=-1, keepdims=True)
@@ -89,6 +113,8 @@ class Oracle:
             key = self._norm(key, layer["attention.key_norm.scale"])
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
+        if self._fp8:
+            key, value = _through_fp8(key), _through_fp8(value)
         scores = np.einsum("tkgh,skh->kgts", query, key) / np.sqrt(self._config.head_dim)
         length = len(x)
         scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
@@ -104,15 +130,32 @@ class Oracle:
         seed: int,
         stops: tuple[int, ...],
         bad_words: Words = (),
+        texts: Listing[str] = (),
+        form: Form | None = None,
     ) -> Answer:
-        """The completion of one prompt, alone; max_tokens must be given."""
+        """The completion of one prompt, alone; max_tokens must be given.
+
+        Args:
+            stops: token ids that end it.
+            bad_words: in token ids.
+            texts: of each token id; nothing is decoded without.
+            form: of structured_outputs.
+        """
         assert sampling.max_tokens is not None
         tokens = tuple(prompt)
         prompt_scores = self._scores(tokens, 1, sampling.prompt_logprobs)
 
         def answer(finish_reason: str) -> Answer:
+            output = tokens[len(prompt) :]
+            ended = finish_reason == "stop" and output[-1] in stops
+            # A token that ends the sequence has no place in the text, unless that is asked for.
+            hidden = ended and not sampling.include_stop_str_in_output
+            pieces = [texts[token] for token in output[: len(output) - hidden]] if texts else []
+            text, reason = stopped_text(pieces, sampling)
+            if reason is None and ended and output[-1] in (sampling.stop_token_ids or ()):
+                reason = output[-1]
             scores = self._scores(tokens, len(prompt), sampling.logprobs)
-            return Answer(list(tokens[len(prompt) :]), finish_reason, scores, prompt_scores)
+            return Answer(list(output), text, finish_reason, reason, scores, prompt_scores)
 
         for index in range(sampling.max_tokens):
             excluded = stops if index < sampling.min_tokens else ()
@@ -120,11 +163,17 @@ class Oracle:
             logits = edited_logits(
                 self.logits(tokens), sampling, prompt, output, excluded, bad_words
             )
+            if form is not None:
+                logits[~form(output)[0]] = -np.inf
             if np.all(logits == -np.inf):
                 return answer("error")
-            token = choose(logits, sampling, seed, len(tokens))
-            tokens += (token,)
-            if token in stops:
+            tokens += (choose(logits, sampling, seed, len(tokens)),)
+            output = tokens[len(prompt) :]
+            if tokens[-1] in stops:
+                return answer("stop")
+            if texts and stopped_text([texts[token] for token in output], sampling)[1] is not None:
+                return answer("stop")
+            if form is not None and index + 1 < sampling.max_tokens and form(output)[1]:
                 return answer("stop")
         return answer("length")
 
@@ -136,10 +185,35 @@ class Oracle:
         ]
 
 
+def _through_fp8(x: Array) -> Array:
+    """As a cache in e4m3 gives it back: rounded to 4 bits, no larger than 448."""
+    stored = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return stored.astype(np.float64)
+
+
+def _gated(x: Array, gate_up: Array, down: Array) -> Array:
+    gate, up = np.einsum("td,dcf->ctf", x, gate_up)
+    return (gate / (1 + np.exp(-gate)) * up) @ down
+
+
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     half = x.shape[-1] // 2
     one, two = x[..., :half], x[..., half:]
     return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+
+def stopped_text(pieces: Listing[str], sampling: SamplingParams) -> tuple[str, int | str | None]:
+    """The text of some tokens, cut at its first stop string, and that string.
+
+    What the first `min_tokens` tokens say is no stop string's part.
+    """
+    text = "".join(pieces)
+    least = len("".join(pieces[: sampling.min_tokens]))
+    found = [(text.find(stop, least), len(stop), stop) for stop in sampling.stop or ()]
+    at, length, stop = min((one for one in found if one[0] >= 0), default=(-1, 0, None))
+    if stop is None:
+        return text, None
+    return text[: at + length if sampling.include_stop_str_in_output else at], stop
 
 
 def edited_logits(

@@ -53,7 +53,7 @@ HOMES = {
     "prometheus_client": ("jaxserve.server",),
     "httpx2": ("jaxserve.server",),
     "transformers": ("jaxserve.engine.text",),
-    "tokenizers": ("jaxserve.engine.text",),
+    "tokenizers": ("jaxserve.engine.text", "jaxserve.engine.plain_tokenizer"),
     "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
     "torch": (),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.request import SamplingParams
+from jaxserve.structured import StructuredOutputsParams
+from tests.letters import FORMS, TEXTS
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,30 @@ def adversarial_prompts(rng: random.Random, vocab: int, longest: int, page: int)
     ]
 
 
-def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
+def numbers(token_ids: list[int]) -> str:
+    """Text of a vocabulary in which each token is its number, with spaces between them."""
+    return " ".join(map(str, token_ids))
+
+
+def letters(token_ids: list[int]) -> str:
+    """Text in the vocabulary of `tests.letters`."""
+    return "".join(TEXTS[token] for token in token_ids)
+
+
+def random_edits(
+    rng: random.Random, vocab: int, spell: Callable[[list[int]], str] = numbers
+) -> dict[str, Any]:
     """Any mix of settings that change logits: mostly none, and often hard on few tokens."""
     few = [rng.randrange(vocab) for _ in range(rng.choice([2, 3, 20]))]
+    one, other = few[0], few[1]
+    banned = [word for word in map(spell, ([one, one], [other, one, one])) if word.strip()]
     choices: dict[str, list[Any]] = {
         "presence_penalty": [0.0, 2.0, -1.5, 0.3],
         "frequency_penalty": [0.0, 2.0, -2.0, 0.7],
         "repetition_penalty": [1.0, 1.3, 0.6, 5.0],
         "logit_bias": [None, {few[0]: 5.0, few[1]: -100.0}, dict.fromkeys(few, 1.5)],
         "allowed_token_ids": [None, few],
-        "bad_words": [None, [f"{few[0]}"], [f"{few[0]} {few[0]}", f"{few[1]} {few[0]} {few[0]}"]],
+        "bad_words": [None, [spell([one]) if spell([one]).strip() else "a"], banned or None],
     }
     if rng.random() < 0.4:
         return {}
@@ -58,9 +75,23 @@ def random_edits(rng: random.Random, vocab: int) -> dict[str, Any]:
     }
 
 
+def random_ends(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Stop strings, among them some that lie across tokens and some that begin another."""
+    if rng.random() < 0.6:
+        return {"detokenize": rng.random() < 0.5}
+    texts = [text for text in TEXTS[:vocab] if text]
+    pairs = [rng.choice(texts) + rng.choice(texts) for _ in range(3)]
+    stops = [rng.choice(texts), *pairs, *(pair[:-1] or pair for pair in pairs)]
+    return {
+        "stop": rng.sample(stops, rng.randrange(1, 5)),
+        "include_stop_str_in_output": rng.random() < 0.5,
+    }
+
+
 def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingParams:
-    """Any mix of settings. Bad words are token ids with spaces between them."""
+    """Any mix of settings."""
     max_tokens = rng.randrange(1, longest + 1)
+    form = rng.choice(FORMS) if rng.random() < 0.35 else None
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 2]),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 3.0]),
@@ -71,10 +102,12 @@ def random_sampling(rng: random.Random, vocab: int, longest: int) -> SamplingPar
         max_tokens=max_tokens,
         min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
         stop_token_ids=[rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 6]))],
-        detokenize=False,
+        ignore_eos=rng.random() < 0.2,
         logprobs=rng.choice([None, None, None, 0, 1, 5, 20]),
         prompt_logprobs=rng.choice([None, None, None, None, 0, 3, 20]),
-        **random_edits(rng, vocab),
+        structured_outputs=None if form is None else StructuredOutputsParams(**form),
+        **random_ends(rng, vocab),
+        **random_edits(rng, vocab, letters),
     )
 
 

@@ -14,6 +14,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.stream import Delivery, Stream
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
@@ -82,13 +83,14 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
     ) -> Request:
         """Check a prompt (text or token ids) and its settings, for `open`; starts nothing.
 
         Raises: as `generate`.
         """
         return self._thread.request(
-            prompt, sampling_params, priority=priority, cache_salt=cache_salt
+            prompt, sampling_params, priority=priority, cache_salt=cache_salt, thinking=thinking
         )
 
     def open(self, requests: Iterable[Request], max_unread: int | None = None) -> Stream:

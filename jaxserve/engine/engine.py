@@ -17,6 +17,7 @@ from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.pace import Pace
 from jaxserve.engine.text import Detokenizer
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
@@ -100,10 +101,9 @@ class Engine:
         number: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
     ) -> Request:
-        """Check a prompt (text or token ids) and its settings; changes nothing.
-
-        Safe from any thread.
+        """Check a prompt (text or token ids) and its settings; for any thread, changes nothing.
 
         Raises:
             InvalidRequest: see `make_request`.
@@ -121,6 +121,7 @@ class Engine:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            thinking=thinking,
             encode=None if self.tokenizer is None else self.tokenizer.encode_word,
             constrain=None if self.grammars is None else self.grammars.compile,
         )
@@ -294,8 +295,7 @@ class Engine:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
         if sequence.constraint is not None and not ended:
-            complete = sequence.constraint.advance(token)
-            self.slots.needs_mask[sequence.slot] = True
+            complete = self.slots.advance(sequence, token)
         if text is not None and not (ended and live.hides_last):
             stopped = text.add(token)
         if (stopped or complete) and not ended:

@@ -16,11 +16,12 @@ from jaxserve.config import EngineConfig, bundled_model, user_cache_dir
 from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.execution.compilation import keep_compiled_programs
+from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
-from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.models import Decoder, ModelConfig, read_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import load_weights, random_weights
+from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,28 @@ def choose_dtype(asked: str, declared: str, platform: str) -> Any:
     return jnp.dtype(asked)
 
 
+def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
+    """The form to quantize to while loading; None if weights stay as the checkpoint has them.
+
+    Raises:
+        UnsupportedModel: what is asked for is not what the checkpoint holds.
+    """
+    stored = model_config.quantization
+    if stored is not None:
+        if asked not in (None, stored.method):
+            raise UnsupportedModel(
+                f"quantization is {asked!r}, but the checkpoint's weights are {stored.method!r} "
+                "(quantization_config); allowed: the same, or nothing"
+            )
+        return None
+    if asked not in (None, *FORMS):
+        raise UnsupportedModel(
+            f"quantization is {asked!r}, but config.json has no quantization_config; "
+            f"allowed: {', '.join(FORMS)}"
+        )
+    return asked
+
+
 def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """Read the checkpoint, place the weights, compile every bucket.
 
@@ -67,8 +90,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     model_config = read_model_config(directory)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
-    if cache is not None:
-        keep_compiled_programs(Path(cache) / "compiled")
+    programs = None if cache is None else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=directory)
     assert config.max_model_len is not None
@@ -82,13 +104,9 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     ends = _eos_token_ids(model_config, generation_config, tokenizer)
 
     started = time.perf_counter()
-    if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed)
-    else:
-        report = None if on_progress is None else _stage("weights", on_progress)
-        model = load_weights(directory, model_config, dtype, on_progress=report)
+    model = _model(config, directory, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
-    runner = Runner(config, model_config, model)
+    runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
     capacity = (runner.num_pages - 1) * config.block_size
     if capacity < config.max_model_len:
@@ -99,6 +117,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             config.max_model_len,
         )
     runner.warm_up(on_progress)
+    _log.info("%s; %s", runner.store, runner.plan)
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=min(config.max_model_len, capacity),
@@ -106,6 +125,27 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         seed=config.seed,
     )
     return Loaded(config, runner, tokenizer, limits, sampling)
+
+
+def _model(
+    config: EngineConfig,
+    directory: Path,
+    model_config: ModelConfig,
+    dtype: Any,
+    on_progress: OnProgress | None,
+) -> Decoder:
+    """The model with its weights placed, quantized if that is asked for."""
+    quantization = choose_quantization(config.quantization, model_config)
+    if config.load_format == "dummy":
+        return random_weights(model_config, dtype, config.seed, quantization)
+    return load_weights(
+        directory,
+        model_config,
+        dtype,
+        quantization=quantization,
+        kv_scales=config.kv_cache_dtype == "fp8",
+        on_progress=None if on_progress is None else _stage("weights", on_progress),
+    )
 
 
 def _stage(name: str, on_progress: OnProgress):

@@ -32,14 +32,15 @@ class Pace:
             return 1
         return max(1, min(self._most, int(LAUNCH_SECONDS / self._step_seconds)))
 
-    def has_read(self, submitted: float, num_steps: int) -> None:
+    def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
         """A launch's results came just now.
 
         Args:
             submitted: when it was, by `time.perf_counter`.
             num_steps: that it took.
+            now: by another clock, if that is what tells `submitted`.
         """
-        now = time.perf_counter()
+        now = time.perf_counter() if now is None else now
         seconds = (now - max(submitted, self._last_read)) / num_steps
         self._last_read = now
         before = seconds if self._step_seconds is None else self._step_seconds

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from jaxserve.engine.plain_tokenizer import read_plain
+from jaxserve.engine.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
 
@@ -45,9 +48,8 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
-            )
+            plain = read_plain(Path(directory))
+            self._tokenizer: Any = plain or _read_with_transformers(str(directory))
             self.backend = self._tokenizer.backend_tokenizer
         except Exception as error:  # the library raises bare Exceptions for a corrupt file
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
@@ -59,12 +61,61 @@ class Tokenizer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
-        self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self._bytes = {letter: byte for byte, letter in enumerate(_byte_letters())}
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
         self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
-        added = [text for text in self._tokenizer.get_added_vocab() if len(text) > 1]
+        # Runs of spaces are no marks of anything.
+        added = [text for text in self._tokenizer.get_added_vocab() if len(text.strip()) > 1]
         added.sort(key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
+        self._longest_added = max(map(len, added), default=1)
+        self._templates = self._read_templates(str(directory))
+
+    def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
+        """The chat template without tools and with them, which may be another.
+
+        Raises:
+            CheckpointError: it has no meaning, or does not end.
+        """
+        if self._tokenizer.chat_template is None:
+            return {}
+        sources: dict[bool, str] = {}
+        for tools in (False, True):
+            # Several named templates without a default serve only what they are named for.
+            with suppress(ValueError):
+                sources[tools] = self._tokenizer.get_chat_template(tools=[{}] if tools else None)
+        try:
+            made = {source: ChatTemplate(source) for source in set(sources.values())}
+            templates = {tools: made[source] for tools, source in sources.items()}
+            if False in templates:
+                self._try(templates[False])
+        except Exception as error:
+            raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
+        return templates
+
+    def _try(self, template: ChatTemplate) -> None:
+        """Raises TemplateTooLong for what does not end; refusals of so short a talk are fine."""
+        try:
+            self._render(template, [{"role": "user", "content": "?"}], {}, 1.0)
+        except TemplateTooLong:
+            raise
+        except Exception:
+            return
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's text, that for tools where there are two; empty without one."""
+        found = self._templates.get(True) or self._templates.get(False)
+        return found.source if found else ""
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that the vocabulary spells so, if it is an added one."""
+        return self._tokenizer.get_added_vocab().get(text)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is that of a special token, which is left out of texts by default."""
+        return text in self._tokenizer.all_special_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
@@ -102,13 +153,22 @@ class Tokenizer:
             return bytes((int(found[1], 16),))
         return text.replace("\u2581", " ").encode()  # how such vocabularies write a blank
 
-    def render_chat(self, messages: Listing[Mapping[str, Any]], **options: Any) -> list[int]:
+    def render_chat(
+        self, messages: Listing[Mapping[str, Any]], seconds: float = 1.0, **options: Any
+    ) -> list[int]:
         """Token ids of a conversation through the model's chat template.
 
-        Messages are data: where one holds the text of a special token, that is encoded as text.
+        Messages and tools are data: where one holds the text of a special token, that is encoded as
+        text.
+
+        Args:
+            messages: each a dict with a role and content.
+            seconds: of CPU time that the template may take.
+            options: what else the template is told, such as tools.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
+            TemplateTooLong: it took longer, or made too much text.
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise InvalidRequest("messages must be a non-empty list", "messages")
@@ -117,36 +177,85 @@ class Tokenizer:
                 raise InvalidRequest(
                     "each message must be a dict with a role and content", "messages"
                 )
-        if self._tokenizer.chat_template is None:
+        template = self._templates.get(bool(options.get("tools"))) or self._templates.get(False)
+        if template is None:
             raise InvalidRequest("this model has no chat template; use generate", "messages")
-        # No text can hold the mark by design or by chance; it is where text is cut for encoding.
-        mark = f"\ue000{secrets.token_hex(8)}\ue001"
         try:
-            text = self._tokenizer.apply_chat_template(
-                [self._cut(message, mark) for message in messages],
-                tokenize=False,
-                **{"add_generation_prompt": True, **options},
-            )
+            pieces = self._render(template, messages, options, seconds)
+        except InvalidRequest:
+            raise
         except Exception as error:  # whatever a template raises is about its input
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
-        pieces = text.split(mark)
         return [
             token
             for piece in pieces
             for token in self._tokenizer.encode(piece, add_special_tokens=False)
         ]
 
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: Listing[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        seconds: float,
+    ) -> list[str]:
+        """The rendered text, in pieces that are to be encoded one by one."""
+        # No text can hold the mark by design or by chance; it is where text is cut for encoding.
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        end = f"\ue002{mark[1:-1]}"
+        variables: dict[str, Any] = {"add_generation_prompt": True, "tools": None}
+        variables |= {"documents": None, **self._cut(options, mark)}
+        continued = variables.pop("continue_final_message", False)
+        variables |= self._tokenizer.special_tokens_map
+        conversation = [self._cut(message, mark) for message in messages]
+        if continued:
+            conversation[-1]["content"] = f"{conversation[-1].get('content') or ''}{end} "
+        text = template.render({**variables, "messages": conversation}, seconds)
+        if continued:
+            text, found, after = text.rpartition(end)
+            if not found:
+                raise InvalidRequest(
+                    "the chat template leaves out the message to continue", "continue_final_message"
+                )
+            text = text if after.startswith(" ") else text.rstrip()
+        return text.split(mark)
+
     def _cut(self, value: Any, mark: str) -> Any:
         """A message with a mark in every special token's text, so that none is left whole."""
         if isinstance(value, Mapping):
-            return {name: self._cut(inner, mark) for name, inner in value.items()}
+            # Templates look for names that are identifiers, and no special token is one.
+            return {
+                name if name.isidentifier() else self._cut(name, mark): self._cut(inner, mark)
+                for name, inner in ((str(name), inner) for name, inner in value.items())
+            }
         if isinstance(value, list | tuple):
             return [self._cut(inner, mark) for inner in value]
-        while isinstance(value, str) and self._added.search(value):
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        value = str(value)
+        while self._added.search(value):
             value = self._added.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        return value
+        # What follows may be data too, and would make it whole.
+        ends = (value[-size:] for size in range(1, self._longest_added))
+        return value + mark if any(end in self._beginnings for end in ends) else value
+
+
+def _byte_letters() -> list[str]:
+    """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
+    of Latin-1, else the next one from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def _read_with_transformers(directory: str) -> Any:
+    """Imported late: it takes longer than the rest of a start, and is needed by few tokenizers."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 class Detokenizer:

@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.errors import EngineClosed, EngineDead
 from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
@@ -53,6 +54,7 @@ class EngineThread:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
     ) -> Request:
         """Check a request on the caller's thread (see `Engine.request`); gives it a unique id."""
         self._check_open()
@@ -64,6 +66,7 @@ class EngineThread:
             number=number,
             priority=priority,
             cache_salt=cache_salt,
+            thinking=thinking,
         )
 
     def add(self, request: Request, sink: Sink) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.engine.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -88,6 +89,7 @@ def make_request(
     number: int,
     priority: int = 0,
     cache_salt: str | None = None,
+    thinking: ThinkingMarks | None = None,
     encode: Encode | None = None,
     constrain: Constrain | None = None,
 ) -> Request:
@@ -96,6 +98,7 @@ def make_request(
     Args:
         encode: text to token ids; bad_words need it.
         constrain: compiles structured_outputs.
+        thinking: where the answer's thoughts begin and end; structured_outputs hold after them.
         number: the request's place in the order of arrival; its seed follows from it and the
             engine's, where it brings none.
 
@@ -135,7 +138,7 @@ def make_request(
         arrival_time=time.monotonic(),
         cache_salt=_checked_salt(cache_salt),
         bad_words_token_ids=bad_words,
-        constraint=_constraint(sampling, constrain),
+        constraint=_constraint(sampling, constrain, thinking, limits),
     )
 
 
@@ -155,13 +158,24 @@ def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
     return int(state[0]) << 32 | int(state[1])
 
 
-def _constraint(sampling: SamplingParams, constrain: Constrain | None) -> Any:
-    form = sampling.structured_outputs
-    if form is None:
-        return None
-    if constrain is None:
+def _constraint(
+    sampling: SamplingParams,
+    constrain: Constrain | None,
+    thinking: ThinkingMarks | None,
+    limits: Limits,
+) -> Any:
+    form, budget = sampling.structured_outputs, sampling.thinking_token_budget
+    if form is not None and constrain is None:
         raise InvalidRequest(f"this engine has no tokenizer, which {STRUCTURED} needs", STRUCTURED)
-    return constrain(form)
+    if budget is not None and thinking is None:
+        raise InvalidRequest(
+            "thinking_token_budget needs a model whose reasoning is known (reasoning_parser)",
+            "thinking_token_budget",
+        )
+    inner = None if form is None or constrain is None else constrain(form)
+    if thinking is None or thinking.is_closed or (inner is None and budget is None):
+        return inner
+    return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, limits.eos_token_ids)
 
 
 def bad_words_token_ids(

@@ -1,38 +1,129 @@
-"""Keeping compiled programs from one start to the next."""
+"""What is kept from one start to the next: compiled programs, and XLA's choices for a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
-import os
-import stat
+import platform
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.execution.programs import ProgramStore, make_private
+from jaxserve.models import ModelConfig
+
 _log = logging.getLogger(__name__)
+_PACKAGES = Path(__file__).parent.parent.parent
+# The files that programs are traced from.
+_SOURCES = (
+    *("pallas_kernels", "jaxserve/execution", "jaxserve/models", "jaxserve/weights"),
+    *("jaxserve/request.py", "jaxserve/scheduling/slot_table.py"),
+)
+# Settings that no program depends on beyond what its name and its arguments' shapes say.
+_NOT_COMPILED = (
+    *("model", "tokenizer", "skip_tokenizer_init", "load_format", "seed"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "memory_share"),
+    *("num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy"),
+    *("async_scheduling", "long_prefill_token_threshold", "compilation_cache_dir"),
+    "check_invariants",
+)
 
 
-def keep_compiled_programs(directory: Path) -> bool:
-    """Let JAX keep what it compiles in `directory`, for the next process; False if it cannot.
+def prepare_cache(directory: Path) -> Path | None:
+    """Make ready what JAX keeps by itself; the folder for compiled programs, or None for none.
 
-    Programs read from there are run as they are, so the folder must be the user's own and closed
-    to others. A folder that is not is left alone, with a warning, and everything is compiled anew.
-    A cache that the user has set up in JAX already stays.
+    On a GPU, XLA keeps what it measured to choose its kernels. JAX couples that to its own cache of
+    programs, which is left empty: see ProgramStore. Where the user has set that cache up, it
+    stays, and takes the place of ours.
     """
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
-        return True
+    kept = getattr(jax.config, "jax_compilation_cache_dir", None)
+    autotuning = directory / "autotuning"
+    if kept not in (None, str(autotuning)):
+        _log.info("compiled programs are left to JAX's own cache in %s", kept)
+        return None
+    if kept is None and jax.default_backend() != "cpu":
+        try:
+            make_private(autotuning)
+        except OSError as error:
+            _log.warning("autotuning results are not kept: %s", error)
+        else:
+            jax.config.update("jax_compilation_cache_dir", str(autotuning))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    return directory / "programs"
+
+
+def open_store(
+    directory: Path | None,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    leaves: list[Any],
+) -> ProgramStore:
+    """The programs of an engine's earlier starts.
+
+    Args:
+        directory: where programs are kept, or None.
+        config: resolved.
+        model_config: of the model.
+        leaves: its arrays.
+    """
+    settings = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in (*_NOT_COMPILED, "decode_sizes", "token_sizes")
+    }
+    what = {
+        "settings": repr(sorted(settings.items())),
+        "model": repr(model_config),
+        "leaves": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves],
+        "asked_sizes": [config.decode_sizes, config.token_sizes],
+        "device": jax.devices()[0].device_kind,
+        "threads": cpu_threads(),
+    }
+    return ProgramStore(directory, what, fingerprint())
+
+
+def fingerprint() -> dict[str, Any]:
+    """What compiled programs depend on besides the engine's settings: versions, machine, source."""
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "flax": metadata.version("flax"),
+        "device": f"{device.platform} {device.device_kind} x{jax.device_count()}",
+        "platform": device.client.platform_version,
+        "cpu": f"{_cpu_features()}, {cpu_threads()} threads",
+        "compiler_settings": compiler_settings()
+        | {
+            name: str(getattr(jax.config, name, None))
+            for name in ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
+        },
+        "source": _source_digest(),
+    }
+
+
+def _cpu_features() -> str:
+    """The machine's architecture and a digest of its instruction sets."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-            raise PermissionError("it belongs to, or can be written by, somebody else")
-        if not os.access(directory, os.W_OK):
-            raise PermissionError("it cannot be written")
-    except OSError as error:
-        _log.warning("compiled programs are not kept: %s: %s", directory, error)
-        return False
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    # The defaults skip what compiles fast; a start compiles dozens of such programs.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return True
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("flags", "Features", "model name", "CPU part")
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    found = [f"{key.strip()}:{value}" for key, value in lines.items() if key.strip() in names]
+    return f"{platform.machine()} {hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]}"
+
+
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = _PACKAGES / source
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".json"):
+                digest.update(str(file.relative_to(_PACKAGES)).encode() + b"\0")
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from flax import nnx
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.bucket_plan import BucketPlan, anchors, choose_sizes
 from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
+from jaxserve.execution.compilation import open_store
 from jaxserve.execution.sampler_state import (
     allowed_words,
     load_slot,
@@ -25,7 +28,14 @@ from jaxserve.execution.sampler_state import (
     slot_loads,
 )
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.state import DeviceState, StepOutput, make_state, page_bytes
+from jaxserve.execution.state import (
+    DeviceState,
+    StepOutput,
+    addressable_pages,
+    kv_dtype,
+    make_state,
+    page_bytes,
+)
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import Ask
@@ -35,6 +45,8 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _COMPILE_THREADS = 4
+# Steps in a row that are timed together.
+_QUEUED = 8
 
 # Called with (stage, done, total) while the engine starts.
 OnProgress = Callable[[str, int, int], None]
@@ -59,13 +71,18 @@ class Runner:
         model_config: of the model.
         model: with its weights placed.
         greedy_decode: see BucketSet; None for yes on a GPU.
+        cache: folder of compiled programs; None keeps none.
 
     Attributes:
+        plan: the padded sizes, and what they were chosen by where the configuration names none.
+        store: where programs come from.
         num_pages: pages of KV cache, the null page included.
         num_compiles: programs that JAX compiled in this process since this runner was made.
         max_steps: most decode steps of one launch.
         stages: seconds that each stage of the start took.
         temporary_bytes: most memory that a step takes beside weights and cache.
+        kv_dtype: of the pages.
+        weight_bytes: of the parameters as they are stored.
     """
 
     def __init__(
@@ -74,6 +91,7 @@ class Runner:
         model_config: ModelConfig,
         model: Decoder,
         greedy_decode: bool | None = None,
+        cache: Path | None = None,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
         self.config = config
@@ -81,14 +99,9 @@ class Runner:
         self.vocab_size = model_config.vocab_size
         platform = jax.default_backend()
         self.max_steps = config.num_scheduler_steps or default_steps(platform)
-        self.buckets = BucketSet(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.decode_sizes,
-            config.token_sizes,
-            platform == "gpu" if greedy_decode is None else greedy_decode,
-            self.max_steps,
-        )
+        self._greedy_decode = platform == "gpu" if greedy_decode is None else greedy_decode
+        self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
+        self.plan = BucketPlan.of(self.buckets)
         self.num_compiles = 0
         self.temporary_bytes = 0
         self.stages: dict[str, float] = {}
@@ -96,16 +109,31 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         self._graphdef, state = nnx.split(model)
         self._leaves, self._treedef = jax.tree.flatten(state)
-        self.dtype = self._leaves[0].dtype
+        self.kv_dtype = kv_dtype(config.kv_cache_dtype, model.norm.scale[...].dtype)
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
-        self.page_bytes = page_bytes(model_config, config.block_size, self.dtype)
+        self.page_bytes = page_bytes(model_config, config.block_size, self.kv_dtype)
+        self.store = open_store(cache, config, model_config, self._leaves)
         self._steps: dict[Bucket, Any] = {}
         self._load_slot: Any = None
+        self._make_state: Any = None
         # How many slots' masks each program replaces.
         self._set_allowed: dict[int, Any] = dict.fromkeys(sorted({1, 8, config.max_num_seqs}))
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self.num_pages = self._size_cache()
         self._state: DeviceState | None = None
+
+    def _make_buckets(
+        self, decode_sizes: Sequence[int] | None, token_sizes: Sequence[int] | None
+    ) -> BucketSet:
+        assert self.config.max_num_seqs and self.config.max_num_batched_tokens
+        return BucketSet(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            decode_sizes,
+            token_sizes,
+            self._greedy_decode,
+            self.max_steps,
+        )
 
     def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
         if event == COMPILE_EVENT:
@@ -134,46 +162,64 @@ class Runner:
                 "kv_cache_memory_bytes",
             )
         # Cells of the cache are numbered with 32 bits.
-        return min(pages, 2**31 // config.block_size - 1)
+        pages = min(pages, 2**31 // config.block_size - 1)
+        return addressable_pages(
+            pages,
+            self.page_bytes // 2 // self.model_config.num_hidden_layers,
+            self.kv_dtype,
+            device.platform,
+        )
+
+    def _state_maker(self, num_pages: int) -> Callable[[], DeviceState]:
+        return partial(
+            make_state,
+            self.model_config,
+            num_pages,
+            self.config.block_size,
+            self.config.max_num_seqs or 1,
+            self.kv_dtype,
+        )
 
     def _shapes(self, num_pages: int) -> DeviceState:
-        config = self.config
-        return jax.eval_shape(
-            partial(
-                make_state,
-                self.model_config,
-                num_pages,
-                config.block_size,
-                config.max_num_seqs or 1,
-                self.dtype,
-            )
-        )
+        return jax.eval_shape(self._state_maker(num_pages))
 
     def _sampler_leaves(self) -> list[Any]:
         """Shapes of what the sampler keeps on the device."""
         return jax.tree.leaves(self._shapes(num_pages=2).sampler)
 
     def _compile(self, bucket: Bucket, num_pages: int) -> Any:
+        return self.store.get(
+            f"{bucket}, {num_pages} pages", partial(self._lower, bucket, num_pages)
+        )
+
+    def _lower(self, bucket: Bucket, num_pages: int) -> Any:
         step = partial(decode_steps, most=bucket.num_steps)
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
         options = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
         step = partial(step, self._graphdef, self._treedef, **options)
         jitted = jax.jit(step, donate_argnums=1)
-        return jitted.lower(
-            self._leaves, self._shapes(num_pages), self._null_batch(bucket)
-        ).compile()
+        return jitted.lower(self._leaves, self._shapes(num_pages), self._null_batch(bucket))
+
+    def _compile_state(self) -> Any:
+        make = jax.jit(self._state_maker(self.num_pages))
+        return self.store.get(f"state, {self.num_pages} pages", make.lower)
 
     def _compile_load(self) -> Any:
         load = null_load(self._null_slots, self.vocab_size)
         shapes = self._shapes(num_pages=2).sampler
-        return jax.jit(load_slot, donate_argnums=0).lower(shapes, load).compile()
+        return self.store.get(
+            "load slot", lambda: jax.jit(load_slot, donate_argnums=0).lower(shapes, load)
+        )
 
     def _compile_set_allowed(self, count: int) -> Any:
         shapes = self._shapes(num_pages=2).sampler
         words = jax.ShapeDtypeStruct((count, shapes.allowed.shape[1]), np.uint32)
         slots = jax.ShapeDtypeStruct((count,), np.int32)
-        return jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words).compile()
+        return self.store.get(
+            f"set allowed, {count}",
+            lambda: jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words),
+        )
 
     def _null_batch(self, bucket: Bucket) -> StepBatch:
         """A batch of padding only: it writes to no page and to no slot but the null one."""
@@ -184,46 +230,86 @@ class Runner:
     def warm_up(self, on_progress: OnProgress | None = None) -> None:
         """Compile every bucket, make the cache, and run each program once on padding."""
         started = time.perf_counter()
-        buckets = sorted(self.buckets, reverse=True)
         pool = ThreadPoolExecutor(_COMPILE_THREADS)
         try:
-            compiled = pool.map(lambda bucket: self._compile(bucket, self.num_pages), buckets)
-            load = pool.submit(self._compile_load)
+            loading = pool.submit(self._compile_load)
             masks = pool.map(self._compile_set_allowed, self._set_allowed)
-            for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
-                self._steps[bucket] = step
-                needed = step.memory_analysis().temp_size_in_bytes
-                self.temporary_bytes = max(self.temporary_bytes, needed)
-                if on_progress is not None:
-                    on_progress("compile", done, len(buckets))
-            self._load_slot = load.result()
+            self._make_state = pool.submit(self._compile_state).result()
+            if not (self.config.decode_sizes or self.config.token_sizes):
+                self._choose_sizes(pool)
+            self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
+            self._load_slot = loading.result()
             self._set_allowed = dict(zip(self._set_allowed, masks, strict=True))
         finally:
             # An interrupt must not wait for the programs that have not been started.
             pool.shutdown(wait=True, cancel_futures=True)
+        self.store.prune()
         self.stages["compile"] = time.perf_counter() - started
         started = time.perf_counter()
         self.reset()
-        for bucket in buckets:
-            batch = self._null_batch(bucket)
-            self._state, output = self._steps[bucket](self._leaves, self._state, batch)
-            np.asarray(output.token_ids)
+        for bucket in self.buckets:
+            np.asarray(self._run_padding(bucket).token_ids)
         load = null_load(self._null_slots, self.vocab_size)
         assert self._state is not None
         self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
         self.stages["warm_up"] = time.perf_counter() - started
 
+    def _compile_all(
+        self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
+    ) -> None:
+        def compiled_once(bucket: Bucket) -> Any:
+            return self._steps.get(bucket) or self._compile(bucket, self.num_pages)
+
+        compiled = pool.map(compiled_once, buckets)
+        for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
+            self._steps[bucket] = step
+            needed = step.memory_analysis().temp_size_in_bytes
+            self.temporary_bytes = max(self.temporary_bytes, needed)
+            if on_progress is not None:
+                on_progress("compile", done, len(buckets))
+
+    def _choose_sizes(self, pool: ThreadPoolExecutor) -> None:
+        """Replace the default sizes by those that are worth their time to compile here."""
+        notes = self.store.notes()
+        if notes is not None:
+            self.plan = BucketPlan.from_notes(notes)
+        else:
+            buckets = anchors(self.buckets)
+            started, built = time.perf_counter(), self.store.num_built
+            self._compile_all(pool, buckets)
+            # Where they came from files, what compiling costs is unknown, and they are all there.
+            built = self.store.num_built - built
+            cost = (time.perf_counter() - started) / built if built else 0.0
+            self.reset()
+            self.plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
+            self.store.note(self.plan.notes())
+        self.buckets = self._make_buckets(self.plan.decode_sizes, self.plan.token_sizes)
+        kept = set(self.buckets)
+        self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in kept}
+
+    def _padding_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
+        """What a step of each bucket takes that holds nothing: the cost of its padding."""
+        seconds = {}
+        for bucket in buckets:
+            times = []
+            for _ in range(4):
+                started = time.perf_counter()
+                for _ in range(_QUEUED):
+                    output = self._run_padding(bucket)
+                np.asarray(output.token_ids)
+                times.append((time.perf_counter() - started) / _QUEUED)
+            seconds[bucket] = min(times)
+        return seconds
+
+    def _run_padding(self, bucket: Bucket) -> StepOutput:
+        batch = self._null_batch(bucket)
+        self._state, output = self._steps[bucket](self._leaves, self._state, batch)
+        return output
+
     def reset(self) -> None:
         """A new, empty cache: at the start, and after a failed step took the old one with it."""
         self._state = None
-        config = self.config
-        self._state = make_state(
-            self.model_config,
-            self.num_pages,
-            config.block_size,
-            config.max_num_seqs or 1,
-            self.dtype,
-        )
+        self._state = self._make_state()
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
@@ -238,7 +324,7 @@ class Runner:
         state, self._state = self._state, None
         if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
-        if slots.num_guided:
+        if any_asks & Ask.ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         self._state, output = self._steps[bucket](self._leaves, state, batch)
@@ -297,5 +383,5 @@ class Runner:
         self._state = None
         self._leaves = []
         self._steps = {}
-        self._load_slot = None
+        self._load_slot = self._make_state = None
         self._set_allowed = {}

@@ -13,6 +13,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.paged import KVPages
 from jaxserve.scheduling.scores import Scores
+from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 Array = Any
 
@@ -44,16 +45,32 @@ for _type in (DeviceState, StepOutput):
     )
 
 
+def kv_dtype(asked: str, activations: Any) -> Any:
+    """The dtype of pages for a setting of `kv_cache_dtype`."""
+    return jnp.dtype(jnp.float8_e4m3fn if asked == "fp8" else activations)
+
+
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
     """Bytes of one page of KV cache over all layers."""
     cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return 2 * config.num_hidden_layers * page_size * cell
 
 
+def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: str) -> int:
+    """Pages, or fewer if a layer's arrays would have a size that the GPU's kernels cannot do.
+
+    Those are arrays of one-byte values of 2 to 4 GiB (see `pallas_kernels.implementation`).
+    """
+    size = pages * layer_page_bytes
+    if platform == "cpu" or dtype.itemsize > 1 or not TWO_GIB <= size <= FOUR_GIB:
+        return pages
+    return (TWO_GIB - 1) // layer_page_bytes
+
+
 def make_state(
     config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: Any
 ) -> DeviceState:
-    """A cache of zeros for every layer."""
+    """A cache of zeros for every layer; `dtype` is that of its pages."""
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
     return DeviceState(
         kv=[

@@ -6,6 +6,21 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.models.config_fields import Fields
+from jaxserve.models.expert_fields import (
+    ReadExperts,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    no_experts,
+    qwen_experts,
+)
+from jaxserve.models.latent_fields import (
+    ReadLatent,
+    deepseek_v2_latent,
+    deepseek_v3_latent,
+    no_latent,
+)
 from jaxserve.models.layer_fields import (
     ReadLayers,
     by_switch,
@@ -13,6 +28,7 @@ from jaxserve.models.layer_fields import (
     every,
     full_attention,
     no_rope,
+    one_switched_window,
     one_window,
 )
 from jaxserve.models.rope_fields import RopeRules
@@ -74,6 +90,10 @@ class Architecture:
         layers: reads windows and rotation, layer by layer.
         rope: how the rotary embedding is spelled.
         scales: reads multipliers and caps.
+        experts: reads the mixture of experts.
+        latent: reads the sizes of latent attention.
+        extra_layers: the field that counts layers which the checkpoint holds after the model's own,
+            to predict further tokens; they are not read.
         tied: `tie_word_embeddings` where it is absent.
         qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias`
             (the first two) or `mlp_bias`.
@@ -86,6 +106,9 @@ class Architecture:
     layers: ReadLayers = full_attention
     rope: RopeRules = field(default_factory=RopeRules)
     scales: Callable[[Fields, int], Scales] = _no_scales
+    experts: ReadExperts = no_experts
+    latent: ReadLatent = no_latent
+    extra_layers: str | None = None
     tied: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
@@ -94,6 +117,10 @@ class Architecture:
 
 KV_HEADS = frozenset({"num_key_value_heads"})
 HEADS = KV_HEADS | {"head_dim"}
+# Of training: losses that balance the load, and noise.
+ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+_DEEPSEEK: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
+_DEEPSEEK_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
 SCALED = ("default", "linear", "yarn", "llama3")  # of families with an embedding a layer type
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {
@@ -114,6 +141,24 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "MinistralForCausalLM": Architecture(
             "ministral", explicit=KV_HEADS, layers=by_type, qkv_bias=False, output_bias=False
         ),
+        "Ministral3ForCausalLM": Architecture(
+            "ministral3",
+            explicit=HEADS | {"rope_parameters"},
+            layers=one_window,
+            rope=RopeRules(theta=1e6, kinds=("yarn",), query_growth=True),
+            qkv_bias=False,
+            output_bias=False,
+        ),
+        "MixtralForCausalLM": Architecture(
+            "mixtral",
+            ignored=ROUTING,
+            explicit=KV_HEADS,
+            layers=one_window,
+            rope=RopeRules(theta=1e6),
+            experts=mixtral_experts,
+            qkv_bias=False,
+            output_bias=False,
+        ),
         "Qwen2ForCausalLM": Architecture(
             "qwen2",
             neutral=MappingProxyType({"use_mrope": False}),
@@ -127,6 +172,43 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             neutral=MappingProxyType({"mlp_bias": False}),
             explicit=HEADS,
             layers=by_switch,
+        ),
+        "Qwen3MoeForCausalLM": Architecture(
+            "qwen3_moe",
+            neutral=MappingProxyType({"mlp_bias": False}),
+            ignored=ROUTING | {"max_window_layers"},
+            explicit=KV_HEADS,
+            layers=one_switched_window,
+            experts=qwen_experts,
+        ),
+        "GptOssForCausalLM": Architecture(
+            "gpt_oss",
+            # The second and third repeat what other fields say.
+            ignored=ROUTING
+            | {"experts_per_token", "initial_context_length", "quantization_config"},
+            explicit=HEADS | {"attention_bias"},
+            layers=every(2),
+            rope=RopeRules(theta=150_000.0),
+            experts=gpt_oss_experts,
+        ),
+        "DeepseekV2ForCausalLM": Architecture(
+            "deepseek_v2",
+            neutral=MappingProxyType(
+                {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax"}
+            ),
+            ignored=_DEEPSEEK_IGNORED,
+            experts=deepseek_v2_experts,
+            latent=deepseek_v2_latent,
+        ),
+        "DeepseekV3ForCausalLM": Architecture(
+            "deepseek_v3",
+            neutral=MappingProxyType(
+                {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+            ),
+            ignored=_DEEPSEEK_IGNORED | {"num_nextn_predict_layers"},
+            extra_layers="num_nextn_predict_layers",
+            experts=deepseek_v3_experts,
+            latent=deepseek_v3_latent,
         ),
         "Phi3ForCausalLM": Architecture(
             "phi3",

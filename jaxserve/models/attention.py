@@ -10,13 +10,14 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import LLAMA, Design, RMSNorm
-from jaxserve.models.linear import constant, matmul, value_of, weight
+from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.rope import CosSin
+from jaxserve.models.rope_fields import YarnScaling
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int32
 
 
 class Attention(nnx.Module):
@@ -38,6 +39,10 @@ class Attention(nnx.Module):
         self.group = group = config.num_attention_heads // kv_heads
         self.window, self.scale = window, config.scales.attention
         self.soft_cap = config.scales.attention_cap
+        scaling = config.rope.scaling
+        self.growth = None
+        if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
+            self.growth = scaling
         self.qkv = weight(
             rngs,
             (embed, kv_heads, group + 2, head_dim),
@@ -56,9 +61,12 @@ class Attention(nnx.Module):
         bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
+        # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
+        self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
         if design.qk_norm == "head":
             query = key = shape[2:], axes[2:]
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if design.sinks else None
         normed, eps = design.qk_norm is not None, config.rms_norm_eps
         self.query_norm = RMSNorm(*query, eps, dtype, design) if normed else None
         self.key_norm = RMSNorm(*key, eps, dtype, design) if normed else None
@@ -78,7 +86,11 @@ class Attention(nnx.Module):
         query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
         if cos_sin is not None:
             query, key = rotate(query, cos_sin), rotate(key, cos_sin)
-        kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
+        if self.growth is not None:
+            query = query * _growth(self.growth, step.positions, query.dtype)
+        kv = kv_write(
+            key, val, *kv, step.slot_mapping, implementation=step.implementation, **self._scales()
+        )
         attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
         return matmul(attended, self.out[...], contract=3, bias=value_of(self.out_bias)), kv
@@ -88,12 +100,29 @@ class Attention(nnx.Module):
     ) -> Float[Array, "T N H"]:
         """Causal attention of each token over its row's pages, or the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        options |= self._scales()
         options["implementation"] = step.implementation
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
             return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
         return ragged_paged_attention(
             query, *kv, step.page_table, step.query_start, step.kv_len, **options
         )
+
+    def _scales(self) -> dict[str, Any]:
+        if self.kv_scales is None:
+            return {}
+        key, value = self.kv_scales[...]
+        return {"k_scale": key, "v_scale": value}
+
+
+def _growth(
+    scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
+) -> Float[Array, "T 1 1"]:
+    """What multiplies queries, so that attention stays sharp in long contexts."""
+    times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
+    return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 
 
 def rotate(x: Float[Array, "T N H"], cos_sin: CosSin) -> Float[Array, "T N H"]:

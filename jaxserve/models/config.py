@@ -13,7 +13,11 @@ from typing import Any, Self
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.architectures import ARCHITECTURES, Architecture, Scales
 from jaxserve.models.config_fields import MAX_POSITIONS, Fields, shown
+from jaxserve.models.expert_fields import Experts
+from jaxserve.models.latent_fields import Latent
 from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
+from jaxserve.models.quantization_fields import FIELD as QUANTIZATION
+from jaxserve.models.quantization_fields import StoredQuantization, read_quantization
 from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
 from jaxserve.models.strict_json import read_object
 
@@ -45,7 +49,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "is_encoder_decoder": False,
         "pretraining_tp": 1,
         "pruned_heads": {},
-        "quantization_config": None,
         "rope_interleaved": False,
     }
 )
@@ -57,7 +60,9 @@ class ModelConfig:
 
     `dtype` is the one the checkpoint declares ("float32" if it declares none). `local_rope` is that
     of layers with a window, where it differs. `attention_bias` is of queries, keys and values,
-    `output_bias` of the projection after attention. Hashable, so that modules can hold it.
+    `output_bias` of the projection after attention. `head_dim` is that of the cache. `experts` and
+    `latent` are None for models without them; `extra_layers` of the checkpoint are not the model's.
+    Hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -74,6 +79,9 @@ class ModelConfig:
     local_rope: Rope | None
     layers: LayerTable
     scales: Scales
+    experts: Experts | None
+    latent: Latent | None
+    extra_layers: int
     tie_word_embeddings: bool
     attention_bias: bool
     output_bias: bool
@@ -81,6 +89,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: StoredQuantization | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -99,9 +108,11 @@ class ModelConfig:
         fields = Fields(raw, problems=[])
         fields.take("architectures")
         fields.choice("model_type", [rules.model_type], default=rules.model_type)
-        sizes = _sizes(fields, rules)
+        latent = rules.latent(fields)
+        sizes = _sizes(fields, rules, latent)
         positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-        rope, local_rope = read_ropes(fields, rules.rope, positions, sizes["head_dim"])
+        rotated = sizes["head_dim"] if latent is None else latent.rotary
+        rope, local_rope = read_ropes(fields, rules.rope, positions, rotated)
         config = cls(
             architecture=name,
             vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
@@ -112,6 +123,9 @@ class ModelConfig:
             local_rope=local_rope,
             layers=rules.layers(fields, sizes["num_hidden_layers"]),
             scales=rules.scales(fields, sizes["hidden_size"]),
+            experts=rules.experts(fields, sizes["num_hidden_layers"]),
+            latent=latent,
+            extra_layers=_extra_layers(fields, rules),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
             attention_bias=_bias(fields, "attention_bias", rules.qkv_bias),
             output_bias=_bias(fields, "attention_bias", rules.output_bias),
@@ -119,6 +133,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+            quantization=_quantization(fields, rules),
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}
@@ -138,6 +153,11 @@ class ModelConfig:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
         return local or self.rope
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of what the rotary embedding turns, or turns a part of: a head, or its own part."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def context_length(self) -> int:
@@ -178,18 +198,24 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
     raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
 
 
-def _sizes(fields: Fields, rules: Architecture) -> dict[str, int]:
+def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[str, int]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     for key in sorted(rules.explicit):
         if not fields.has(key):
             fields.refuse(key, "a value; it has no default")
     kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
-    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, default=max(hidden // heads, 2))
+    if latent is None:
+        head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, default=max(hidden // heads, 2))
+        if not fields.has("head_dim") and heads * head_dim != hidden:
+            allowed = f"a multiple of num_attention_heads ({heads}) if no head_dim"
+            fields.refuse("hidden_size", allowed)
+    else:
+        head_dim = latent.cached
+        if kv_heads != heads:
+            fields.refuse("num_key_value_heads", f"num_attention_heads ({heads}), or nothing")
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    if not fields.has("head_dim") and heads * head_dim != hidden:
-        fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}) if no head_dim")
     return {
         "hidden_size": hidden,
         "num_hidden_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
@@ -197,6 +223,15 @@ def _sizes(fields: Fields, rules: Architecture) -> dict[str, int]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
+
+
+def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
+    """How the weights are stored, unless the architecture has a way of its own."""
+    return None if QUANTIZATION in rules.ignored else read_quantization(fields)
+
+
+def _extra_layers(fields: Fields, rules: Architecture) -> int:
+    return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:

@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.experts import SparseMLP
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, RMSNorm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
@@ -25,7 +27,7 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each with its norms and inside a residual connection.
 
     A function of its own weights and its own pages and of nothing else, and the same structure for
-    every layer of a model with the same window, so one trace serves them all.
+    every layer of a model with the same window and the same kind of MLP, so one trace serves them.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         design: Design = LLAMA,
-        window: int | None = None,
+        index: int = 0,
     ) -> None:
         def norm() -> RMSNorm:
             return RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
@@ -42,10 +44,17 @@ class DecoderLayer(nnx.Module):
         before, after = design.norms != "after", design.norms != "before"
         self.residual = config.scales.residual
         self.attention_norm = norm() if before else None
-        self.attention = Attention(config, dtype, rngs, design, window)
+        if config.latent is None:
+            window = config.layers.windows[index]
+            self.attention = Attention(config, dtype, rngs, design, window)
+        else:
+            self.attention = LatentAttention(config, config.latent, dtype, rngs, design)
         self.attention_out_norm = norm() if after else None
         self.mlp_norm = norm() if before else None
-        self.mlp = GatedMLP(config, dtype, rngs, design)
+        if config.experts is not None and config.experts.layers[index]:
+            self.mlp = SparseMLP(config, config.experts, dtype, rngs, design)
+        else:
+            self.mlp = GatedMLP(config, dtype, rngs, design)
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
@@ -56,7 +65,8 @@ class DecoderLayer(nnx.Module):
             y, kv = self.attention(_normed(self.attention_norm, x), cos_sin, step, kv)
             x = x + scaled(_normed(self.attention_out_norm, y), self.residual)
         with jax.named_scope("mlp"):
-            y = self.mlp(_normed(self.mlp_norm, x))
+            y = _normed(self.mlp_norm, x)
+            y = self.mlp(y, step) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
             x = x + scaled(_normed(self.mlp_out_norm, y), self.residual)
         return x, kv
 
@@ -76,7 +86,8 @@ class Decoder(nnx.Module):
     """A causal language model over a ragged batch of tokens.
 
     Leaves: 6 a layer (2 more with norms around each block, 2 more with query and key norms, 1 more
-    with each bias), the final norm, and the embedding (1 if tied, else 2).
+    with each bias, others with experts or latent attention), the final norm, and the embedding (1
+    if tied, else 2).
     """
 
     def __init__(
@@ -85,7 +96,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
         self.layers = nnx.List(
-            DecoderLayer(config, dtype, rngs, design, window) for window in config.layers.windows
+            DecoderLayer(config, dtype, rngs, design, index)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
 
@@ -105,7 +117,7 @@ class Decoder(nnx.Module):
                 x = scaled(x, jnp.asarray(config.scales.embedding, x.dtype))
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
             angles = {
-                rope: rope_cos_sin(step.positions, rope, config.head_dim, x.dtype)
+                rope: rope_cos_sin(step.positions, rope, config.rotary_dim, x.dtype)
                 for rope in dict.fromkeys(ropes)
                 if rope is not None
             }

@@ -79,6 +79,14 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
     return _table(fields, window, [index >= first for index in range(layers)])
 
 
+def one_switched_window(fields: Fields, layers: int) -> LayerTable:
+    """`sliding_window` on every layer, if `use_sliding_window`."""
+    if fields.flag("use_sliding_window", default=False):
+        return one_window(fields, layers)
+    fields.take("sliding_window")  # sizes a window that is off
+    return _table(fields, None, [False] * layers)
+
+
 def no_rope(fields: Fields, layers: int) -> LayerTable:
     """Some layers rotate nothing: the zeros of `no_rope_layers`, by default every n-th.
 

@@ -30,6 +30,9 @@ class Design:
         norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
         activation: of the gated MLP.
+        router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
+            and experts, and gpt-oss's activation.
+        sinks: a logit for each query head joins the softmax of attention.
     """
 
     norms: Literal["before", "after", "around"] = "before"
@@ -37,6 +40,8 @@ class Design:
     norm_offset: float = 0.0
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    sinks: bool = False
 
 
 LLAMA = Design()
@@ -101,10 +106,15 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: Design = LLAMA
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        design: Design = LLAMA,
+        width: int | None = None,
     ) -> None:
         self.activation = design.activation
-        embed, mlp = config.hidden_size, config.intermediate_size
+        embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
         if config.mlp_bias:

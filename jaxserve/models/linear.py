@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.models.paged import LogicalAxes
+from jaxserve.models.quantized import Quantized, QuantizedWeight, SeveralWeights
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -64,7 +65,7 @@ def value_of(parameter: nnx.Param[Array] | None) -> Array | None:
 
 def matmul(
     x: Float[Array, ...],
-    w: Float[Array, ...],
+    w: Float[Array, ...] | Quantized,
     *,
     bias: Float[Array, ...] | None = None,
     contract: int = 1,
@@ -75,9 +76,12 @@ def matmul(
     `x` is `[T, in...]`, `w` is `[in..., out...]`, `bias` is `[out...]`; the result is `[T, out...]`
     in `out_dtype` (by default that of `x`). Products accumulate, and the bias is added, in at least
     float32. Dimensions stay apart up to the compiler, so that sharding one of them (the kv heads of
-    a fused projection, say) needs no reshape of a sharded array.
+    a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
+    dequantized as a whole.
     """
-    if x.shape[0] == 1 and x.dtype.itemsize == 2:
+    if isinstance(w, QuantizedWeight | SeveralWeights):
+        y = w.dot(x.reshape(x.shape[0], -1))
+    elif x.shape[0] == 1 and x.dtype.itemsize == 2:
         # XLA on CPU turns a one-row 16-bit product into a float32 one and so converts the whole
         # weight every step: 13 to 20 times slower than the same product of two rows.
         y = lax.platform_dependent(

@@ -33,16 +33,17 @@ FINAL_NORM = WeightName("model.norm.weight", "D -> D", "norm.scale")
 
 def projections(config: ModelConfig) -> list[WeightName]:
     """One layer's matrices and biases."""
+    return [*attention_projections(config), *mlp_projections(config)]
+
+
+def attention_projections(config: ModelConfig) -> list[WeightName]:
+    """Attention's matrices and biases."""
     q, k, v = fused_qkv(config)
-    gate, up = GATE, UP
     layer = [
         WeightName("self_attn.q_proj.weight", "(K G H) D -> D K G H", "attention.qkv", q),
         WeightName("self_attn.k_proj.weight", "(K H) D -> D K H", "attention.qkv", k),
         WeightName("self_attn.v_proj.weight", "(K H) D -> D K H", "attention.qkv", v),
         WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
-        WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.gate_up", gate),
-        WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.gate_up", up),
-        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
     ]
     if config.attention_bias:
         layer += [
@@ -52,6 +53,17 @@ def projections(config: ModelConfig) -> list[WeightName]:
         ]
     if config.output_bias:
         layer.append(WeightName("self_attn.o_proj.bias", "D -> D", "attention.out_bias"))
+    return layer
+
+
+def mlp_projections(config: ModelConfig) -> list[WeightName]:
+    """A dense MLP's matrices and biases."""
+    gate, up = GATE, UP
+    layer = [
+        WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.gate_up", gate),
+        WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.gate_up", up),
+        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
     if config.mlp_bias:
         layer += [
             WeightName("mlp.gate_proj.bias", "F -> F", "mlp.gate_up_bias", gate),

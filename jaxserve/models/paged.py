@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 KVPages = tuple[jax.Array, jax.Array]
 
 # "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
-LogicalAxis = Literal["vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp"]
+LogicalAxis = Literal[
+    "vocab", "embed", "kv_heads", "group", "head_dim", "gate_up", "mlp", "experts", "latent"
+]
 LogicalAxes = tuple[LogicalAxis, ...]
 
 

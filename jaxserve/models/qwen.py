@@ -1,8 +1,8 @@
-"""Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense.
+"""Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
 Qwen2 is Llama with biases on queries, keys and values; Qwen3 has none, and a norm on each query and
-key head before the rotation. Reference implementations: `Qwen2ForCausalLM` and `Qwen3ForCausalLM`
-in Hugging Face Transformers.
+key head before the rotation. Reference implementations: `Qwen2ForCausalLM`, `Qwen3ForCausalLM` and
+`Qwen3MoeForCausalLM` in Hugging Face Transformers.
 """
 
 from flax import nnx
@@ -11,8 +11,15 @@ from jax.typing import DTypeLike
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.layers import Design
-from jaxserve.models.llama import llama_weights
-from jaxserve.models.weight_table import WeightName, every_layer
+from jaxserve.models.llama import (
+    FINAL_NORM,
+    PRE_NORMS,
+    attention_projections,
+    llama_weights,
+    mlp_projections,
+)
+from jaxserve.models.mixtral import expert_weights
+from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
 
 
 def build_qwen3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
@@ -23,6 +30,18 @@ def build_qwen3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decode
 def qwen3_weights(config: ModelConfig) -> list[WeightName]:
     """Every tensor of a checkpoint and where it goes."""
     return [*llama_weights(config), *every_layer(QK_NORMS, config)]
+
+
+def qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
+    """Every tensor of a checkpoint and where it goes."""
+    layer = [*PRE_NORMS, *attention_projections(config), *QK_NORMS]
+    return [
+        *embedding_weights(config),
+        *every_layer(layer, config),
+        *every_layer(mlp_projections(config), config, sparse=False),
+        *every_layer(expert_weights(config), config, sparse=True),
+        FINAL_NORM,
+    ]
 
 
 # Norms of each head, as in Gemma 3.

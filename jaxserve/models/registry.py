@@ -10,11 +10,14 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.deepseek import build_deepseek_v3, deepseek_v2_weights, deepseek_v3_weights
 from jaxserve.models.gemma import build_gemma2, build_gemma3, gemma2_weights, gemma3_weights
+from jaxserve.models.gpt_oss import build_gpt_oss, gpt_oss_weights
 from jaxserve.models.llama import build_llama, llama_weights
+from jaxserve.models.mixtral import mixtral_weights
 from jaxserve.models.olmo import build_olmo, olmo_weights
 from jaxserve.models.phi3 import phi3_weights
-from jaxserve.models.qwen import build_qwen3, qwen3_weights
+from jaxserve.models.qwen import build_qwen3, qwen3_moe_weights, qwen3_weights
 from jaxserve.models.weight_table import WeightName
 
 
@@ -32,8 +35,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": LLAMA,
         "MinistralForCausalLM": LLAMA,
+        "Ministral3ForCausalLM": LLAMA,
+        "MixtralForCausalLM": Family(build_llama, mixtral_weights),
         "Qwen2ForCausalLM": LLAMA,
         "Qwen3ForCausalLM": Family(build_qwen3, qwen3_weights),
+        "Qwen3MoeForCausalLM": Family(build_qwen3, qwen3_moe_weights),
+        "GptOssForCausalLM": Family(build_gpt_oss, gpt_oss_weights),
+        "DeepseekV2ForCausalLM": Family(build_llama, deepseek_v2_weights),
+        "DeepseekV3ForCausalLM": Family(build_deepseek_v3, deepseek_v3_weights),
         "Phi3ForCausalLM": Family(build_llama, phi3_weights),
         "SmolLM3ForCausalLM": LLAMA,
         "Olmo2ForCausalLM": Family(build_olmo, olmo_weights),

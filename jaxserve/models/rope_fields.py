@@ -13,6 +13,7 @@ from jaxserve.models.config_fields import MAX_POSITIONS, Fields
 
 MAX_FACTOR = 1e6
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+QUERY_BETA = "llama_4_scaling_beta"
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -43,7 +44,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN; `attention_factor` multiplies cosines and sines."""
+    """YaRN; `attention_factor` multiplies cosines and sines.
+
+    Latent attention scales its scores by `mscale_all_dim` besides; 0 where it is absent. Queries at
+    position p are multiplied by 1 + `query_beta` * log(1 + p // original), as in Llama 4.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -51,6 +56,8 @@ class YarnScaling:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    mscale_all_dim: float = 0.0
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class RopeRules:
         local_theta: its base, where `rope_local_base_freq` is absent; None: that of the others.
         partial: the family knows `partial_rotary_factor`.
         original_outside: `original_max_position_embeddings` is a field of config.json itself.
+        query_growth: the family knows `llama_4_scaling_beta`.
     """
 
     theta: float = 10_000.0
@@ -113,6 +121,7 @@ class RopeRules:
     local_theta: float | None = None
     partial: bool = False
     original_outside: bool = False
+    query_growth: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ class _Case:
     positions: int  # max_position_embeddings
     original: int | None  # original_max_position_embeddings of config.json itself
     dimensions: int  # rotated in each head
+    query_growth: bool
 
 
 def read_ropes(
@@ -197,7 +207,9 @@ class _Outer:
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
         rope = self._checked(Rope(inner_theta, None, partial))
         size = rope.dimensions(self.head_dim)
-        scaling = SCALINGS[kind](_Case(inner, self.positions, original, size))
+        scaling = SCALINGS[kind](
+            _Case(inner, self.positions, original, size, self.rules.query_growth)
+        )
         inner.finish()
         return replace(rope, scaling=scaling)
 
@@ -271,7 +283,11 @@ def _yarn(case: _Case) -> Scaling:
         beta_slow=fields.number("beta_slow", 0.0, 1e4, default=1.0),
         truncate=fields.flag("truncate", default=True),
         attention_factor=attention,
+        mscale_all_dim=of_all or 0.0,
+        query_beta=fields.number(QUERY_BETA, 0.0, 100.0) if case.query_growth else 0.0,
     )
+    if case.query_growth:
+        fields.take("max_position_embeddings")  # repeated there; nothing reads it
     if scaling.beta_fast < scaling.beta_slow:
         fields.refuse("beta_fast", f"at least beta_slow ({scaling.beta_slow:g})")
     return scaling

@@ -65,15 +65,28 @@ class WeightName:
 
 
 def dimensions(config: ModelConfig) -> dict[str, int]:
-    """Sizes of the letters in `WeightName.layout`; G is the number of query heads per kv head."""
-    return {
+    """Sizes of the letters in `WeightName.layout`.
+
+    G is the number of query heads per kv head. E experts of width M and a shared one of width S;
+    gates and upward projections are a pair P. Latent attention has latents of ranks L (queries) and
+    C, joint with the rotated part J; heads of A (queries, keys), B (what keys and values take from
+    their latent) and U (values).
+    """
+    sizes = {
         "V": config.vocab_size,
         "D": config.hidden_size,
         "F": config.intermediate_size,
         "K": config.num_key_value_heads,
         "G": config.num_attention_heads // config.num_key_value_heads,
         "H": config.head_dim,
+        "P": 2,
     }
+    if (experts := config.experts) is not None:
+        sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared}
+    if (latent := config.latent) is not None:
+        sizes |= {"L": latent.query_rank or 0, "C": latent.rank, "J": latent.rank + latent.rotary}
+        sizes |= {"A": latent.key, "B": latent.plain + latent.value, "U": latent.value}
+    return sizes
 
 
 def embedding_weights(config: ModelConfig) -> list[WeightName]:
@@ -87,12 +100,21 @@ def embedding_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-def every_layer(layer: Sequence[WeightName], config: ModelConfig) -> list[WeightName]:
-    """One layer's tensors, repeated for every layer under its prefix."""
+def every_layer(
+    layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
+) -> list[WeightName]:
+    """One layer's tensors, repeated for every layer under its prefix.
+
+    Args:
+        layer: the tensors of one layer.
+        config: of the model.
+        sparse: only for the layers with experts (True) or those without (False).
+    """
     return [
         replace(
             tensor, name=f"model.layers.{index}.{tensor.name}", path=f"layers.{index}.{tensor.path}"
         )
         for index in range(config.num_hidden_layers)
+        if sparse in (None, config.experts is not None and config.experts.layers[index])
         for tensor in layer
     ]

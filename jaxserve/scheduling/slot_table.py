@@ -130,8 +130,8 @@ class SlotTable:
         self.asks[slot] = sampling.asks | (Ask.PROMPT_LOGPROBS if sequence.scores_prompt else 0)
         self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
         self.needs_mask[slot] = False
-        self.is_guided[slot] = sequence.constraint is not None
-        self.num_guided += sequence.constraint is not None
+        self.is_guided[slot] = False
+        self.guide(slot)
         self.penalties[slot] = (
             sampling.repetition_penalty,
             sampling.frequency_penalty,
@@ -143,6 +143,29 @@ class SlotTable:
             self.stop_token_ids[slot, : len(stops)] = stops
             self.max_stops = max(self.max_stops, len(stops))
         return slot
+
+    def guide(self, slot: int) -> None:
+        """Note whether a slot's next step must wait for its newest token."""
+        constraint = self.sequences[slot].constraint
+        is_guided = constraint is not None and constraint.is_guided
+        self.num_guided += int(is_guided) - int(self.is_guided[slot])
+        self.is_guided[slot] = is_guided
+
+    def advance(self, sequence: Sequence, token: int) -> bool:
+        """Tell a sequence's constraint its newest token, which may have cost it its slot.
+
+        Returns:
+            Whether its text is complete.
+
+        Raises: as the constraint.
+        """
+        constraint, slot = sequence.constraint, sequence.slot
+        words = constraint.words
+        is_complete = constraint.advance(token)
+        if slot != NO_SLOT:
+            self.needs_mask[slot] |= constraint.words is not words
+            self.guide(slot)
+        return is_complete
 
     def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
         """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
@@ -169,7 +192,7 @@ class SlotTable:
         assert sequence is not None, "release of an empty slot"
         sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         sequence.slot = NO_SLOT
-        self.num_guided -= sequence.constraint is not None
+        self.num_guided -= int(self.is_guided[slot])
         pages = self.pages(slot).copy()
         self.sequences[slot] = None
         self.num_pages[slot] = 0

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
@@ -81,7 +82,12 @@ class Call:
         model.admission.check(completions)
 
     async def request(
-        self, model: ServedModel, prompt: list[int], sampling: SamplingParams, body: Sampling
+        self,
+        model: ServedModel,
+        prompt: list[int],
+        sampling: SamplingParams,
+        body: Sampling,
+        thinking: ThinkingMarks | None = None,
     ) -> EngineRequest:
         """Have the engine check one prompt.
 
@@ -94,6 +100,7 @@ class Call:
             sampling,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            thinking=thinking,
         )
         # A form is compiled with the check, which takes from milliseconds to a second.
         form = sampling.structured_outputs

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams
 from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.completions import truncated
@@ -19,6 +20,7 @@ from jaxserve.server.generation import Choice, Generation, Part
 from jaxserve.server.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.protocol import (
     AnswerMessage,
+    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatDelta,
@@ -26,7 +28,14 @@ from jaxserve.server.protocol import (
     ChatRequest,
     ChatResponse,
     ChunkChoice,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
 )
+from jaxserve.server.served import ServedModel
+from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
+from jaxserve.server.tool_calls.tools import ToolUse, read_arguments, tool_use
+from jaxserve.structured import StructuredOutputsParams
 
 MAX_MESSAGES = 4096
 # What a template may be told; its own inputs, and what would let a request write it, may not.
@@ -48,15 +57,26 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
     rendered = []
     for message in messages:
-        one = {"role": "system" if message.role == "developer" else message.role}
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         one["content"] = _text_of(message)
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
                 one[name] = getattr(message, name)
         if message.tool_calls:
-            one["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+            one["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and message.role == "assistant":
+            # The name that templates read, and the one that some of them read instead.
+            one["reasoning_content"] = one["thinking"] = reasoning
         rendered.append(one)
     return rendered
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    function = call.function
+    arguments = read_arguments(function.arguments, function.name)
+    made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
+    return made if call.id is None else {"id": call.id, **made}
 
 
 def _text_of(message: ChatMessage) -> str:
@@ -87,6 +107,10 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {name[:60]!r}", "chat_template_kwargs"
             )
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
     last = bool(body.continue_final_message)
     if last and body.add_generation_prompt:
         raise InvalidRequest(
@@ -121,14 +145,47 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     wanted = body.max_completion_tokens if renamed else body.max_tokens
     if body.response_format is not None:
         call.renamed.setdefault("structured_outputs", "response_format")
-    sampling = sampling_params(
-        body, model.default_sampling, wanted, _wanted_logprobs(body), body.prompt_logprobs
-    )
+    model.tokenizer()  # there is nothing to say without one
+    talk = model.talk
+    tools = tool_use(body, talk.parser, call.config.enable_auto_tool_choice, talk.spell)
+    if tools is not None and tools.grammar is not None:
+        call.renamed["structured_outputs"] = "tools"
+    sampling = chat_sampling(body, model, wanted, tools)
     call.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
-    prompt = await model.render(messages, **template_options(body))
+    options = template_options(body)
+    if tools is not None:
+        options["tools"] = tools.described
+    prompt = await model.render(messages, **options)
     prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-    return Generation(model, [await call.request(model, prompt, sampling, body)])
+    request = await call.request(model, prompt, sampling, body, talk.marks(prompt))
+    reading = talk.reading(prompt, tools, body.include_reasoning is not False)
+    return Generation(model, [request], reading)
+
+
+def chat_sampling(
+    body: ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
+) -> SamplingParams:
+    """A chat's settings: as `sampling_params`, and what tools and thoughts need.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    sampling = sampling_params(
+        body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
+    )
+    if body.thinking_token_budget is not None:
+        sampling = replace(sampling, thinking_token_budget=body.thinking_token_budget)
+    if model.talk.shows_special(tools):
+        sampling = replace(sampling, skip_special_tokens=False)
+    if tools is None or tools.grammar is None:
+        return sampling
+    if body.structured_outputs is not None:
+        raise InvalidRequest(
+            "structured_outputs and calls of tools that must be well formed exclude each other",
+            "structured_outputs",
+        )
+    return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=tools.grammar))
 
 
 async def chat_completions(request: Request) -> Response:
@@ -165,7 +222,7 @@ class ChatForm:
             self._id,
             generation.created,
             generation.model.name,
-            [self._choice(one) for one in generation.choices],
+            [self._choice(generation, one) for one in generation.choices],
             generation.usage(),
         )
         if self._ids:
@@ -181,11 +238,9 @@ class ChatForm:
             return None
         return ChatLogprobs(self._texts.chat(part.token_ids, part.scores))
 
-    def _choice(self, one: Choice) -> ChatChoice:
-        message = AnswerMessage(one.text)
-        choice = ChatChoice(
-            one.index, message, self._logprobs(one), one.finish_reason, one.stop_reason
-        )
+    def _choice(self, generation: Generation, one: Choice) -> ChatChoice:
+        reason, answer = generation.finish_reason(one), _answer(one.message)
+        choice = ChatChoice(one.index, answer, self._logprobs(one), reason, one.stop_reason)
         if self._ids:
             choice.token_ids = one.token_ids
         return choice
@@ -211,12 +266,11 @@ class ChatForm:
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
         for part in parts:
-            if not (part.text or part.finish_reason or self._ids or part.scores):
+            if not (part.pieces or part.finish_reason or self._ids or part.scores):
                 continue
-            delta = ChatDelta(None, part.text or None)
-            choice = ChunkChoice(part.index, delta, self._logprobs(part))
+            choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
-                choice.finish_reason = part.finish_reason
+                choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
             if self._ids:
                 choice.token_ids = part.token_ids
@@ -232,3 +286,38 @@ class ChatForm:
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
+
+
+def _answer(message: Message) -> AnswerMessage:
+    """A whole message; what there is none of is left out."""
+    answer = AnswerMessage(message.content)
+    if message.calls:
+        answer.content = message.content or None
+        answer.tool_calls = [
+            ToolCall(id=one.id, function=FunctionCall(name=one.name, arguments=one.arguments))
+            for one in message.calls
+        ]
+    if message.reasoning:
+        answer.reasoning = answer.reasoning_content = message.reasoning
+    return answer
+
+
+def _delta(pieces: list[Piece]) -> ChatDelta:
+    """What is new in a message. More of one call is one entry."""
+    delta = ChatDelta()
+    calls: dict[int, CallDelta] = {}
+    for piece in pieces:
+        if isinstance(piece, CallPart):
+            call = calls.get(piece.index)
+            if call is None:
+                call = calls[piece.index] = CallDelta(piece.index, FunctionDelta(arguments=""))
+            if piece.id is not None:
+                call.id, call.type, call.function.name = piece.id, "function", piece.name
+            call.function.arguments = (call.function.arguments or "") + piece.arguments
+        elif isinstance(piece, Thought):
+            delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + piece.text
+        else:
+            delta.content = (delta.content or "") + piece.text
+    if calls:
+        delta.tool_calls = list(calls.values())
+    return delta

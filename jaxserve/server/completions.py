@@ -26,6 +26,12 @@ from jaxserve.server.protocol import (
 from jaxserve.server.served import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
+# As fields.NOT_YET: what only conversations have.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "thinking_token_budget": (None,),
+}
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
@@ -49,7 +55,7 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 async def completions(request: Request) -> Response:
     """Complete each prompt n times."""
     call = Call(request)
-    body = call.parse(CompletionRequest)
+    body = call.parse(CompletionRequest, NOT_YET)
     check_stream(body)
     if body.response_format is not None:
         call.renamed["structured_outputs"] = "response_format"

@@ -14,8 +14,10 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.scores import Scores
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
-from jaxserve.server.protocol import PromptTokensDetails, Usage
+from jaxserve.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.served import ServedModel, prompt_tokens
+from jaxserve.server.tool_calls.pieces import Content, Message, Piece
+from jaxserve.server.tool_calls.talk import AnswerReader, Reading
 
 
 @dataclass
@@ -27,12 +29,16 @@ class Part:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pieces: list[Piece] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """One completion so far; `index` counts over all prompts of the request, `prompt` those."""
+    """One completion so far; `index` counts over all prompts of the request, `prompt` those.
+
+    `reader` tells thoughts and calls from content, where there may be any.
+    """
 
     index: int
     prompt: int
@@ -42,6 +48,19 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     scores: list[Scores] = field(default_factory=list)
+    reader: AnswerReader | None = None
+
+    @property
+    def message(self) -> Message:
+        """What the text says."""
+        return Message(self.text) if self.reader is None else self.reader.message
+
+    def read(self, part: Part) -> None:
+        """Say what is new in a part."""
+        if self.reader is not None:
+            part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
+        elif part.text:
+            part.pieces = [Content(part.text)]
 
 
 class Generation:
@@ -50,6 +69,7 @@ class Generation:
     Args:
         model: draws them.
         requests: one for each prompt, already checked.
+        reading: how the answers are to be read.
 
     Attributes:
         choices: all of them, n for each prompt, in the order of the prompts.
@@ -59,12 +79,15 @@ class Generation:
         Overloaded: on entering: the queue is full; nothing has been started.
     """
 
-    def __init__(self, model: ServedModel, requests: Listing[Request]) -> None:
+    def __init__(
+        self, model: ServedModel, requests: Listing[Request], reading: Reading | None = None
+    ) -> None:
         self.model = model
+        self.reading = Reading() if reading is None else reading
         self.requests = list(requests)
         self.created = int(time.time())
         self.choices = [
-            Choice(0, at, request.prompt_token_ids.tolist())
+            Choice(0, at, request.prompt_token_ids.tolist(), reader=self.reading.reader())
             for at, request in enumerate(requests)
             for _ in range(request.sampling.n)
         ]
@@ -154,6 +177,8 @@ class Generation:
         for delta in await self._stream.take():
             self._apply(delta, parts)
         self._observe(parts)
+        for index, part in parts.items():
+            self.choices[index].read(part)
         return list(parts.values())
 
     def _apply(self, delta: Delta, parts: dict[int, Part]) -> None:
@@ -225,4 +250,17 @@ class Generation:
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         drawn = sum(len(choice.token_ids) for choice in self.choices)
         details = PromptTokensDetails(sum(self._cached.values()))
-        return Usage(prompts, drawn, prompts + drawn, details)
+        usage = Usage(prompts, drawn, prompts + drawn, details)
+        if self.reading.thinking is not None:
+            thought = [
+                self.reading.num_thought(one.token_ids, one.message.reasoning)
+                for one in self.choices
+            ]
+            usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
+        return usage
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why a choice ended, as chat endpoints say it: calls that the model chose are a reason."""
+        tools = self.reading.tools
+        called = tools is not None and not tools.is_named and choice.message.calls
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason

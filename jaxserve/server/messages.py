@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Any
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,12 +14,23 @@ from jaxserve.server.call import Call
 from jaxserve.server.chat import as_template_messages, prepare, template_options
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Choice, Generation, Part
-from jaxserve.server.protocol import ChatMessage, ChatRequest, ContentPart
+from jaxserve.server.messages_schema import (
+    AnswerBlock,
+    CountRequest,
+    CountResponse,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    as_chat,
+)
+from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
+from jaxserve.server.tool_calls.tools import check_tools, described
 
 # As fields.NOT_YET, of these endpoints' own fields.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}),
-    "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
     "mcp_servers": (None, []),
     "container": (None,),
     "output_format": (None,),
@@ -28,81 +39,10 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-class InputMessage(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | list[ContentPart]
-
-
-class CountRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/messages/count_tokens."""
-
-    messages: list[InputMessage]
-    model: str | None = None
-    system: str | list[ContentPart] | None = None
-
-
-class MessagesRequest(CountRequest, kw_only=True):
-    """Body of POST /v1/messages."""
-
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-
-
-class CountResponse(msgspec.Struct):
-    """Answer of POST /v1/messages/count_tokens."""
-
-    input_tokens: int
-
-
-class TextBlock(msgspec.Struct, kw_only=True):
-    text: str
-    type: str = "text"
-
-
-class MessagesUsage(msgspec.Struct, kw_only=True):
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-
-
-class MessagesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/messages."""
-
-    id: str
-    model: str
-    content: list[TextBlock]
-    usage: MessagesUsage
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    type: str = "message"
-    role: str = "assistant"
-
-
-def as_chat(body: CountRequest) -> ChatRequest:
-    """The conversation that a request stands for; a last assistant message is continued."""
-    messages = [ChatMessage(role=one.role, content=one.content) for one in body.messages]
-    last = bool(messages) and messages[-1].role == "assistant"
-    if body.system is not None:
-        messages.insert(0, ChatMessage(role="system", content=body.system))
-    chat = ChatRequest(model=body.model, messages=messages)
-    if last:
-        chat.continue_final_message = True
-    if isinstance(body, MessagesRequest):
-        chat.max_tokens = body.max_tokens
-        chat.stop = body.stop_sequences
-        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
-    return chat
-
-
 def _new_call(request: Request) -> Call:
     call = Call(request)
     call.renamed |= {"prompt": "messages", "stop": "stop_sequences"}
+    call.renamed["thinking_token_budget"] = "thinking"
     return call
 
 
@@ -119,8 +59,27 @@ async def count_tokens(request: Request) -> Response:
     call = _new_call(request)
     chat = as_chat(call.parse(CountRequest, NOT_YET))
     model = call.find_model(chat.model)
-    rendered = as_template_messages(chat.messages)
-    return json_response(CountResponse(len(await model.render(rendered, **template_options(chat)))))
+    rendered, options = as_template_messages(chat.messages), template_options(chat)
+    if chat.tools and chat.tool_choice != "none":
+        check_tools(chat.tools)
+        options["tools"] = described(chat.tools)
+    return json_response(CountResponse(len(await model.render(rendered, **options))))
+
+
+def _blocks(message: Message) -> list[AnswerBlock]:
+    """A message in Anthropic's blocks; arguments that were cut off are none."""
+    blocks: list[AnswerBlock] = []
+    if message.reasoning:
+        blocks.append(ThinkingBlock(thinking=message.reasoning))
+    if message.content or not message.calls:
+        blocks.append(TextBlock(text=message.content))
+    for call in message.calls:
+        try:
+            given = json.loads(call.arguments)
+        except ValueError:
+            given = {}
+        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=given))
+    return blocks
 
 
 class MessagesForm:
@@ -128,6 +87,8 @@ class MessagesForm:
 
     def __init__(self) -> None:
         self._id = f"msg_{uuid4().hex}"
+        self._num_blocks = 0
+        self._open: type | int | None = None  # kind of the block that is open; calls by their index
 
     def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
         usage = generation.usage()
@@ -142,6 +103,8 @@ class MessagesForm:
     def _stop(choice: Choice) -> tuple[str, str | None]:
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
+        if choice.message.calls and choice.finish_reason == "stop":
+            return "tool_use", None
         return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
     def whole(self, generation: Generation) -> MessagesResponse:
@@ -150,7 +113,7 @@ class MessagesForm:
         return MessagesResponse(
             id=self._id,
             model=generation.model.name,
-            content=[TextBlock(text=choice.text)],
+            content=_blocks(choice.message),
             usage=self._usage(generation, len(choice.token_ids)),
             stop_reason=reason,
             stop_sequence=sequence,
@@ -163,24 +126,56 @@ class MessagesForm:
             content=[],
             usage=self._usage(generation, 0),
         )
-        return _event("message_start", message=message) + _event(
-            "content_block_start", index=0, content_block=TextBlock(text="")
-        )
+        return _event("message_start", message=message)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        return b"".join(
-            _event("content_block_delta", index=0, delta={"type": "text_delta", "text": part.text})
-            for part in parts
-            if part.text
-        )
+        return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, CallPart):
+            block = ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
+            opened = self._begin(piece.index, block)
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        elif isinstance(piece, Thought):
+            opened = self._begin(Thought, ThinkingBlock(thinking=""))
+            delta = {"type": "thinking_delta", "thinking": piece.text}
+        else:
+            opened = self._begin(TextBlock, TextBlock(text=""))
+            delta = {"type": "text_delta", "text": piece.text}
+        index = self._num_blocks - 1
+        return opened + _event("content_block_delta", index=index, delta=delta)
+
+    def _begin(self, kind: type | int, block: AnswerBlock) -> bytes:
+        """Open a block, unless one of this kind is open."""
+        if kind == self._open:
+            return b""
+        closed = self._end()
+        self._open = kind
+        self._num_blocks += 1
+        index = self._num_blocks - 1
+        return closed + _event("content_block_start", index=index, content_block=block)
+
+    def _end(self) -> bytes:
+        if self._open is None:
+            return b""
+        index, before = self._num_blocks - 1, b""
+        if self._open is Thought:
+            delta = {"type": "signature_delta", "signature": ""}
+            before = _event("content_block_delta", index=index, delta=delta)
+        self._open = None
+        return before + _event("content_block_stop", index=index)
 
     def closing(self, generation: Generation) -> bytes:
         choice = generation.choices[0]
         reason, sequence = self._stop(choice)
         usage = self._usage(generation, len(choice.token_ids))
+        empty = b""
+        if not (choice.message.content or choice.message.calls):
+            empty = self._begin(TextBlock, TextBlock(text=""))
         return b"".join(
             (
-                _event("content_block_stop", index=0),
+                empty,
+                self._end(),
                 _event(
                     "message_delta",
                     delta={"stop_reason": reason, "stop_sequence": sequence},

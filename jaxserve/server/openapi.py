@@ -11,7 +11,7 @@ from starlette.responses import Response
 import jaxserve
 from jaxserve.server.answers import json_response
 from jaxserve.server.info import HealthResponse, ModelCard, ModelList, VersionResponse
-from jaxserve.server.messages import (
+from jaxserve.server.messages_schema import (
     CountRequest,
     CountResponse,
     MessagesRequest,
@@ -24,7 +24,7 @@ from jaxserve.server.protocol import (
     CompletionResponse,
     ErrorResponse,
 )
-from jaxserve.server.responses import ResponsesRequest, ResponsesResponse
+from jaxserve.server.responses_schema import ResponsesRequest, ResponsesResponse
 from jaxserve.server.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,

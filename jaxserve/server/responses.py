@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.errors import InvalidRequest
 from jaxserve.server.answers import event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.chat import prepare
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Choice, Generation, Part
 from jaxserve.server.logprobs import TokenLogprob, TokenTexts
-from jaxserve.server.protocol import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    JsonSchemaFormat,
-    ResponseFormat,
+from jaxserve.server.responses_schema import (
+    FunctionCallItem,
+    InputTokensDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesUsage,
+    as_chat,
+    wants_logprobs,
 )
+from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
 # As fields.NOT_YET, of this endpoint's own fields.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -33,147 +40,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
 }
-
-
-class InputItem(msgspec.Struct, kw_only=True):
-    """A message of the conversation; other items are not served."""
-
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
-
-
-class TextFormat(JsonSchemaFormat, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
-class TextOptions(msgspec.Struct, kw_only=True):
-    format: TextFormat | None = None
-
-
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses."""
-
-    model: str | None = None
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    text: TextOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
-    top_logprobs: int | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    user: str | None = None
-
-
-class OutputText(msgspec.Struct, kw_only=True):
-    text: str
-    type: str = "output_text"
-    annotations: list[str] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class OutputMessage(msgspec.Struct, kw_only=True):
-    id: str
-    content: list[OutputText]
-    status: str
-    type: str = "message"
-    role: str = "assistant"
-
-
-class InputTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class ResponsesUsage(msgspec.Struct):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses."""
-
-    id: str
-    created_at: int
-    model: str
-    status: str
-    output: list[OutputMessage]
-    object: str = "response"
-    error: dict[str, str] | None = None
-    incomplete_details: dict[str, str] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool = False
-    previous_response_id: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tool_choice: str = "none"
-    tools: list[str] = []
-    usage: ResponsesUsage | None = None
-
-
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The conversation that a request stands for.
-
-    Raises:
-        InvalidRequest: an item that is no message.
-    """
-    messages: list[ChatMessage] = []
-    if body.instructions is not None:
-        messages.append(ChatMessage(role="system", content=body.instructions))
-    items = body.input if isinstance(body.input, list) else [InputItem(content=body.input)]
-    if not items or body.input == "":
-        raise InvalidRequest("input is empty", "input")
-    for item in items:
-        if item.type != "message":
-            raise InvalidRequest(f"items of type {item.type[:40]!r} are not supported", "input")
-        messages.append(ChatMessage(role=item.role or "user", content=item.content))
-    return ChatRequest(
-        model=body.model,
-        messages=messages,
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        chat_template_kwargs=body.chat_template_kwargs,
-        response_format=_response_format(body.text),
-        logprobs=_wants_logprobs(body),
-        top_logprobs=body.top_logprobs,
-    )
-
-
-def _wants_logprobs(body: ResponsesRequest) -> bool:
-    return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
-
-
-def _response_format(text: TextOptions | None) -> ResponseFormat | None:
-    if text is None or text.format is None:
-        return None
-    return ResponseFormat(type=text.format.type, json_schema=text.format)
 
 
 async def responses(request: Request) -> Response:
@@ -191,6 +57,8 @@ async def responses(request: Request) -> Response:
 class ResponsesForm:
     """Words a generation as a response object, or as the events that build one.
 
+    Items of the output are made from what was read, in its order, streamed or not.
+
     Args:
         body: the request.
         tokenizer: spells tokens.
@@ -198,10 +66,12 @@ class ResponsesForm:
 
     def __init__(self, body: ResponsesRequest, tokenizer: Any) -> None:
         self._body = body
-        self._texts = TokenTexts(tokenizer, False) if _wants_logprobs(body) else None
+        self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
+        self._unsaid: list[TokenLogprob] = []  # of tokens since the last text
         self._id = f"resp_{uuid4().hex}"
-        self._item = f"msg_{uuid4().hex}"
         self._number = 0
+        self._items: list[OutputItem] = []
+        self._is_open = False
 
     def _response(self, generation: Generation, status: str) -> ResponsesResponse:
         body = self._body
@@ -216,29 +86,31 @@ class ResponsesForm:
             metadata=body.metadata or {},
             temperature=body.temperature,
             top_p=body.top_p,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
         )
 
-    def _message(self, generation: Generation) -> OutputMessage:
-        choice = generation.choices[0]
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        text = OutputText(text=choice.text, logprobs=self._logprobs(choice))
-        return OutputMessage(id=self._item, content=[text], status=status)
-
-    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
-        return self._texts.chat(part.token_ids, part.scores) if self._texts else []
-
     def whole(self, generation: Generation) -> ResponsesResponse:
-        message, usage = self._message(generation), generation.usage()
-        response = self._response(generation, message.status)
-        if message.status == "incomplete":
+        choice = generation.choices[0]
+        if not self._items:
+            self._unsaid = self._logprobs(choice)
+            for piece in _pieces(choice.message):
+                self._piece(piece)
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        self._close(status)
+        usage = generation.usage()
+        response = self._response(generation, status)
+        if status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}
-        response.output = [message]
+        response.output = self._items
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        details = usage.completion_tokens_details
         response.usage = ResponsesUsage(
             usage.prompt_tokens,
             InputTokensDetails(cached),
             usage.completion_tokens,
-            OutputTokensDetails(),
+            OutputTokensDetails(details.reasoning_tokens if details else 0),
             usage.total_tokens,
         )
         return response
@@ -248,43 +120,139 @@ class ResponsesForm:
         return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
 
     def _in_item(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, output_index=0, content_index=0, item_id=self._item, **fields)
+        index = len(self._items) - 1
+        item = self._items[index]
+        if not isinstance(item, FunctionCallItem):
+            fields["content_index"] = 0
+        return self._event(kind, output_index=index, item_id=item.id, **fields)
 
     def opening(self, generation: Generation) -> bytes:
         response = self._response(generation, "in_progress")
-        item = OutputMessage(id=self._item, content=[], status="in_progress")
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._in_item("response.content_part.added", part=OutputText(text="")),
-            )
-        )
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        return b"".join(
-            self._in_item(
-                "response.output_text.delta", delta=part.text, logprobs=self._logprobs(part)
+        return b"".join([self._part(generation, part) for part in parts])
+
+    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+        return self._texts.chat(part.token_ids, part.scores) if self._texts else []
+
+    def _part(self, generation: Generation, part: Part) -> bytes:
+        pieces = part.pieces
+        self._unsaid += self._logprobs(part)
+        if not pieces and self._unsaid and generation.choices[0].reader is None:
+            pieces = [Content("")]
+        return b"".join([self._piece(piece) for piece in pieces])
+
+    def _piece(self, piece: Piece) -> bytes:
+        """Events of what is new, which is kept among the items."""
+        opened = self._open(piece)
+        item = self._items[-1]
+        if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
+            item.arguments += piece.arguments
+            delta = self._in_item("response.function_call_arguments.delta", delta=piece.arguments)
+        elif isinstance(item, ReasoningItem) and isinstance(piece, Thought):
+            item.content[0].text += piece.text
+            delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
+        elif isinstance(item, OutputMessage) and isinstance(piece, Content):
+            item.content[0].text += piece.text
+            logprobs, self._unsaid = self._unsaid, []
+            item.content[0].logprobs += logprobs
+            delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
+        else:
+            raise AssertionError("a piece beside its item")
+        return opened + delta
+
+    def _open(self, piece: Piece) -> bytes:
+        """Begin an item, unless the piece goes on with the one that is open."""
+        last = self._items[-1] if self._items and self._is_open else None
+        if isinstance(piece, CallPart):
+            if piece.id is None:
+                return b""
+        elif isinstance(last, ReasoningItem if isinstance(piece, Thought) else OutputMessage):
+            return b""
+        closed = self._close("completed")
+        item = _new_item(piece)
+        self._items.append(item)
+        self._is_open = True
+        shown, part = _blank(item)
+        index = len(self._items) - 1
+        added = self._event("response.output_item.added", output_index=index, item=shown)
+        if part is None:
+            return closed + added
+        return closed + added + self._in_item("response.content_part.added", part=part)
+
+    def _close(self, status: str) -> bytes:
+        """End the item that is open."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._items[-1]
+        item.status = status
+        index = len(self._items) - 1
+        if isinstance(item, FunctionCallItem):
+            done = self._in_item(
+                "response.function_call_arguments.done", arguments=item.arguments, name=item.name
             )
-            for part in parts
-            if part.text or part.scores
-        )
+        elif isinstance(item, ReasoningItem):
+            done = self._in_item("response.reasoning_text.done", text=item.content[0].text)
+            done += self._in_item("response.content_part.done", part=item.content[0])
+        else:
+            text = item.content[0]
+            logprobs = text.logprobs
+            done = self._in_item("response.output_text.done", text=text.text, logprobs=logprobs)
+            done += self._in_item("response.content_part.done", part=text)
+        return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def closing(self, generation: Generation) -> bytes:
+        choice = generation.choices[0]
+        # An answer of nothing is a message without text.
+        empty = b"" if self._answers else self._open(Content(""))
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        closed = self._close(status)
         response = self.whole(generation)
-        message = response.output[0]
-        text = message.content[0]
-        return b"".join(
-            (
-                self._in_item("response.output_text.done", text=text.text, logprobs=text.logprobs),
-                self._in_item("response.content_part.done", part=text),
-                self._event("response.output_item.done", output_index=0, item=message),
-                self._event(f"response.{response.status}", response=response),
-            )
-        )
+        return empty + closed + self._event(f"response.{response.status}", response=response)
+
+    @property
+    def _answers(self) -> bool:
+        return any(not isinstance(item, ReasoningItem) for item in self._items)
 
     def failure(self, error: ApiError) -> bytes:
         return self._event(
             "error", code=error.code, message=error.message, param=error.param, **error.body()
         )
+
+
+def _pieces(message: Message) -> list[Piece]:
+    """A whole message as pieces."""
+    pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
+    if message.content or not message.calls:
+        pieces.append(Content(message.content))
+    for index, call in enumerate(message.calls):
+        pieces.append(CallPart(index, call.arguments, call.id, call.name))
+    return pieces
+
+
+def _new_item(piece: Piece) -> OutputItem:
+    name = uuid4().hex
+    if isinstance(piece, CallPart):
+        return FunctionCallItem(
+            id=f"fc_{name}",
+            call_id=piece.id or "",
+            name=piece.name or "",
+            arguments="",
+            status="in_progress",
+        )
+    if isinstance(piece, Thought):
+        content = [ReasoningText(text="")]
+        return ReasoningItem(id=f"rs_{name}", content=content, status="in_progress")
+    return OutputMessage(id=f"msg_{name}", content=[OutputText(text="")], status="in_progress")
+
+
+def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
+    """An item as it is announced, and the part that is announced after it."""
+    if isinstance(item, FunctionCallItem):
+        return item, None
+    if isinstance(item, ReasoningItem):
+        return ReasoningItem(id=item.id, content=[], status=item.status), ReasoningText(text="")
+    return OutputMessage(id=item.id, content=[], status=item.status), OutputText(text="")

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.engine import Engine
 from jaxserve.server import page
 from jaxserve.server.app import App
 from jaxserve.server.logs import log_json
@@ -99,6 +100,8 @@ def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartR
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
+            runner = llm.thread.engine.runner
+            report.say(f"{runner.store}; {runner.plan}")
     except BaseException:
         for model in served:
             model.llm.close()
@@ -111,12 +114,20 @@ def _memory_plan(llm: AsyncLLM) -> str:
     runner, config = engine.runner, engine.config
     pages = runner.num_pages
     return (
-        f"memory: weights {runner.weight_bytes:,} bytes; KV cache {pages:,} pages x "
+        f"memory: weights {runner.weight_bytes:,} bytes{_how(engine)}; "
+        f"KV cache in {runner.kv_dtype.name}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
         f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "
         f"of {engine.limits.max_model_len:,} tokens"
     )
+
+
+def _how(engine: Engine) -> str:
+    """How the blocks' weights are stored, where they are quantized."""
+    stored = engine.runner.model_config.quantization
+    form = stored.method if stored is not None else engine.config.quantization
+    return "" if form is None else f" (blocks in {form})"
 
 
 def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.socket) -> int:

@@ -6,18 +6,23 @@ import asyncio
 import hmac
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.template import TemplateTooLong, weigh
 from jaxserve.errors import InvalidRequest, Overloaded, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tool_calls.talk import Talk
 
 # Text up to this many characters is tokenized at once; more of it on a thread beside the loop.
 INLINE_CHARS = 8192
+# A chat template that takes longer goes on there too.
+INLINE_SECONDS = 0.02
 
 
 @dataclass
@@ -89,6 +94,7 @@ class ServedModel:
         engine = llm.thread.engine
         self.limits = engine.limits
         self.default_sampling = engine.loaded.default_sampling
+        self.talk = Talk(engine.tokenizer, config)
         slots = engine.config.max_num_seqs or 1
         queued, tokens = config.max_num_queued_reqs, config.max_queued_prompt_tokens
         self.admission = Admission(
@@ -124,8 +130,9 @@ class ServedModel:
         render = self.tokenizer().render_chat
         characters = sum(len(message["content"]) for message in messages)
         self._check_length(characters, "messages")
-        if characters <= INLINE_CHARS:
-            return render(messages, **options)
+        if weigh([messages, options], INLINE_CHARS) <= INLINE_CHARS:
+            with suppress(TemplateTooLong):
+                return render(messages, seconds=INLINE_SECONDS, **options)
         return await asyncio.to_thread(render, messages, **options)
 
     def _check_length(self, characters: int, field: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import exact_int, finite_float
+from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING
 
 # Field and its range, of integers and of seconds.
 _COUNTS = {
@@ -63,6 +64,11 @@ class ServerConfig:
         max_body_bytes: size of a request's body.
         max_json_depth: nesting of a request's JSON.
         max_json_nodes: values and commas in a request's JSON.
+        tool_call_parser: how the model writes calls of tools; by default what its chat template
+            says.
+        enable_auto_tool_choice: let models choose whether to call tools.
+        reasoning_parser: how the model marks what it thinks before it answers; by default what its
+            chat template says.
         max_prompts: completions (prompts times n) of one request.
 
     Raises:
@@ -96,6 +102,9 @@ class ServerConfig:
     max_json_depth: int = 64
     max_json_nodes: int = 250_000
     max_prompts: int = 64
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = True
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _COUNTS.items():
@@ -106,6 +115,9 @@ class ServerConfig:
         for name in _SECONDS:
             if finite_float(getattr(self, name), name) <= 0:
                 raise InvalidRequest(f"{name} must be more than 0 seconds", name)
+        for name, known in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", THINKING)):
+            if getattr(self, name) not in (None, "none", *known):
+                raise InvalidRequest(f"{name} must be none, {', '.join(known)}", name)
         if any(not key for key in self.api_key or ()):
             raise InvalidRequest("api_key must not be empty", "api_key")
         if not (self.is_local or self.api_key or self.insecure):

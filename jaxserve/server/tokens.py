@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +14,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.answers import json_response
 from jaxserve.server.call import Call
 from jaxserve.server.chat import as_template_messages, template_options
-from jaxserve.server.protocol import ChatMessage, ChatRequest
+from jaxserve.server.protocol import ChatMessage, ChatRequest, Tool
+from jaxserve.server.tool_calls.tools import check_tools, described
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -25,6 +27,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -62,9 +66,13 @@ async def tokenize(request: Request) -> Response:
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
         )
-        rendered = as_template_messages(body.messages)
-        ids = await model.render(rendered, **template_options(chat))
+        rendered, options = as_template_messages(body.messages), template_options(chat)
+        if body.tools:
+            check_tools(body.tools)
+            options["tools"] = described(body.tools)
+        ids = await model.render(rendered, **options)
     else:
         ids = await model.encode(body.prompt or "", body.add_special_tokens is not False)
     response = TokenizeResponse(len(ids), model.limits.max_model_len, ids)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,10 @@ from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_wei
 from jaxserve.models.linear import Constant
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.names import match_names
+from jaxserve.weights.packed import sort_packed
+from jaxserve.weights.placing import Place, quantizing, read_packed, set_kv_scales
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 if TYPE_CHECKING:
@@ -28,8 +32,6 @@ ROWS = 64  # of a parameter, copied at a time
 
 # Called with the bytes read so far and the bytes to read in all.
 Progress = Callable[[int, int], None]
-# Puts a parameter, given its path and values, on its device or devices.
-Place = Callable[[str, np.ndarray], jnp.ndarray]
 
 
 def load_weights(
@@ -37,6 +39,8 @@ def load_weights(
     config: ModelConfig,
     dtype: DTypeLike,
     *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
     check_finite: bool = True,
     on_progress: Progress | None = None,
     place: Place | None = None,
@@ -49,6 +53,9 @@ def load_weights(
         directory: holds `model.safetensors`, or shards and their index.
         config: what the checkpoint should hold.
         dtype: of the parameters.
+        quantization: "int8", "fp8" or "int4": of the blocks' matrices, one after the other as they
+            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
+        kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: told after each tensor.
         place: by default, the arrays go to JAX's default device.
@@ -57,32 +64,52 @@ def load_weights(
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
-    place = place or _place
-    checkpoint = open_checkpoint(directory)
-    table = checkpoint_weights(config)
-    entries = match_names(checkpoint, config, table)
-    total, done = sum(entry.num_bytes for entry in entries.values()), 0
+    opened = open_checkpoint(directory)
     dims = dimensions(config)
+    sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
+    checkpoint, table = sorted_.checkpoint, sorted_.table
+    entries = match_names(checkpoint, config, table)
+    total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
+    report = _counted(on_progress, total)
     model = abstract_model(config, dtype)
-    values: dict[str, Array] = {}
     parameters = _parameters(model)
+    place = quantizing(place or _place, parameters, quantization)
+    values = read_packed(sorted_, parameters, dims, place, report)
     for path, parts in groupby(sorted(table, key=lambda part: part.path), key=_path_of):
         parameter = np.empty(parameters[path].shape, parameters[path].dtype)
         name, tensor = "", parameter
         for part in parts:
             if part.name != name:  # the parts of one tensor follow each other
-                name, tensor = part.name, read_tensor(entries[part.name])
-                done += tensor.nbytes
+                entry = entries[part.name]
+                read = entry.read if isinstance(entry, PackedEntry) else partial(read_tensor, entry)
+                name, tensor = part.name, read()
+                report(entry.num_bytes)
             if not _fill(parameter[part.at], part.arrange(tensor, dims), check_finite):
                 raise _not_finite(tensor, entries[part.name], parameter.dtype)
-            if on_progress is not None:
-                on_progress(done, total)
         values[path] = place(path, parameter)
-    checkpoint.check_unchanged()
-    return _filled(model, values)
+    opened.check_unchanged()
+    model = _filled(model, values)
+    if kv_scales:
+        set_kv_scales(model, sorted_.kv_scales)
+    return model
 
 
-def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Decoder:
+def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Adds up what it is told, and tells the sum."""
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
+
+
+def random_weights(
+    config: ModelConfig, dtype: DTypeLike, seed: int = 0, quantization: str | None = None
+) -> Decoder:
     """A model with normal weights, for benchmarks: fast to build, and logits of about unit size.
 
     Every projection has variance 1 / inputs, those that end in the residual stream divided by the
@@ -91,18 +118,19 @@ def random_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0) -> Deco
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = _parameters(model)
+    place = quantizing(_place, parameters, quantization)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
         parameter = parameters[path]
         initial = parameter.get_metadata()["initial"]
         if isinstance(initial, Constant):
-            return _place(path, np.full(parameter.shape, initial.value, parameter.dtype))
+            return place(path, np.full(parameter.shape, initial.value, parameter.dtype))
         scale = initial.scale * (depth if path.endswith((".out", ".down")) else 1.0)
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return _place(path, normal.astype(parameter.dtype, copy=False))
+        return place(path, normal.astype(parameter.dtype, copy=False))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)
@@ -122,7 +150,7 @@ def _parameters(model: Decoder) -> dict[str, nnx.Param[Array]]:
     return {".".join(map(str, path)): parameter for path, parameter in flat}
 
 
-def _filled(model: Decoder, values: dict[str, Array]) -> Decoder:
+def _filled(model: Decoder, values: dict[str, Any]) -> Decoder:
     """The abstract model with arrays in place of shapes."""
     graphdef, state = nnx.split(model)
     flat = {

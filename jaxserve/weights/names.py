@@ -9,7 +9,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import Checkpoint, listed
-from jaxserve.weights.safetensors import TensorEntry, read_blocks
+from jaxserve.weights.mxfp4 import unpacked
+from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,14 @@ def match_names(
     """
     dims = dimensions(config)
     expected = {tensor.name: tensor.shape(dims) for tensor in table}
+    packed = config.experts is not None and config.experts.packed
+    tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
+    layers = config.num_hidden_layers
+    further = tuple(f"model.layers.{layers + index}." for index in range(config.extra_layers))
     found = {
-        name: entry for name, entry in checkpoint.tensors.items() if not COMPUTED.fullmatch(name)
+        name: entry
+        for name, entry in tensors.items()
+        if not COMPUTED.fullmatch(name) and not name.startswith(further)
     }
     if config.tie_word_embeddings and OUTPUT in found:
         output = found.pop(OUTPUT)
@@ -48,6 +55,11 @@ def match_names(
             f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
             if name in found and found[name].shape != shape
+        ],
+        f"of a dtype other than {', '.join(sorted(FLOATS))}": [
+            f"{name} {found[name].dtype_name} (in {found[name].shard.path.name})"
+            for name in expected
+            if name in found and found[name].dtype_name not in FLOATS
         ],
     }
     if any(problems.values()):

@@ -33,8 +33,13 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F32": np.dtype(np.float32),
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
+        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "I32": np.dtype(np.int32),
+        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
+# What a weight that is not quantized may be.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+    @property
+    def dtype_name(self) -> str:
+        """As the file has it."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
 def read_header(path: Path) -> list[TensorEntry]:

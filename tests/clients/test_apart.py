@@ -1,4 +1,4 @@
-"""Clients with an environment of their own: litellm, langchain-openai, lm-eval, schemathesis."""
+"""Clients with an environment of their own."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def test_langchain(url: str, apart: Program) -> None:
     assert came["usage"] > 20 and came["with_system"]
     assert came["text"] and came["text"] == came["text_stream"]
     assert "BadRequestError" in came["bad"]
+
+
+def test_instructor(url: str, apart: Program) -> None:
+    run = apart("python", "programs/instructor_calls.py", url, KEY, MODEL, QUESTION)
+    came = json.loads(run.stdout.splitlines()[-1])
+    assert set(came) == {"TOOLS", "JSON_SCHEMA"}
+    for whole, in_parts in came.values():
+        assert whole == in_parts
+        assert whole["day"] in ("mon", "tue") and isinstance(whole["sure"], bool)
 
 
 def test_lm_eval(url: str, apart: Program, tmp_path: Path) -> None:

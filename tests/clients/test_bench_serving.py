@@ -51,11 +51,11 @@ def test_random_requests(url: str, tmp_path: Path) -> None:
 
 
 def test_refused_requests_are_counted_apart(url: str, tmp_path: Path) -> None:
-    asked = "--num-prompts 60 --random-input-len 4 --random-output-len 200 --ignore-eos"
+    asked = "--num-prompts 60 --random-input-len 4 --random-output-len 400 --ignore-eos"
     saved = bench(url, tmp_path, *asked.split(), "--request-rate", "inf")
     assert saved["refused"] > 0 and saved["failed"] == 0
     assert saved["completed"] + saved["refused"] == 60
-    assert saved["total_output_tokens"] == 200 * saved["completed"]
+    assert saved["total_output_tokens"] == 400 * saved["completed"]
     assert 0 < saved["p50_refused_ms"] <= saved["p99_refused_ms"]
     assert saved["request_rate"] == "inf" and saved["request_goodput"] is None
 

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
-from jaxserve.execution.compilation import keep_compiled_programs
+from jaxserve.cli import main
+from jaxserve.execution.compilation import fingerprint, prepare_cache
 from tests.engine.checkpoint import save_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -27,7 +28,8 @@ SMALL: dict[str, Any] = {
 
 def test_a_closed_engine_leaves_nothing_behind(checkpoint: Path) -> None:
     before = {id(array) for array in jax.live_arrays()}
-    llm = LLM(checkpoint, **SMALL)
+    # As many pages as in a test below, whose programs these are then.
+    llm = LLM(checkpoint, **SMALL, num_gpu_blocks_override=3)
     assert len(llm.generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=False)) == 2
     llm.close()
     del llm
@@ -102,12 +104,44 @@ def test_importing_loads_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_compiled_programs_are_only_kept_in_a_private_folder(tmp_path: Path, caplog: Any) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o777)
-    shared.chmod(0o777)
+@pytest.mark.usefixtures("no_jax_cache")
+def test_a_second_start_compiles_nothing_and_answers_alike(
+    checkpoint: Path, tmp_path: Path, caplog: Any, capsys: pytest.CaptureFixture
+) -> None:
+    """And `jaxserve compile` has nothing left to do, for the same options."""
+    sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
+    settings = SMALL | {"compilation_cache_dir": tmp_path / "cache", "num_scheduler_steps": 1}
+    answers = []
+    for built, read in ((7, 0), (0, 7)):
+        with LLM(checkpoint, **settings) as llm:
+            outputs = llm.generate(["a", "bc"], sampling, use_tqdm=False)
+            answers.append([one.outputs[0].token_ids for one in outputs])
+            runner = llm._thread.engine.runner
+            assert (runner.store.num_built, runner.store.num_loaded) == (built, read)
+            assert (runner.num_compiles == 0) == (built == 0)
+    assert answers[0] == answers[1] and not caplog.records
+    values = {name: v[0] if isinstance(v, tuple) else v for name, v in settings.items()}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    assert main(["compile", str(checkpoint), *options]) == 0
+    assert "0 programs compiled, 7 read" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_jax_cache")
+def test_a_cache_that_the_user_set_up_in_jax_stays(tmp_path: Path) -> None:
+    assert prepare_cache(tmp_path) == tmp_path / "programs"
     before = jax.config.jax_compilation_cache_dir
-    assert before is not None or not keep_compiled_programs(shared)
-    (tmp_path / "file").write_text("")
-    assert before is not None or not keep_compiled_programs(tmp_path / "file")
-    assert jax.config.jax_compilation_cache_dir == before
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    try:
+        assert prepare_cache(tmp_path) is None
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()
+    assert before == fingerprint()
+    names = ("jax", "jaxlib", "flax", "device", "platform", "cpu", "compiler_settings", "source")
+    assert set(before) == set(names) and all(before.values())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert fingerprint()["compiler_settings"] != before["compiler_settings"]

@@ -8,6 +8,7 @@ import re
 import jsonschema
 import pytest
 
+from hostile_forms import HOSTILE
 from jaxserve import LLM, InvalidRequest, SamplingParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.structured import StructuredOutputsParams
@@ -125,11 +126,27 @@ def test_a_form_without_meaning_is_refused_alone(llm: LLM, form: dict) -> None:
     canary.check()
 
 
-def test_a_form_that_becomes_too_complex_ends_alone(llm: LLM) -> None:
+def test_hostile_forms_end_alone(llm: LLM) -> None:
+    """Each is refused, ends with an error of its own, or is served; the others notice nothing."""
     canary = Canary(llm)
-    hard = guided(0, 100, regex="(a|a)*b{1000000}")
-    good = guided(1, choice=["yes", "no"])
-    outputs = serve(llm, [("go", hard), ("go", good)])
-    assert outputs[0].outputs[0].finish_reason in ("error", "length")
-    assert outputs[1].outputs[0].text in ("yes", "no")
+    others = [
+        ("free", SamplingParams(seed=5, max_tokens=12)),
+        ("guided", guided(6, 12, json=PERSON)),
+        ("late", guided(7, 3, choice=["yes", "no"])),
+    ]
+    alone = tokens(serve(llm, others))
+    refused, failed = {}, set()
+    for name, form in HOSTILE.items():
+        try:
+            hostile, *rest = serve(llm, [("go", guided(0, 20, **form)), *others])
+        except InvalidRequest as error:
+            refused[name] = error.parameter
+            continue
+        assert tokens(rest) == alone, name
+        if hostile.outputs[0].finish_reason == "error":
+            assert hostile.error.startswith("structured_outputs: "), hostile.error
+            failed.add(name)
+    assert {"unsatisfiable", "only itself"} <= refused.keys(), refused
+    assert set(refused.values()) == {"structured_outputs"}
+    assert failed, "none went beyond the limits while it was read"
     canary.check()

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from paged_cases import FP8, assert_close, paged_call
 
-from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention, reference
+from pallas_kernels import (
+    grouped_matmul,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+    reference,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
 
@@ -89,3 +95,22 @@ def test_kv_write_is_exact_and_in_place(dtype: str) -> None:
     assert [a.unsafe_buffer_pointer() for a in actual] == where
     for mine, theirs in zip(actual, expected, strict=True):
         assert bool((mine.astype(jnp.float32) == theirs.astype(jnp.float32)).all())
+
+
+@pytest.mark.parametrize("rows", [1, 40, 700])
+@pytest.mark.parametrize("shape", [(264, 200), (256, 512)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_grouped_matmul(dtype: str, shape: tuple[int, int], rows: int) -> None:
+    """Groups without rows, and rows of no group, hold NaN."""
+    rng, groups = np.random.default_rng(rows), 9
+    x = jnp.asarray(rng.normal(size=(rows, shape[0])), dtype)
+    w = jnp.asarray(rng.normal(size=(groups, *shape)) / 16, dtype)
+    sizes = jnp.asarray(
+        rng.multinomial(rows, rng.dirichlet(np.ones(groups + 1) / 3))[:-1], jnp.int32
+    )
+    wide = x.astype(jnp.float32), w.astype(jnp.float32)
+    expected = reference.grouped_matmul(*wide, sizes)
+    x = x.at[int(sizes.sum()) :].set(jnp.nan)
+    w = jnp.where((sizes == 0)[:, None, None], jnp.nan, w)
+    actual = grouped_matmul(x, w, sizes, implementation="triton")
+    assert_close(actual, expected, x.dtype)

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention, tuning
-from pallas_kernels.arguments import Case
+from pallas_kernels import (
+    grouped_matmul,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+    tuning,
+)
+from pallas_kernels.arguments import Case, GroupedCase
 
 # JAX 0.11 announces the end of Pallas's Triton backend, which still works there.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
@@ -18,8 +24,9 @@ TABLES = sorted(tuning.TABLES.glob("*.json"))
 H200 = "NVIDIA H200"
 
 
-def entries() -> list[dict]:
-    return tuning.read_entries(H200)
+def entries(grouped: bool = False) -> list[dict]:
+    found = tuning.read_entries(H200)
+    return [entry for entry in found if (entry["op"] == "grouped_matmul") == grouped]
 
 
 def name_of(entry: dict) -> str:
@@ -46,7 +53,8 @@ def test_tables_are_well_formed(path) -> None:
     assert path.name == tuning.table_name(table["device_kind"])
     assert table["measured"] == "not measured: defaults" or table["measured"][:2] == "20"
     for entry in table["entries"]:
-        tuning.CONFIGS[entry["op"]](**entry["config"])  # refuses a field that does not exist
+        kind = tuning.CONFIGS.get(entry["op"], tuning.GroupedConfig)
+        kind(**entry["config"])  # refuses a field that does not exist
         assert entry["up_to"] is None or entry["up_to"] > 0
 
 
@@ -90,4 +98,17 @@ def test_entry_lowers_for_the_gpu(entry: dict) -> None:
 
     with on_h200():
         lowered = jax.jit(call).trace(arrays, scales).lower(lowering_platforms=("cuda",))
+    assert "custom_call" in lowered.as_text()
+
+
+@pytest.mark.parametrize("entry", entries(grouped=True), ids=name_of)
+def test_grouped_matmul_lowers_for_the_gpu(entry: dict) -> None:
+    rows = 8 * (entry["up_to"] or 200)
+    dtype = jnp.dtype(entry["dtype"])
+    case = GroupedCase("gpu", dtype, rows, 8, 256, 192)
+    assert tuning.grouped_config(case, H200) == tuning.GroupedConfig(**entry["config"])
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, 256), (8, 256, 192))]
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    with on_h200():
+        lowered = jax.jit(grouped_matmul).trace(*shapes, sizes).lower(lowering_platforms=("cuda",))
     assert "custom_call" in lowered.as_text()

@@ -32,6 +32,20 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 5.0],
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -56,8 +70,32 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 9}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": YARN
+            | {
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "max_position_embeddings": 256,
+            },
+        },
+    ),
     "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 12}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "phi3": ("Phi3", {"original_max_position_embeddings": 256}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
@@ -72,6 +110,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 0.7,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "deepseek_v2": ("DeepseekV2", {**EXPERTS}),
+    "deepseek_v3": ("DeepseekV3", {**EXPERTS, "n_group": 3, "topk_group": 2}),
     "gemma2": (
         "Gemma2",
         {
@@ -122,6 +174,23 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral_alternate": {"layer_types": [FULL, SLIDING]},
     "ministral_every_layer": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "ministral_linear": {"rope_parameters": LINEAR, "head_dim": 14, "num_key_value_heads": 1},
+    "ministral3_growth": {},
+    "ministral3_window_tied": {"sliding_window": 9, "tie_word_embeddings": True},
+    "ministral3_odd_head": {"head_dim": 14, "num_key_value_heads": 1, "intermediate_size": 40},
+    "mixtral_top2": {},
+    "mixtral_top1_window_tied": {
+        "num_experts_per_tok": 1,
+        "sliding_window": 9,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
+    "mixtral_many_yarn": {
+        "num_local_experts": 9,
+        "num_experts_per_tok": 5,
+        "head_dim": 12,
+        "rope_parameters": YARN,
+        "num_key_value_heads": 1,
+    },
     "qwen2_untied": {},
     "qwen2_tied_window": {
         "tie_word_embeddings": True,
@@ -138,6 +207,19 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": [SLIDING, FULL],
         "num_key_value_heads": 1,
+    },
+    "qwen3_moe_one_dense": {"mlp_only_layers": [1]},
+    "qwen3_moe_weights_as_they_are": {
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "qwen3_moe_window_bias": {
+        "num_experts_per_tok": 1,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "attention_bias": True,
+        "decoder_sparse_step": 2,
     },
     "phi3_window": {"sliding_window": 9},
     "phi3_longrope": {
@@ -183,6 +265,56 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "granite_llama3_head_dim": {"rope_parameters": LLAMA3_SCALING, "head_dim": 12},
+    "gpt_oss_alternate": {},
+    "gpt_oss_truncated_tied": {
+        "rope_parameters": YARN | {"truncate": True},
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.2,
+    },
+    "gpt_oss_top1_types": {
+        "num_experts_per_tok": 1,
+        "layer_types": [FULL, SLIDING],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "swiglu_limit": 7.0,
+    },
+    "gpt_oss_mxfp4": {"intermediate_size": 64},
+    "deepseek_v2_groups": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
+    "deepseek_v2_one_projection_yarn": {
+        "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v2_bias_wide_values": {
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "v_head_dim": 24,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+    },
+    "deepseek_v3_groups": {},
+    "deepseek_v3_halves_as_they_are": {
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3_bias_yarn_tied": {
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 4,
+        "v_head_dim": 20,
+    },
     "gemma2_caps": {},
     "gemma2_tied_no_caps": {
         "tie_word_embeddings": True,
@@ -211,11 +343,16 @@ def family_of(case: str) -> str:
     return next(family for family in FAMILIES if case.startswith(family))
 
 
+def fields_of(case: str) -> dict[str, Any]:
+    """What a case says of its model."""
+    return {**SIZES, **FAMILIES[family_of(case)][1], **CASES[case]}
+
+
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Transformers' configuration of a case, with some sizes changed."""
-    name, common = FAMILIES[family_of(case)]
+    name, _ = FAMILIES[family_of(case)]
     name = "Gemma3Text" if name == "Gemma3" else name
-    return getattr(transformers, f"{name}Config")(**{**SIZES, **common, **CASES[case], **sizes})
+    return getattr(transformers, f"{name}Config")(**{**fields_of(case), **sizes})
 
 
 def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.models.cases import CASES
-from tests.models.tiny_models import hugging_face_model
+from tests.models.tiny_models import hugging_face_model, save
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,6 @@ def checkpoints(
     root, result = tmp_path_factory.mktemp("checkpoints"), {}
     for case in CASES:
         model = hugging_face_model(case)
-        model.save_pretrained(root / case)
+        save(case, model, root / case)
         result[case] = root / case, model
     return result

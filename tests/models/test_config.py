@@ -48,15 +48,20 @@ def test_every_architecture_has_a_family():
     assert set(ARCHITECTURES) == set(FAMILIES)
 
 
+# What latent attention, and experts, have no default for.
+NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_transformers_writes_is_read(architecture, tmp_path):
     """The sizes that it fills in, but for those that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
+    needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
-        architectures=[architecture],
-        dtype="bfloat16",
-        num_key_value_heads=4,
-        vocab_size=200_000,
+        architectures=[architecture], dtype="bfloat16", vocab_size=200_000, **needed
     )
     written.save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
@@ -65,7 +70,9 @@ def test_what_transformers_writes_is_read(architecture, tmp_path):
         assert getattr(config, field) == getattr(written, field)
     assert config.dtype == "bfloat16"
     if config.local_rope is None:
-        assert config.rope == Rope(written.rope_parameters["rope_theta"])
+        assert config.rope.theta == written.rope_parameters["rope_theta"]
+        scaled = written.rope_parameters["rope_type"] != "default"
+        assert (config.rope.scaling is not None) == scaled
     sliding = [window is not None for window in config.layers.windows]
     if getattr(written, "layer_types", None) is not None:
         assert sliding == [kind == "sliding_attention" for kind in written.layer_types]
@@ -133,7 +140,18 @@ BAD_FIELDS = [
     ("mlp_bias", "yes"),
     ("pretraining_tp", 2),
     ("sliding_window", 4096),
-    ("quantization_config", {"quant_method": "fp8"}),
+    ("quantization_config", {"quant_method": "bitsandbytes"}),
+    ("quantization_config", {"quant_method": "fp8", "fmt": "e5m2"}),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128]}),
+    ("quantization_config", {"quant_method": "fp8", "unheard_of": 1}),
+    ("quantization_config", {"quant_method": "awq", "bits": 3, "group_size": 128}),
+    ("quantization_config", {"quant_method": "awq", "bits": 4, "group_size": 0}),
+    ("quantization_config", {"quant_method": "awq", "bits": 4, "version": "gemv"}),
+    ("quantization_config", {"quant_method": "gptq", "bits": 8, "group_size": 128}),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True}),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}),
+    ("quantization_config", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    ("quantization_config", "fp8"),
     ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
     ("is_encoder_decoder", True),
     ("model_type", "mistral"),
@@ -225,6 +243,46 @@ GEMMA3 = OLMO3 | {
     "hidden_act": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 16,
 }
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = MIXTRAL | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 8,
+    "attention_bias": True,
+    "rope_scaling": YARN | {"rope_theta": None},
+    "rope_theta": 500.0,
+}
+DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -239,6 +297,25 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
         (MISTRAL, {"sliding_window": 4, "layer_types": ["full_attention"] * 2}, "layer_types"),
         (MISTRAL, {"sliding_window": 4, "num_key_value_heads": None}, "num_key_value_heads"),
         (MISTRAL, {"sliding_window": 4, "attention_bias": True}, "attention_bias"),
+        (MIXTRAL, {"num_local_experts": None}, "num_local_experts"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (MIXTRAL, {"num_local_experts": 1 << 20}, "num_local_experts"),
+        (QWEN3_MOE, {"num_local_experts": 7}, "num_local_experts is 7"),
+        (QWEN3_MOE, {"mlp_only_layers": [2]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"mlp_only_layers": 0}, "mlp_only_layers"),
+        (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        (GPT_OSS, {"rope_scaling": None}, "rope_parameters"),
+        (GPT_OSS, {"attention_bias": None}, "attention_bias"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "multiple of 32"),
+        (DEEPSEEK, {"n_group": 3}, "n_group"),
+        (DEEPSEEK, {"n_group": 8, "topk_group": 4}, "n_group"),
+        (DEEPSEEK, {"topk_group": 5}, "topk_group"),
+        (DEEPSEEK, {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        (DEEPSEEK, {"head_dim": 20}, "head_dim"),
+        (DEEPSEEK, {"qk_head_dim": 8}, "qk_head_dim"),
+        (DEEPSEEK, {"num_key_value_heads": 1}, "num_key_value_heads"),
+        (DEEPSEEK, {"qk_rope_head_dim": 7}, "whole pairs"),
         (OLMO3, {"sliding_window": None}, "sliding_window"),
         (OLMO3, {"layer_types": "full_attention"}, "layer_types"),
         (OLMO3, {"layer_types": [[], {}]}, "layer_types"),
@@ -281,6 +358,16 @@ def test_older_spellings_mean_what_they_meant():
     inside = LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
     new = ModelConfig.from_dict(PHI3 | outside | {"rope_parameters": inside})
     assert old.rope == new.rope and old.rope.dimensions(8) == 6
+
+
+def test_spellings_of_experts_mean_the_same():
+    want = ModelConfig.from_dict(QWEN3_MOE).experts
+    other = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
+    assert ModelConfig.from_dict(other | {"num_local_experts": 8}).experts == want
+    for raw in (MIXTRAL, GPT_OSS, DEEPSEEK):
+        assert ModelConfig.from_dict(raw).experts is not None
+    config = ModelConfig.from_dict(DEEPSEEK)
+    assert (config.head_dim, config.rotary_dim, config.num_key_value_heads) == (20, 8, 4)
 
 
 @pytest.mark.parametrize(

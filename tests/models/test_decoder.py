@@ -53,7 +53,11 @@ def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"]
+    "case",
+    [
+        *("llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"),
+        *("qwen3_moe_window_bias", "gpt_oss_alternate", "deepseek_v3_bias_yarn_tied"),
+    ],
 )
 def test_every_parameter_names_its_axes(checkpoints, case):
     model = abstract_model(read_model_config(checkpoints[case][0]))
@@ -66,9 +70,16 @@ def test_every_parameter_names_its_axes(checkpoints, case):
         "kv_heads": {config.num_key_value_heads},
         "head_dim": {config.head_dim},
         "mlp": {config.intermediate_size},
+        "experts": {config.experts.count if config.experts else 0},
+        "latent": set(),
         "gate_up": {2},
         "group": {g := config.num_attention_heads // config.num_key_value_heads, g + 2},
     }
+    if config.experts is not None:
+        sizes["mlp"] |= {config.experts.size, config.experts.shared}
+    if (latent := config.latent) is not None:
+        sizes["latent"] = {latent.query_rank, latent.rank, latent.rank + latent.rotary}
+        sizes["head_dim"] = {latent.key, latent.plain + latent.value, latent.value}
     for names, leaf in zip(axes.values(), leaves, strict=True):
         assert all(size in sizes[name] for name, size in zip(names, leaf.shape, strict=True))
 
@@ -90,8 +101,9 @@ def test_layers_share_one_trace(model):
     assert len(traces) == 1
 
 
-def test_padding_changes_nothing(checkpoints):
-    model = load(checkpoints["qwen3"][0])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe_window_bias"])
+def test_padding_changes_nothing(checkpoints, case):
+    model = load(checkpoints[case][0])
     plain, padded = PagedRunner(model), PagedRunner(model)
     prompt = list(range(10))
     np.testing.assert_allclose(
@@ -106,7 +118,12 @@ def test_padding_changes_nothing(checkpoints):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("llama_tied", jnp.bfloat16), ("qwen3", jnp.float16), ("gemma3_tied_linear", jnp.bfloat16)],
+    [
+        ("llama_tied", jnp.bfloat16),
+        ("qwen3", jnp.float16),
+        ("gemma3_tied_linear", jnp.bfloat16),
+        ("gpt_oss_truncated_tied", jnp.bfloat16),  # all experts: none may be swapped
+    ],
 )
 def test_sixteen_bit_models(checkpoints, case, dtype):
     directory, reference = checkpoints[case]
@@ -119,8 +136,9 @@ def test_sixteen_bit_models(checkpoints, case, dtype):
     assert relative_error(got, reference_logits(reference, prompt)) < tolerance
 
 
-def test_float64_is_float64_throughout(checkpoints):
-    directory, reference = checkpoints["llama3_rope"]
+@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_v3_groups"])
+def test_float64_is_float64_throughout(checkpoints, case):
+    directory, reference = checkpoints[case]
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
     with jax.enable_x64(True):
         model = load(directory, jnp.float64)

@@ -1,10 +1,13 @@
 """Every family computes what Transformers computes, through prefill, chunks and decode."""
 
+import json
 from itertools import cycle
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from jaxserve.errors import CheckpointError
 from tests.models.cases import CASES
 from tests.models.tiny_models import PagedRunner, load, reference_logits, relative_error
 
@@ -49,3 +52,17 @@ def test_mixed_steps(checkpoints, case):
     for row, tokens in enumerate((prompt, [*other, 1, 2])):
         want = reference_logits(reference, tokens)
         assert relative_error(np.concatenate([step[row] for step in got]), want) < TOLERANCE
+
+
+def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path):
+    """DeepSeek-V3's checkpoints hold some after the last layer; config.json counts them."""
+    source = checkpoints["deepseek_v3_groups"][0]
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = np.zeros((3, 5), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        load(tmp_path)

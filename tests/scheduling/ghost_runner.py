@@ -7,7 +7,7 @@ minute; and a page that is lost, shared wrongly or reused too early shows at the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import numpy as np
@@ -74,7 +74,7 @@ def oracle(request: Request) -> Expected:
 
 @dataclass(frozen=True)
 class GhostStep:
-    """A submitted step: its plan, i32[R] tokens and bool[R] ok."""
+    """A submitted step: its plan, i32[R] tokens and bool[R] ok; [S, R] of a launch of several."""
 
     plan: StepPlan
     token_ids: np.ndarray
@@ -104,21 +104,32 @@ class GhostRunner:
         self._poisoned: set[tuple[int, int]] = set()
 
     def submit(self, plan: StepPlan, poison: int | None = None) -> GhostStep:
-        """Run a step; `poison` is a row whose values become NaN from this step on."""
+        """Run a step, or a launch of several; `poison` is a row whose values become NaN from this
+        step on, or from one of the launch's."""
         bucket = self.buckets.pick(plan)
         batch = pack(plan, self.slots, bucket)
         assert len(batch.tokens) == bucket.num_tokens and len(batch.slots) == bucket.num_rows
         owners = list(zip(plan.slots.tolist(), plan.generations.tolist(), strict=True))
-        if poison is not None:
-            self._poisoned.add(owners[poison])
-        poisoned = np.array([owner in self._poisoned for owner in owners])
         _check_padding(batch, len(plan), self.slots.num_slots, bucket.decode_only)
-        self._write(batch, poisoned)
-        token_ids = self._read(batch, poisoned)
-        self._last_token[batch.sample_slots[: len(plan)]] = token_ids
         # What a padding row computes means nothing; it must do no harm whatever it is.
         padding = plan.slots == self.slots.num_slots
-        return GhostStep(plan, token_ids, ~poisoned & ~padding)
+        active = np.ones(len(plan), bool)
+        results = []
+        for step in range(plan.num_steps):
+            if poison is not None and step == poison % plan.num_steps:
+                self._poisoned.add(owners[poison])
+            poisoned = np.array([owner in self._poisoned for owner in owners])
+            now = batch if step == 0 else _later(batch, step)
+            self._write(now, poisoned, active)
+            token_ids = self._read(now, poisoned, active)
+            drawn = np.flatnonzero(active)
+            self._last_token[batch.sample_slots[drawn]] = token_ids[drawn]
+            results.append((token_ids, ~poisoned & ~padding))
+            if plan.num_steps > 1:
+                assert np.all(step < plan.num_tokens[active]), "a row goes on beyond its share"
+                active &= ~poisoned & ~_ends(now, token_ids)
+        token_ids, ok = map(np.array, zip(*results, strict=True))
+        return GhostStep(plan, *((token_ids, ok) if plan.num_steps > 1 else results[0]))
 
     def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
         """The cells of a row's positions, int32[len(positions)], through its page table."""
@@ -128,10 +139,10 @@ class GhostRunner:
         assert np.all((pages == 0) == null), "a real row uses the null page, or a null row another"
         return pages * size + positions % size
 
-    def _write(self, batch: StepBatch, poisoned: np.ndarray) -> None:
+    def _write(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> None:
         """Compute and store all tokens of all rows; rows see the cache as it was before."""
         writes: dict[int, int] = {}
-        for row in range(len(poisoned)):
+        for row in np.flatnonzero(active).tolist():
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
             slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
             positions = batch.positions[first:last]
@@ -158,10 +169,10 @@ class GhostRunner:
             return root_digest(sequence.request.cache_salt)
         return int(self._cells[self._cells_of(batch, row, np.array([position - 1]))[0]])
 
-    def _read(self, batch: StepBatch, poisoned: np.ndarray) -> np.ndarray:
+    def _read(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> np.ndarray:
         """Check every position that the rows attend to; the tokens drawn, int32[R]."""
         token_ids = np.zeros(len(poisoned), np.int32)
-        for row in range(len(poisoned)):
+        for row in np.flatnonzero(active).tolist():
             slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
             if slot == self.slots.num_slots or poisoned[row]:
                 continue
@@ -169,7 +180,9 @@ class GhostRunner:
             found = self._cells[self._cells_of(batch, row, np.arange(kv_len))]
             assert kv_len < self.slots.stop_length[slot], "computed what only a next token needs"
             # After a stop token, unknown as yet to the host, nobody reads what is computed.
-            length = min(kv_len, len(expected.digests))
+            # A launch that it ended within has not even computed the stop token.
+            known = len(expected.digests)
+            length = kv_len if kv_len <= known else known - 1
             assert np.array_equal(found[:length], expected.digests[:length]), (
                 f"slot {slot} reads what is not its prefix: {found} for {expected.digests[:kv_len]}"
             )
@@ -178,6 +191,24 @@ class GhostRunner:
             seed = int(batch.seed[row, 0]) << 32 | int(batch.seed[row, 1])
             token_ids[row] = draw(seed, int(found[-1]), stops)
         return token_ids
+
+
+def _later(batch: StepBatch, steps: int) -> StepBatch:
+    """The batch of a step within a launch; what it computes was drawn by the one before."""
+    return replace(
+        batch,
+        tokens=np.full_like(batch.tokens, NO_TOKEN),
+        positions=batch.positions + steps,
+        kv_len=batch.kv_len + steps,
+    )
+
+
+def _ends(batch: StepBatch, token_ids: np.ndarray) -> np.ndarray:
+    """bool[R]: whether the token drawn is the row's last."""
+    rows = slice(len(token_ids))
+    is_stop = (token_ids[:, None] == batch.stop_token_ids[rows]).any(axis=1)
+    is_stop &= batch.kv_len[rows] >= batch.min_length[rows]
+    return is_stop | (batch.kv_len[rows] + 1 >= batch.stop_length[rows])
 
 
 def _check_padding(batch: StepBatch, num_rows: int, null_slot: int, decode_only: bool) -> None:

@@ -244,14 +244,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, step: GhostStep, owners: dict[Sequence, int], result: StepResult
     ) -> None:
         """Only the step's sequences that are still there get tokens, and errors if they must."""
-        draws = {s for s, row in owners.items() if step.plan.samples[row] and step.ok[row]}
-        assert set(result.sequences) == draws and len(result.sequences) == len(draws)
+        ok = np.atleast_2d(step.ok)
+        draws = {s for s, row in owners.items() if step.plan.samples[row] and ok[0, row]}
+        assert set(result.sequences) == draws
+        for sequence in draws:
+            most = int(step.plan.num_tokens[owners[sequence]]) if step.plan.num_steps > 1 else 1
+            count = result.sequences.count(sequence)
+            assert count == most or (count < most and sequence in result.finished)
         for sequence, token in zip(result.sequences, result.token_ids, strict=True):
             self.streamed[sequence].append(token)
             expected = self.runner.expected[sequence].tokens
             length = sequence.num_prompt + len(self.streamed[sequence])
             assert token == expected[length - 1], "another token than when served alone"
-        errors = {s for s, row in owners.items() if not step.ok[row]}
+        errors = {
+            s for s, row in owners.items() if not ok[: self._steps_of(s, step, row), row].all()
+        }
         assert {s for s in result.finished if s.finish_reason is FinishReason.ERROR} == errors
         for sequence in result.finished:
             assert sequence.finish_reason is not None
@@ -259,6 +266,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in self.text_stops & set(result.sequences) & set(self.live):
             assert self.scheduler.finish(sequence, FinishReason.STOP)
             self._ended(sequence, FinishReason.ABORT)
+
+    def _steps_of(self, sequence: Sequence, step: GhostStep, row: int) -> int:
+        """How many of a launch's steps a row took part in, its last draw included."""
+        if step.plan.num_steps == 1:
+            return 1
+        known = sequence.num_prompt + len(self.streamed[sequence])
+        expected = self.runner.expected[sequence].tokens
+        is_over = known == len(expected)
+        return known - int(step.plan.starts[row]) - 1 + (not is_over)
 
     def _ended(self, sequence: Sequence, reason: FinishReason) -> None:
         assert sequence in self.live, "it ended twice"
@@ -280,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self) -> StepPlan | None:
         before = self.scheduler.running_sequences()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.setup.num_steps)
         after = self.scheduler.running_sequences()
         assert [self._rank(s) for s in after] == sorted(self._rank(s) for s in after)
         preempted = [s for s in before if s.slot == NO_SLOT]
@@ -316,7 +332,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.in_flight.plan
         mine = plan.generations == self.slots.generation[sequence.slot]
         known = sequence.num_prompt + len(self.streamed[sequence])
-        return known + int(plan.samples[mine].sum()) >= sequence.request.max_length
+        draws = plan.num_tokens if plan.num_steps > 1 else plan.samples
+        return known + int(draws[mine].sum()) >= sequence.request.max_length
 
     def _check_plan(self, plan: StepPlan) -> None:
         real = plan.slots < self.setup.num_slots
@@ -325,7 +342,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert np.all(plan.num_tokens >= 1)
         assert len(set(plan.slots[real].tolist())) == real.sum(), "a slot has two rows"
         assert not plan.samples[~real].any()
-        if self.setup.threshold and self.setup.kind == "continuous":
+        assert 1 <= plan.num_steps <= self.setup.num_steps
+        if plan.num_steps > 1:
+            assert plan.samples.all() and plan.num_tokens.max() == plan.num_steps
+            assert not self.scheduler.num_waiting, "somebody waits for the end of a long launch"
+        elif self.setup.threshold and self.setup.kind == "continuous":
             assert plan.num_tokens.max() <= self.setup.threshold
 
     def _check(self) -> None:

@@ -27,6 +27,7 @@ class Setup:
     prefix_caching: bool
     policy: str
     asynchronous: bool
+    num_steps: int
 
     @property
     def num_pages(self) -> int:
@@ -67,4 +68,5 @@ SETUPS = st.builds(
     prefix_caching=st.sampled_from([True, True, True, False]),
     policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
     asynchronous=st.sampled_from([True, True, True, False]),
+    num_steps=st.sampled_from([1, 1, 2, 3, 8]),
 )

@@ -6,6 +6,7 @@ from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     POOL,
     POOL_BUGS,
+    RESULTS,
     SCHEDULER,
     SLOTS,
     STATIC,
@@ -56,27 +57,33 @@ SCHEDULE_BUGS = (
     Bug(
         "a partial page is published",
         SCHEDULER,
-        "full = (plan.starts + plan.num_tokens) // self.pool.page_size",
-        "full = -(-(plan.starts + plan.num_tokens) // self.pool.page_size)",
+        "full = ends // self.pool.page_size",
+        "full = -(-ends // self.pool.page_size)",
     ),
     Bug(
         "pages of the step in flight are published",
         SCHEDULER,
-        "full = (plan.starts + plan.num_tokens) // self.pool.page_size",
+        "full = ends // self.pool.page_size",
         "full = table.num_computed[plan.slots] // self.pool.page_size",
     ),
     Bug(
         "pages are published before they are computed",
         SCHEDULER,
-        "        table.num_pending[slots] += samples\n",
-        "        table.num_pending[slots] += samples\n"
+        "        table.num_computed[slots] = ends\n        return",
+        "        table.num_computed[slots] = ends\n"
         "        for slot in slots.tolist():\n"
         "            count = int(table.num_computed[slot]) // self.pool.page_size\n"
         "            count = min(count, int(table.num_keys[slot]))\n"
         "            pages = table.page_table[slot, :count]\n"
-        "            self.pool.publish(pages, table.page_keys[slot, :count])\n",
+        "            self.pool.publish(pages, table.page_keys[slot, :count])\n"
+        "        return",
     ),
-    Bug("pages of a NaN row are published", SCHEDULER, "(plan, live & ok)", "(plan, live)"),
+    Bug(
+        "pages of a NaN row are published",
+        SCHEDULER,
+        "(plan, live & ~draws.failed)",
+        "(plan, live)",
+    ),
     Bug(
         "an oversize request is accepted",
         SCHEDULER,
@@ -135,8 +142,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a page is missing at a page's end",
         SCHEDULER,
-        "growing = np.flatnonzero(ends > held * self.pool.page_size)",
-        "growing = np.flatnonzero(ends > (held + 1) * self.pool.page_size)",
+        "growing = np.flatnonzero(ends > held * size)",
+        "growing = np.flatnonzero(ends > (held + 1) * size)",
     ),
     Bug(
         "growing rows get each other's columns",
@@ -198,44 +205,99 @@ SCHEDULE_BUGS = (
 COMMIT_BUGS = (
     Bug(
         "a NaN row's token is kept",
-        SCHEDULER,
+        RESULTS,
         "drawn = live & plan.samples & ok",
         "drawn = live & plan.samples",
     ),
     Bug(
         "rows that draw nothing append a token",
-        SCHEDULER,
+        RESULTS,
         "drawn = live & plan.samples & ok",
         "drawn = live & ok",
     ),
     Bug(
         "a NaN row does not end its sequence",
         SCHEDULER,
-        "for slot in () if ok.all() else plan.slots[live & ~ok].tolist():",
+        "for slot in plan.slots[draws.failed].tolist() if draws.failed.any() else ():",
         "for slot in []:",
     ),
     Bug(
         "a NaN in a prompt's chunk is overlooked",
-        SCHEDULER,
-        "plan.slots[live & ~ok].tolist()",
-        "plan.slots[live & ~ok & plan.samples].tolist()",
+        RESULTS,
+        "is_stop, is_last, live & ~ok)",
+        "is_stop, is_last, live & ~ok & plan.samples)",
     ),
     Bug(
         "min_tokens is ignored",
-        SCHEDULER,
-        "        is_stop &= known >= table.min_length[slots]\n",
+        RESULTS,
+        "    is_stop &= known >= table.min_length[slots]\n",
         "",
     ),
     Bug(
         "one token too many",
-        SCHEDULER,
-        "(known + 1 >= table.stop_length[slots])",
-        "(known >= table.stop_length[slots])",
+        RESULTS,
+        "is_last = is_stop | (known + 1 >= table.stop_length[slots])",
+        "is_last = is_stop | (known >= table.stop_length[slots])",
     ),
     Bug(
         "a pending token stays pending",
         SCHEDULER,
-        "        table.num_pending[slots] -= 1\n",
+        "            table.num_pending[slots] -= 1\n",
+        "",
+    ),
+    Bug(
+        "tokens of a launch stay pending",
+        SCHEDULER,
+        "table.num_pending[slots] -= draws.counts",
+        "table.num_pending[slots] -= 1",
+    ),
+    Bug(
+        "a launch publishes the page of a token that was only drawn",
+        SCHEDULER,
+        "np.minimum(ends, table.num_known[plan.slots] - 1)",
+        "np.minimum(ends, table.num_known[plan.slots])",
+    ),
+    Bug(
+        "a launch goes on after a stop token",
+        RESULTS,
+        "over = lasts | ~ok",
+        "over = ~ok",
+    ),
+    Bug(
+        "a launch ignores min_tokens",
+        RESULTS,
+        " & (known >= table.min_length[slots])",
+        "",
+    ),
+    Bug(
+        "tokens of a launch are taken step by step",
+        RESULTS,
+        "token_ids.T[drawn][counts[drawn][:, None] > steps.T]",
+        "token_ids[:, drawn][steps < counts[drawn]]",
+    ),
+    Bug(
+        "a long launch is taken while others wait",
+        SCHEDULER,
+        "if max_steps > 1 and not self.waiting and",
+        "if max_steps > 1 and",
+    ),
+    Bug(
+        "a launch has pages for its first step only",
+        SCHEDULER,
+        "self._grow(slots, table.num_computed[slots] + draws)",
+        "self._grow(slots, table.num_computed[slots] + 1)",
+    ),
+    Bug(
+        "a launch goes beyond the last token",
+        SCHEDULER,
+        "np.minimum(left[left > 0], max_steps)",
+        "np.full(len(slots), max_steps)",
+    ),
+    Bug(
+        "a launch takes rows in the middle of their prompts",
+        SCHEDULER,
+        "        if (length[left > 0] - table.num_computed[slots] != 1).any():\n"
+        "            return None\n",
         "",
     ),
     Bug(
@@ -246,9 +308,9 @@ COMMIT_BUGS = (
     ),
     Bug(
         "stop tokens end nothing",
-        SCHEDULER,
-        "ends = is_stop | (known",
-        "ends = (known",
+        RESULTS,
+        "is_last = is_stop | (known",
+        "is_last = (known",
     ),
 )
 

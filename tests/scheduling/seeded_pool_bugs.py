@@ -22,6 +22,7 @@ class Bug(NamedTuple):
 POOL = "scheduling/page_pool.py"
 KEYS = "scheduling/page_keys.py"
 SCHEDULER = "scheduling/scheduler.py"
+RESULTS = "scheduling/results.py"
 SLOTS = "scheduling/slot_table.py"
 WAITING = "scheduling/waiting.py"
 STATIC = "scheduling/static.py"

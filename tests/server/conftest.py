@@ -37,7 +37,7 @@ def narrow_server() -> Iterator[Server]:
     narrow = (
         "--max-num-queued-reqs 2 --max-queued-prompt-tokens 64 --queue-timeout 0.15 "
         "--request-timeout 0.8 --max-connections 24 --strict --max-num-seqs 1 --decode-sizes 1 "
-        "--allowed-origins http://app.example"
+        "--allowed-origins http://app.example --reasoning-parser qwen3 --tool-call-parser hermes"
     )
     keys = [part for key in KEYS for part in ("--api-key", key)]
     with Server([*SMALL, *narrow.split(), *keys], key=KEYS[0]) as server:

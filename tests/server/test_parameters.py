@@ -122,8 +122,6 @@ def test_values_out_of_range_are_named(server: Server, path: str, fields: dict[s
 
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "guided_json": ({},),
-    "tools": ([{"type": "function"}],),
-    "tool_choice": ("required", {"type": "function"}),
     "prompt_embeds": ("a",),
     "lora_path": ("../../etc",),
     "chat_template": ("{{ messages }}",),

@@ -1,0 +1,143 @@
+"""PlainTokenizer: the common case of Transformers' tokenizers without importing Transformers.
+
+That import takes longer than starting the engine. So where a checkpoint's tokenizer is simply what
+its tokenizer.json says, that file is read by the tokenizers library alone. Where anything else is
+said that Transformers would act on, it is Transformers that reads it. Tests compare the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_NAMED = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "mask_token",
+)
+_KNOWN = (
+    *("tokenizer_class", "backend", "model_max_length", "chat_template", "is_local"),
+    *("added_tokens_decoder", "model_input_names", "name_or_path", "local_files_only"),
+    *("clean_up_tokenization_spaces", "extra_special_tokens"),
+)
+_ADDED_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+# Files beside tokenizer.json that Transformers reads too.
+_OTHER_FILES = (
+    *("special_tokens_map.json", "added_tokens.json", "additional_chat_templates"),
+    *("tokenizer.model", "tekken.json"),
+)
+# Above this many entries Transformers looks at the model's family too.
+_MOST_ENTRIES = 100_000
+_MOST_JSON_BYTES = 16 << 20
+
+
+class PlainTokenizer:
+    """What Transformers' tokenizer offers, as far as `Tokenizer` uses it.
+
+    Args:
+        backend: of the tokenizers library.
+        named: names like "eos_token" and their texts.
+        extra: texts of other special tokens.
+        chat_template: None where there is none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        named: Mapping[str, str],
+        extra: list[str],
+        chat_template: str | None,
+    ) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self.special_tokens_map = dict(named)
+        self.all_special_tokens = list(dict.fromkeys([*named.values(), *extra]))
+        end = named.get("eos_token")
+        self.eos_token_id = None if end is None else backend.token_to_id(end)
+        self.all_special_ids = [backend.token_to_id(text) for text in self.all_special_tokens]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        found = self.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in found.items()}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str | None]:
+        return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
+
+    def get_chat_template(self, tools: Any = None) -> str | None:
+        """The same for all: where there are several, Transformers reads them."""
+        return self.chat_template
+
+
+def read_plain(directory: Path) -> PlainTokenizer | None:
+    """A folder's tokenizer, or None where only Transformers should read it.
+
+    Raises:
+        Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
+    """
+    config = _json(directory / "tokenizer_config.json")
+    if config is None or any((directory / name).exists() for name in _OTHER_FILES):
+        return None
+    named = {name: config[name] for name in _NAMED if config.get(name) is not None}
+    extra = config.get("extra_special_tokens", [])
+    template = _chat_template(directory, config)
+    plain = (
+        config.get("tokenizer_class") in _CLASSES
+        and config.get("clean_up_tokenization_spaces", False) is False
+        and set(config) <= {*_NAMED, *_KNOWN}
+        and isinstance(extra, list)
+        and all(type(text) is str for text in (*named.values(), *extra))
+        and (template is None or type(template) is str)
+    )
+    if not plain:
+        return None
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    added = backend.get_added_tokens_decoder()
+    special = {token.content for token in added.values() if token.special}
+    if (
+        backend.padding is not None
+        or backend.truncation is not None
+        or backend.get_vocab_size() > _MOST_ENTRIES
+        or not {*named.values(), *extra} <= special
+        or not _agrees(config.get("added_tokens_decoder", {}), added)
+    ):
+        return None
+    return PlainTokenizer(backend, named, extra, template)
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
+    """The file's text comes before the one in tokenizer_config.json."""
+    path = directory / "chat_template.jinja"
+    return path.read_text() if path.is_file() else config.get("chat_template")
+
+
+def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
+    """Whether the tokens that tokenizer_config.json lists are those of tokenizer.json."""
+    if not isinstance(listed, Mapping):
+        return False
+    found = {str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()}
+    return _items(listed) <= _items(found)
+
+
+def _items(tokens: Mapping[str, Any]) -> set[str]:
+    pairs: Iterable[tuple[str, Any]] = tokens.items()
+    return {json.dumps([number, token], sort_keys=True) for number, token in pairs}
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            return None
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # Transformers says what is wrong with it
+    return loaded if isinstance(loaded, dict) else None

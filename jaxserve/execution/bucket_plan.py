@@ -1,0 +1,139 @@
+"""Which padded sizes are worth compiling: measured cost of padding against that of compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.execution.buckets import Bucket, BucketSet
+
+# Busy time in which a program must save more than it costs to compile.
+BUSY_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Padded sizes, and what they were chosen by.
+
+    Attributes:
+        decode_sizes, token_sizes: ascending.
+        dropped: sizes of either kind that were candidates and are not worth their time.
+        compile_seconds: of one program, by the clock while others compile too; 0 if unknown.
+        step_seconds: label of a measured bucket -> seconds of its step that holds padding only.
+    """
+
+    decode_sizes: tuple[int, ...]
+    token_sizes: tuple[int, ...]
+    dropped: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    compile_seconds: float = 0.0
+    step_seconds: Mapping[str, float] | None = None
+
+    @classmethod
+    def of(cls, buckets: BucketSet) -> BucketPlan:
+        """The sizes of a set, taken as they are."""
+        decode, tokens = _ladders(buckets)
+        return cls(tuple(decode), tuple(tokens))
+
+    @classmethod
+    def from_notes(cls, notes: Mapping[str, Any]) -> BucketPlan:
+        """A plan that `notes` made."""
+        decode, tokens = notes["dropped"]
+        return cls(
+            tuple(notes["decode_sizes"]),
+            tuple(notes["token_sizes"]),
+            (tuple(decode), tuple(tokens)),
+            notes["compile_seconds"],
+            notes["step_seconds"],
+        )
+
+    def notes(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"buckets: decode {_listed(self.decode_sizes)}; tokens {_listed(self.token_sizes)}"
+        if self.step_seconds is None:
+            return text
+        times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in self.step_seconds.items())
+        left_out = f"decode {_listed(self.dropped[0])}; tokens {_listed(self.dropped[1])}"
+        return (
+            f"{text}. Left out: {left_out}. A program compiles in {self.compile_seconds:.1f} s and "
+            f"is kept if it saves that in {BUSY_SECONDS:.0f} s of work; padding takes {times}"
+        )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " ".join(map(str, sizes)) or "none"
+
+
+def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
+    """A bucket for each size of decode steps, and of the others."""
+    decode, tokens = {}, {}
+    for bucket in buckets:
+        (decode if bucket.decode_only else tokens).setdefault(bucket.num_tokens, bucket)
+    return dict(sorted(decode.items())), dict(sorted(tokens.items()))
+
+
+def anchors(buckets: BucketSet) -> list[Bucket]:
+    """The buckets to measure: smallest, middle and largest of each kind."""
+    chosen = []
+    for ladder in _ladders(buckets):
+        sizes = list(ladder)
+        chosen += [ladder[size] for size in {sizes[0], sizes[len(sizes) // 2], sizes[-1]}]
+    return sorted(chosen, reverse=True)
+
+
+def choose_sizes(
+    buckets: BucketSet, step_seconds: Mapping[Bucket, float], compile_seconds: float
+) -> BucketPlan:
+    """Leave out the sizes whose padding costs less than compiling them.
+
+    The time of a step between two measured sizes is taken to lie on the line between them, and
+    work is taken to be spread evenly: half of the busy time goes to decode steps, half to the
+    others, and the same share of it to each candidate size. What the next larger size takes
+    longer, over that share of `BUSY_SECONDS`, is what leaving a size out costs.
+
+    Args:
+        buckets: the candidates; the largest of each kind is always kept, and the smallest decode
+            step, which one request alone runs.
+        step_seconds: of the buckets that `anchors` names.
+        compile_seconds: of one program.
+    """
+    kept, dropped = [], []
+    for ladder in _ladders(buckets):
+        sizes = np.array(list(ladder))
+        known = [size for size in ladder if ladder[size] in step_seconds]
+        seconds = np.interp(sizes, known, [step_seconds[ladder[size]] for size in known])
+        # A step of more never takes less; where it was measured so, that is noise.
+        mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds)
+        mask[0] |= next(iter(ladder.values())).decode_only
+        kept.append(tuple(sizes[mask].tolist()))
+        dropped.append(tuple(sizes[~mask].tolist()))
+    times = {str(bucket): step_seconds[bucket] for bucket in sorted(step_seconds)}
+    return BucketPlan(kept[0], kept[1], (dropped[0], dropped[1]), compile_seconds, times)
+
+
+def _worth_keeping(seconds: np.ndarray, compile_seconds: float) -> np.ndarray:
+    """bool[n]: leaves out the cheapest loss, again and again, while it is below the gain."""
+    kept = np.ones(len(seconds), bool)
+
+    def loss(mask: np.ndarray) -> float:
+        padded = np.flatnonzero(mask)[np.cumsum(mask) - mask]
+        share = BUSY_SECONDS / 2 / len(seconds)
+        return share * float((seconds[padded] / seconds - 1).sum())
+
+    while kept[:-1].any():
+        now = loss(kept)
+        trials = []
+        for index in np.flatnonzero(kept[:-1]):
+            without = kept.copy()
+            without[index] = False
+            trials.append((loss(without) - now, index))
+        least, index = min(trials)
+        if least >= compile_seconds:
+            break
+        kept[index] = False
+    return kept

@@ -1,0 +1,121 @@
+"""A mixture of experts: each token goes to the few that a router chooses for it.
+
+The tokens of a step are sorted by expert, so that one grouped product does what is needed and no
+more; padding goes to none. What a token gets does not depend on the others (Shazeer et al. 2017;
+dropless, as in Gale et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.expert_fields import Experts
+from jaxserve.models.layers import Design, GatedMLP
+from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
+from jaxserve.models.paged import LogicalAxes, PagedStep
+from jaxserve.models.routing import Router, route
+from pallas_kernels import grouped_matmul
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+class SparseMLP(nnx.Module):
+    """The weighted sum of the chosen experts, each a gated MLP; and of the shared one, if any."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: Experts,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        design: Design,
+    ) -> None:
+        embed, count, mlp = config.hidden_size, experts.count, experts.size
+        self.experts = experts
+        self.kind: Router = design.router
+        self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
+        self.gate_up = _stacked(
+            rngs, (count, embed, 2, mlp), ("experts", "embed", "gate_up", "mlp"), dtype
+        )
+        self.down = _stacked(rngs, (count, mlp, embed), ("experts", "mlp", "embed"), dtype)
+        if design.router == "chosen":
+            self.router_bias = constant(0.0, (count,), ("experts",), dtype)
+            axes: LogicalAxes = ("experts", "gate_up", "mlp")
+            self.gate_up_bias = constant(0.0, (count, 2, mlp), axes, dtype)
+            self.down_bias = constant(0.0, (count, embed), ("experts", "embed"), dtype)
+        else:
+            self.router_bias = self.gate_up_bias = self.down_bias = None
+        # Scores are compared in float32 whatever the model's dtype.
+        correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
+        self.correction = correction if design.router == "sigmoid" else None
+        shared = GatedMLP(config, dtype, rngs, design, experts.shared) if experts.shared else None
+        self.shared = shared
+
+    def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
+        """Experts of every real token; padding's rows hold anything finite."""
+        with jax.named_scope("router"):
+            exact = accumulator(x.dtype)
+            scores = matmul(x, self.router[...], bias=value_of(self.router_bias), out_dtype=exact)
+            weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
+        with jax.named_scope("experts"):
+            real = step.slot_mapping >= 0
+            y = self._experts(x, weights, chosen, real, step.implementation)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _experts(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int32[Array, "T C"],
+        real: Array,
+        implementation: str,
+    ) -> Float[Array, "T D"]:
+        count, each = self.experts.count, chosen.shape[1]
+        expert = jnp.where(real[:, None], chosen, count).reshape(-1)
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        sizes = (expert[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+        owner = expert[order]
+        gate_up = self.gate_up[...]
+        rows = grouped_matmul(
+            x[order // each],
+            gate_up.reshape(*gate_up.shape[:2], -1),
+            sizes,
+            implementation=implementation,
+        ).reshape(-1, *gate_up.shape[2:])  # [T * C, 2, M]
+        hidden = self._activated(_biased(rows, self.gate_up_bias, owner))
+        rows = grouped_matmul(hidden, self.down[...], sizes, implementation=implementation)
+        rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
+        rows = rows.astype(weights.dtype)
+        return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
+
+    def _activated(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
+        gate, up = rows[:, 0], rows[:, 1]
+        if self.kind != "chosen":
+            return jax.nn.silu(gate) * up
+        alpha, limit = self.experts.alpha, self.experts.limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def _biased(
+    rows: Float[Array, "A ..."], bias: nnx.Param[Array] | None, owner: Int32[Array, " A"]
+) -> Float[Array, "A ..."]:
+    """Each row with the bias of its expert."""
+    return rows if bias is None else rows + bias[...].at[owner].get(mode="clip")
+
+
+def _stacked(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
+) -> nnx.Param[Array]:
+    """Every expert's matrix, with normal values of variance 1 / inputs."""
+    initial = Normal(shape[1] ** -0.5)
+    values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
+    return nnx.Param(values.astype(dtype), axes=axes, initial=initial)

@@ -1,0 +1,129 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+Keys and values are projected up from a latent of low rank; the rotated part of the keys is one for
+all heads. The cache holds the keys and values of every head, as the kernels read them, with the
+shorter of the two padded by zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.models.attention import rotate
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.latent_fields import Latent
+from jaxserve.models.layers import Design, RMSNorm
+from jaxserve.models.linear import constant, matmul, value_of, weight
+from jaxserve.models.paged import KVPages, PagedStep
+from jaxserve.models.rope import CosSin
+from jaxserve.models.rope_fields import Rope, YarnScaling
+from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
+
+
+class LatentAttention(nnx.Module):
+    """Project to latents, up to heads, rotate a part, write, attend, project back."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        latent: Latent,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        design: Design,
+    ) -> None:
+        embed, heads = config.hidden_size, config.num_attention_heads
+        self.latent, self.scale = latent, softmax_scale(latent, config.rope)
+        rank, biased = latent.query_rank, config.attention_bias
+        if rank is None:
+            self.query_down = self.query_down_bias = self.query_norm = None
+        else:
+            self.query_down = weight(rngs, (embed, rank), ("embed", "latent"), dtype)
+            self.query_down_bias = constant(0.0, (rank,), ("latent",), dtype) if biased else None
+            self.query_norm = RMSNorm((rank,), ("latent",), NORM_EPS, dtype, design)
+        self.query = weight(
+            rngs,
+            (rank or embed, heads, latent.key),
+            ("latent" if rank else "embed", "kv_heads", "head_dim"),
+            dtype,
+        )
+        joint = latent.rank + latent.rotary
+        self.down = weight(rngs, (embed, joint), ("embed", "latent"), dtype)
+        self.norm = RMSNorm((latent.rank,), ("latent",), NORM_EPS, dtype, design)
+        self.up = weight(
+            rngs,
+            (latent.rank, heads, latent.plain + latent.value),
+            ("latent", "kv_heads", "head_dim"),
+            dtype,
+        )
+        axes = ("kv_heads", "head_dim", "embed")
+        self.out = weight(rngs, (heads, latent.value, embed), axes, dtype, contract=2)
+        self.down_bias = constant(0.0, (joint,), ("latent",), dtype) if biased else None
+        self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if biased else None
+
+    def __call__(
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+    ) -> tuple[Float[Array, "T D"], KVPages]:
+        """Attend from every token to its row's cache, this step's tokens included."""
+        latent = self.latent
+        query = self._queries(x)
+        joint = matmul(x, self.down[...], bias=value_of(self.down_bias))
+        rotary = joint[:, None, latent.rank :]  # [T, 1, rotary]
+        parts = matmul(self.norm(joint[:, : latent.rank]), self.up[...])
+        key, val = parts[..., : latent.plain], parts[..., latent.plain :]
+        left, right = query[..., : latent.plain], query[..., latent.plain :]
+        right, rotary = self._rotated(right, cos_sin), self._rotated(rotary, cos_sin)
+        query = jnp.concatenate([left, right], axis=-1)
+        rotary = jnp.broadcast_to(rotary, (*key.shape[:2], latent.rotary))
+        key = jnp.concatenate([key, rotary], axis=-1)
+        query, key, val = (_padded(part, latent.cached) for part in (query, key, val))
+        kv = kv_write(key, val, *kv, step.slot_mapping, implementation=step.implementation)
+        attended = self._attend(query, kv, step)[..., : latent.value]
+        return matmul(attended, self.out[...], contract=2, bias=value_of(self.out_bias)), kv
+
+    def _queries(self, x: Float[Array, "T D"]) -> Float[Array, "T N H"]:
+        if self.query_down is not None and self.query_norm is not None:
+            x = matmul(x, self.query_down[...], bias=value_of(self.query_down_bias))
+            x = self.query_norm(x)
+        return matmul(x, self.query[...])
+
+    def _rotated(self, x: Float[Array, "T N R"], cos_sin: CosSin | None) -> Float[Array, "T N R"]:
+        """Rotated, as halves: scores are the same in any order that both sides have."""
+        if cos_sin is None:
+            return x
+        if self.latent.interleaved:
+            x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        return rotate(x, cos_sin)
+
+    def _attend(
+        self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
+    ) -> Float[Array, "T N H"]:
+        options: Any = {"scale": self.scale, "implementation": step.implementation}
+        if step.decode_only:
+            return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
+        return ragged_paged_attention(
+            query, *kv, step.page_table, step.query_start, step.kv_len, **options
+        )
+
+
+def softmax_scale(latent: Latent, rope: Rope) -> float:
+    """What multiplies the scores: under YaRN also the square of its factor for `mscale_all_dim`."""
+    scale = latent.key**-0.5
+    if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
+        growth = 0.1 * math.log(max(rope.scaling.factor, 1.0))
+        scale *= (1.0 + rope.scaling.mscale_all_dim * growth) ** 2
+    return scale
+
+
+def _padded(x: Float[Array, "T N H"], size: int) -> jax.Array:
+    return x if x.shape[-1] == size else jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))

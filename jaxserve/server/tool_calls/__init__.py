@@ -1,0 +1,1 @@
+"""Tools: from a request's declarations to a grammar, and from drawn text to calls."""

@@ -1,0 +1,165 @@
+"""Grammars of calls, in llguidance's dialect of Lark: so that what is called can be called."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.tool_calls.formats import CallFormat
+
+MAX_CALLS = 16
+# Between the parts of the arguments; without a bound small models go on with spaces for ever.
+_GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}"}
+# What says nothing about a value's form. Descriptions are most of a schema's size.
+_SAYS_NOTHING = frozenset(
+    ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
+)
+_OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const"))
+_KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A tool as grammars need it: its name, and the JSON schema of its arguments."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+def bare(schema: Any) -> Any:
+    """A schema without what says nothing about the form of a value."""
+    if isinstance(schema, list):
+        return [bare(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _OF_NAMES and isinstance(value, dict):
+            made[name] = {key: bare(one) for key, one in value.items()}
+        elif name in _VALUES:
+            made[name] = value
+        elif name not in _SAYS_NOTHING:
+            made[name] = bare(value)
+    return made
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments: an object with the properties that are named."""
+    schema = {"type": "object", **bare(function.schema)}
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
+
+
+def grammar_of_calls(
+    form: CallFormat,
+    functions: Sequence[Function],
+    spell: Callable[[str], str],
+    *,
+    most: int = MAX_CALLS,
+    may_answer: bool = False,
+    answer_schema: dict[str, Any] | None = None,
+) -> str:
+    """A grammar whose texts are calls of these functions.
+
+    Args:
+        form: how calls are written.
+        functions: at least one.
+        spell: a mark in Lark: a text, or one special token.
+        most: calls of one text.
+        may_answer: whether a text may also be no call, or hold others between calls.
+        answer_schema: what an answer without calls must satisfy.
+    """
+    mark = spell(form.mark)
+    rules = list(_python_rules(functions) if form.is_python else _json_rules(form, functions))
+    more = f"{{0,{most - 1}}}"
+    between = json.dumps(f"{form.separators[:1]} ")
+    if form.is_optional_mark:
+        calls = f"call ({between} call){more}"
+        calls = f'"[" {calls} "]"' if form.is_array else calls
+    elif form.is_array:
+        rules.append(f'after: "[" call ({between} call){more} "]"')
+        calls = f"{mark} after"
+    else:
+        end = json.dumps(f"\n{form.close}")
+        rules.append(f'after: "\\n" call {end}')
+        calls = f'{mark} after ("\\n" {mark} after){more}'
+    rules.append(f"calls: {calls}")
+    if not may_answer:
+        rules.append("start: calls")
+    elif answer_schema is not None:
+        # The mark, where it is optional, tells calls from answers of their kind.
+        first = f"{mark} calls" if form.is_optional_mark else "calls"
+        rules += [f"start: {first} | answer", f"answer: {_json(answer_schema)}"]
+    elif form.is_optional_mark:
+        # What begins as a call must be one.
+        opening = r"\[" if form.is_python else r"\{"
+        rules += ["start: calls | ANSWER", rf"ANSWER: /\s*([^\s{opening}](.|\n)*)?/"]
+    elif mark.startswith("<"):
+        rules += [f"start: ANSWER ({mark} after ANSWER){{0,{most}}}", r"ANSWER: /(.|\n)*/"]
+    else:
+        rules += [
+            f"start: (before after){{0,{most}}} last",
+            rf"before[lazy]: /(.|\n)*{_escaped(form.mark)}/",
+            r"last: /(.|\n)*/",
+        ]
+    return "\n".join(rules)
+
+
+def _escaped(mark: str) -> str:
+    return "".join(one if one.isalnum() or one in "_<>" else "\\" + one for one in mark)
+
+
+def _json_rules(form: CallFormat, functions: Sequence[Function]) -> Iterator[str]:
+    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    for index, function in enumerate(functions):
+        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
+        yield f'call{index}: {head} args{index} "}}"'
+        yield f"args{index}: {_json(_arguments(function))}"
+
+
+def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
+    """Keywords in the order of the schema, those that are required first."""
+    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    for index, function in enumerate(functions):
+        schema = _arguments(function)
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        properties: dict[str, Any] = schema.get("properties") or {}
+        required = [name for name in properties if name in schema.get("required", ())]
+        optional = [name for name in properties if name not in required]
+        names = [*required, *optional]
+        bad = [name for name in names if not _KEYWORD.fullmatch(name)]
+        if bad:
+            raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
+        keys = [f"key{index}_{at}" for at in range(len(names))]
+        for key, name in zip(keys, names, strict=True):
+            one = properties[name]
+            inner = {**one, **shared} if isinstance(one, dict) else {}
+            yield f"{key}: {json.dumps(name + '=')} value{key}"
+            yield f"value{key}: {_json(inner)}"
+        # What may follow once something stands before the comma.
+        for at in range(len(required), len(names)):
+            rest = f"tail{index}_{at + 1}" if at + 1 < len(names) else '""'
+            yield f'tail{index}_{at}: (", " {keys[at]})? {rest}'
+        first = len(required)
+        tail = f"tail{index}_{first}" if optional else '""'
+        needed = ' ", " '.join(keys[:first])
+        if required:
+            inside = f"{needed} {tail}"
+        else:
+            ways = [
+                f"{keys[at]} " + (f"tail{index}_{at + 1}" if at + 1 < len(names) else "")
+                for at in range(len(names))
+            ]
+            inside = " | ".join([*ways, '""'])
+        yield f'call{index}: {json.dumps(function.name + "(")} inside{index} ")"'
+        yield f"inside{index}: {inside}"

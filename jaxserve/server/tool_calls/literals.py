@@ -1,0 +1,210 @@
+"""JSON and Python's literals, as models write them: where they end, and what they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+_JSON_STOPS = re.compile(r'["\\{}\[\]]')
+_PYTHON_STOPS = re.compile(r"[\"'\\{}\[\]()]")
+_OPENING = frozenset("{[(")
+MAX_DEPTH = 64
+_NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_CONSTANTS = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "null": None,
+}
+_SPACE = re.compile(r"\s*")
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|\n|.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+
+class EndFinder:
+    """Finds where a bracketed value ends, in a text that grows. Each character is read once.
+
+    Args:
+        start: where the value's first bracket stands.
+        python: whether texts may stand between single quotes too.
+    """
+
+    def __init__(self, start: int, python: bool = False) -> None:
+        self._at = start
+        self._depth = 0
+        self._quote = ""
+        self._stops = _PYTHON_STOPS if python else _JSON_STOPS
+
+    def find(self, text: str) -> int | None:
+        """The position after the closing bracket, or None as long as it has not come."""
+        while found := self._stops.search(text, self._at):
+            mark, at = found[0], found.start()
+            if mark == "\\":
+                if at + 1 >= len(text):
+                    self._at = at
+                    return None
+                self._at = at + 2 if self._quote else at + 1
+                continue
+            self._at = at + 1
+            if self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in "\"'":
+                self._quote = mark
+            elif mark in _OPENING:
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self._at
+        self._at = len(text)
+        return None
+
+
+def read_json(text: str) -> Any:
+    """A JSON value, with raw line ends in its texts. Raises ValueError."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def write_json(value: Any) -> str:
+    """A value as JSON that UTF-8 can hold. Raises ValueError for numbers that are not finite."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        text = json.dumps(value)
+    return text
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Calls in a list, written as in Python: `[f(a=1, b="x"), g()]`, keywords only.
+
+    Raises:
+        ValueError: anything else.
+    """
+    reader = _Python(text)
+    reader.expect("[")
+    calls = []
+    while not reader.take("]"):
+        name = reader.match(_NAME)
+        reader.expect("(")
+        values: dict[str, Any] = {}
+        while not reader.take(")"):
+            key = reader.match(_NAME)
+            reader.expect("=")
+            if key in values:
+                raise ValueError(f"{key} is given twice")
+            values[key] = reader.value(0)
+            reader.between(")")
+        calls.append((name, values))
+        reader.between("]")
+    if reader.rest():
+        raise ValueError("text after the list")
+    return calls
+
+
+class _Python:
+    """Reads literals, left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def _skip(self) -> None:
+        self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+
+    def rest(self) -> str:
+        return self._text[self._at :].strip()
+
+    def take(self, mark: str) -> bool:
+        self._skip()
+        is_there = self._text.startswith(mark, self._at)
+        self._at += len(mark) if is_there else 0
+        return is_there
+
+    def expect(self, mark: str) -> None:
+        if not self.take(mark):
+            raise ValueError(f"no {mark} at {self._at}")
+
+    def between(self, end: str) -> None:
+        """A comma, or the end without taking it."""
+        self._skip()
+        if not self._text.startswith(end, self._at):
+            self.expect(",")
+
+    def match(self, pattern: re.Pattern[str]) -> str:
+        self._skip()
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise ValueError(f"nothing fits at {self._at}")
+        self._at = found.end()
+        return found[0]
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+        self._skip()
+        first = self._text[self._at : self._at + 1]
+        if first in ("'", '"'):
+            return self._quoted(first)
+        if first == "{":
+            return self._mapping(depth)
+        if first in ("[", "("):
+            return self._items("]" if first == "[" else ")", depth)
+        if first and (first.isdigit() or first in "+-."):
+            number = self.match(_NUMBER).replace("_", "")
+            is_whole = number.lstrip("+-").isdigit()
+            if len(number) > 4000:
+                raise ValueError("too long a number")
+            value = int(number) if is_whole else float(number)
+            if value in (float("inf"), float("-inf")):
+                raise ValueError("too large a number")
+            return value
+        name = self.match(_NAME)
+        if name not in _CONSTANTS:
+            raise ValueError(f"{name} is no value")
+        return _CONSTANTS[name]
+
+    def _quoted(self, quote: str) -> str:
+        pattern = re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL)
+        inner = self.match(pattern)[1:-1]
+        return _ESCAPE.sub(_unescaped, inner)
+
+    def _items(self, end: str, depth: int) -> list[Any]:
+        self._at += 1
+        items = []
+        while not self.take(end):
+            items.append(self.value(depth + 1))
+            self.between(end)
+        return items
+
+    def _mapping(self, depth: int) -> dict[str, Any]:
+        self._at += 1
+        mapping: dict[str, Any] = {}
+        while not self.take("}"):
+            key = self.value(depth + 1)
+            if not isinstance(key, str):
+                raise ValueError("a key that is no text")
+            self.expect(":")
+            mapping[key] = self.value(depth + 1)
+            self.between("}")
+        return mapping
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1]
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return _ESCAPES.get(code, code if code in "\"'\\/" else found[0])

@@ -1,0 +1,192 @@
+"""The tools of a request, checked; and what follows from them for the model and its reader."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol import ChatRequest, NamedTool, ResponseFormat, Tool
+from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
+from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
+from jaxserve.server.tool_calls.reader import NAME, CallReader
+from jaxserve.structured import MAX_SCHEMA_BYTES
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 << 10
+MAX_DEPTH = 32
+_NAME = re.compile(NAME)
+_ANY = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request may call, and how.
+
+    Attributes:
+        form: how calls are written.
+        names: of the tools that may be called.
+        described: the tools, as chat templates know them.
+        grammar: what the answer must be; None where it is free.
+        is_named: whether the request names the tool to call.
+        parallel: whether there may be several calls.
+    """
+
+    form: CallFormat
+    names: tuple[str, ...]
+    described: list[dict[str, Any]]
+    grammar: str | None
+    is_named: bool
+    parallel: bool
+
+    def reader(self) -> CallReader:
+        """A reader of one answer."""
+        return CallReader(self.form, self.names, self.grammar is not None, self.parallel)
+
+
+def check_tools(tools: list[Tool], field: str = "tools") -> None:
+    """Raises InvalidRequest for tools that are too many, too large or not well named."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS} tools, got {len(tools)}", field)
+    if len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
+        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS_BYTES} bytes", field)
+    seen = set()
+    for tool in tools:
+        name = tool.function.name
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{field}: a name must be 1 to 128 of a-z, A-Z, 0-9, _, . and -, got {name[:60]!r}",
+                field,
+            )
+        if name in seen:
+            raise InvalidRequest(f"{field}: {name!r} is there twice", field)
+        seen.add(name)
+        schema = tool.function.parameters
+        if schema and schema.get("type", "object") != "object":
+            raise InvalidRequest(f"{field}: parameters of {name!r} must be of type object", field)
+        if not _is_within(schema, MAX_DEPTH):
+            raise InvalidRequest(
+                f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
+            )
+
+
+def _is_within(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def tool_use(
+    body: ChatRequest,
+    parser: str | None,
+    allows_auto: bool,
+    spell: Callable[[str], str],
+) -> ToolUse | None:
+    """What a request may call; None where it may call nothing.
+
+    Args:
+        body: the request.
+        parser: the name of the model's format, if it is known.
+        allows_auto: whether the model may choose.
+        spell: a mark as grammars write it.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    check_tools(tools)
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if not tools or choice == "none":
+        return None
+    names = [tool.function.name for tool in tools]
+    is_named = isinstance(choice, NamedTool)
+    callable_tools = tools
+    if isinstance(choice, NamedTool):
+        wanted = choice.function.name
+        if wanted not in names:
+            raise InvalidRequest(f"tool_choice: {wanted[:60]!r} is not in tools", "tool_choice")
+        callable_tools = [tools[names.index(wanted)]]
+    is_auto = choice in (None, "auto")
+    if is_auto and (parser is None or not allows_auto):
+        raise InvalidRequest(
+            'tool_choice "auto" needs a model whose calls are known (--tool-call-parser) and '
+            "--enable-auto-tool-choice; here only required and a named function can be served",
+            "tool_choice",
+        )
+    form = CALL_FORMATS[parser or DEFAULT_FORMAT]
+    parallel = body.parallel_tool_calls is not False and not is_named
+    answer = _answer_schema(body.response_format) if is_auto else None
+    grammar = None
+    if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
+        grammar = grammar_of_calls(
+            form,
+            [_function(one) for one in callable_tools],
+            spell,
+            most=MAX_CALLS if parallel else 1,
+            may_answer=is_auto,
+            answer_schema=answer,
+        )
+    if grammar is not None and len(grammar) > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
+            "bytes together, without descriptions",
+            "tools",
+        )
+    called = tuple(tool.function.name for tool in callable_tools)
+    return ToolUse(form, called, described(tools), grammar, is_named, parallel)
+
+
+def _function(tool: Tool) -> Function:
+    return Function(tool.function.name, tool.function.parameters or _ANY)
+
+
+def described(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates know them."""
+    made = []
+    for function in (tool.function for tool in tools):
+        one: dict[str, Any] = {"name": function.name}
+        if function.description is not None:
+            one["description"] = function.description
+        one["parameters"] = function.parameters or _ANY
+        made.append({"type": "function", "function": one})
+    return made
+
+
+def _answer_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """What an answer that calls nothing must satisfy."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    return None if form.json_schema is None else form.json_schema.schema
+
+
+def read_arguments(text: str, name: str) -> dict[str, Any]:
+    """A call's arguments as chat templates want them: an object.
+
+    Raises:
+        InvalidRequest: they are none.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"messages: the arguments of a call of {name[:60]!r} are not a JSON object", "messages"
+        )
+    return value

@@ -1,0 +1,84 @@
+"""MXFP4 (Open Compute Project, Microscaling Formats 1.0), in which gpt-oss's experts are stored.
+
+32 values share one power of two (E8M0); each is 4 bits (E2M1), the even one in the low half of a
+byte. A matrix is two tensors: `NAME_blocks`, [..., inputs / 32, 16] bytes, and `NAME_scales`,
+[..., inputs / 32].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.weights.safetensors import TensorEntry, read_tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+WIDTH = 32  # values of a block
+NOT_A_NUMBER = 255  # of E8M0
+_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
+PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
+
+
+@dataclass(frozen=True)
+class PackedEntry(TensorEntry):
+    """Blocks and their scales as one tensor of float32; `shape` is what it unpacks to."""
+
+    blocks: TensorEntry
+    scales: TensorEntry
+
+    def read(self) -> np.ndarray:
+        """The values. Raises like `read_tensor`."""
+        return dequantize(read_tensor(self.blocks), read_tensor(self.scales))
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values in float32, which holds each exactly.
+
+    Args:
+        blocks: uint8 [..., G, 16].
+        scales: uint8 [..., G], exponents of two with a bias of 127; 255 is NaN.
+
+    Returns:
+        [..., G * 32].
+    """
+    values = PAIRS[blocks].reshape(*scales.shape, WIDTH)
+    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    powers[scales == NOT_A_NUMBER] = np.nan
+    values *= powers[..., None]
+    return values.reshape(*scales.shape[:-1], -1)
+
+
+def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """A checkpoint's tensors with each pair as one, under the name of its blocks.
+
+    Raises:
+        CheckpointError: blocks without scales, or of other shapes or dtypes than they must have.
+    """
+    found = dict(tensors)
+    for name, blocks in tensors.items():
+        if not name.endswith(BLOCKS):
+            continue
+        other = name.removesuffix(BLOCKS) + SCALES
+        scales = found.pop(other, None)
+        if scales is None:
+            raise CheckpointError(f"{blocks.shard.path}: tensor {name!r} has no {other!r}")
+        if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+            raise CheckpointError(f"{blocks.shard.path}: tensor {name!r} or its scales are not U8")
+        if blocks.shape != (*scales.shape, WIDTH // 2):
+            raise CheckpointError(
+                f"{blocks.shard.path}: tensor {name!r} has shape {list(blocks.shape)}; its scales "
+                f"imply {[*scales.shape, WIDTH // 2]}"
+            )
+        found[name] = PackedEntry(
+            name=name,
+            shard=blocks.shard,
+            dtype=np.dtype(np.float32),
+            shape=(*scales.shape[:-1], scales.shape[-1] * WIDTH),
+            offset=blocks.offset,
+            num_bytes=blocks.num_bytes + scales.num_bytes,
+            blocks=blocks,
+            scales=scales,
+        )
+    return found

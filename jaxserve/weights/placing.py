@@ -1,0 +1,110 @@
+"""Parameters on their way to the device: quantized if asked for, or as the checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import Decoder
+from jaxserve.models.attention import Attention
+from jaxserve.models.quantized import PROJECTIONS, flat_shape
+from jaxserve.weights.fusing import dequantized, fused
+from jaxserve.weights.packed import Sorted, kv_scale_of
+from jaxserve.weights.quantize import quantize
+from jaxserve.weights.safetensors import TensorEntry, read_tensor
+
+Parameters = Mapping[str, nnx.Param[Any]]
+# Puts a parameter, given its path and values, on its device or devices.
+Place = Callable[[str, np.ndarray], Any]
+
+
+def contracted(parameter: nnx.Param[Any]) -> int | None:
+    """How many dimensions of a parameter are inputs, if it is one that may be quantized."""
+    return PROJECTIONS.get(parameter.get_metadata()["axes"])
+
+
+def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
+    """`place`, for matrices of the blocks preceded by their quantization to `form`."""
+
+    def quantize_and_place(path: str, values: np.ndarray) -> Any:
+        contract = contracted(parameters[path])
+        if form is None or contract is None:
+            return place(path, values)
+        flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
+        return quantize(flat, form).placed(values.shape[contract:])
+
+    return quantize_and_place
+
+
+def read_packed(
+    checkpoint: Sorted,
+    parameters: Parameters,
+    dims: Mapping[str, int],
+    place: Place,
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """The parameters that a checkpoint holds quantized, by path.
+
+    Those that jaxserve keeps in full (an output projection, say) are dequantized. `report` is told
+    the bytes of every parameter that has been read.
+
+    Raises:
+        CheckpointError: see `PackedTensor.read`; or a fused parameter of which the checkpoint has
+            quantized only a part.
+    """
+    table = sorted(checkpoint.packed_table, key=lambda part: part.path)
+    plain = {weight.path: weight.name for weight in checkpoint.table}
+    values = {}
+    for path, group in groupby(table, key=lambda part: part.path):
+        weights = list(group)
+        if path in plain:
+            raise CheckpointError(
+                f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "
+                f"{plain[path]!r} is not; they are one product here and must be stored alike"
+            )
+        codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
+        parts = [(weight, codes[weight.name]) for weight in weights]
+        parameter = parameters[path]
+        contract = contracted(parameter)
+        if contract is None:
+            whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
+            values[path] = place(path, whole)
+        else:
+            values[path] = fused(parts, parameter.shape, contract, dims)
+        report(sum(checkpoint.packed[name].num_bytes for name in codes))
+    return values
+
+
+def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+    """Give each layer the scales of its cache that a checkpoint holds, 1 where it holds one only.
+
+    Raises:
+        CheckpointError: a scale that is not one positive number for a layer of the model.
+    """
+    for name, entry in entries.items():
+        layer, kind = kv_scale_of(name) or (len(model.layers), "")
+        value = read_tensor(entry).astype(np.float32) if entry.shape in ((), (1,)) else None
+        if layer >= len(model.layers) or value is None or not 0 < value.item() < np.inf:
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} must be one positive number, for one of the "
+                f"{len(model.layers)} layers"
+            )
+        attention = model.layers[layer].attention
+        if not isinstance(attention, Attention):
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
+                "latent attention"
+            )
+        if attention.kv_scales is None:
+            kv_heads = model.config.num_key_value_heads
+            attention.kv_scales = nnx.Param(
+                jnp.ones((2, kv_heads), jnp.float32), axes=("key_value", "kv_heads")
+            )
+        row = 0 if kind == "k" else 1
+        attention.kv_scales[...] = attention.kv_scales[...].at[row].set(value.item())

@@ -1,0 +1,47 @@
+"""Codes of quantized weights to numbers; runs in XLA and inside Triton kernels alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FORMS = ("int8", "fp8", "int4")
+
+
+def codes_a_row(form: str) -> int:
+    """Codes in one element of the stored array."""
+    return 2 if form == "int4" else 1
+
+
+def halves(x: jax.Array, form: str) -> list[jax.Array]:
+    """x [T,I] in the parts that `decode`'s parts multiply: all of it, or even and odd inputs."""
+    return [x[:, half :: codes_a_row(form)] for half in range(codes_a_row(form))]
+
+
+def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
+    """The numbers that codes [R,C] stand for before they are scaled, each part [R,C] of `dtype`.
+
+    int4 has two parts, the low halves and the high ones, each less 8. Exact in every dtype that
+    activations have.
+    """
+    if form == "int8":
+        return [values.astype(dtype)]
+    if form == "fp8":
+        return [_fp8(values).astype(dtype)]
+    low = lax.bitwise_and(values, jnp.full_like(values, 15))
+    high = lax.shift_right_logical(values, jnp.full_like(values, 4))
+    return [part.astype(jnp.int32).astype(dtype) - 8 for part in (low, high)]
+
+
+def _fp8(bits: jax.Array) -> jax.Array:
+    """float32 of float8_e4m3fn's bits; NaN, which no weight is, becomes 480.
+
+    Moved into place its exponent and mantissa are those of a float16 that is 256 times smaller,
+    zero and subnormal numbers included.
+    """
+    bits = bits.astype(jnp.int32)
+    sign = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x80)), jnp.full_like(bits, 8))
+    rest = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x7F)), jnp.full_like(bits, 7))
+    half = lax.bitwise_or(sign, rest).astype(jnp.uint16)
+    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256

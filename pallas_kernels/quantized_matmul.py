@@ -1,0 +1,151 @@
+"""The product of activations with a weight that is stored quantized, and stays so.
+
+A weight of I inputs and O outputs is stored as codes, one scale for each group of inputs and each
+output, and where the format has them zero points: ``(code - zero) * scale``. Groups divide the rows
+evenly; one group is one scale an output channel. Codes are
+
+* ``int8``: int8 [I,O];
+* ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. As floats, XLA on CPU would convert the whole
+  weight before it takes a part of it; and float8 is not native before Hopper;
+* ``int4``: uint8 [I/2,O], input 2i in the low half of a byte and 2i + 1 in the high one. Without
+  zero points a code of 8 is zero.
+
+No weight is ever in full precision as a whole: on CPU a loop dequantizes a block of outputs and
+multiplies by it (left to itself XLA dequantizes everything first, and is 6 times slower), on a GPU
+the kernel in ``triton_quantized_matmul`` dequantizes in registers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import triton_quantized_matmul
+from pallas_kernels.implementation import target_platform
+from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
+
+BLOCK_COLUMNS = 256
+"""Of the loop on CPU: fewer make too much of its overhead, more leave the cache."""
+
+IMPLEMENTATIONS = ("auto", "triton", "triton_interpret", "xla")
+
+
+def dequantize(
+    values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
+) -> jax.Array:
+    """The weight in full, [I,O] of `dtype`: the specification."""
+    groups = scales.shape[0]
+    parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
+    if zeros is not None:
+        parts = [part - (zeros[:, None].astype(dtype) - _offset(form)) for part in parts]
+    parts = [(part * scales[:, None].astype(dtype)).reshape(-1, part.shape[2]) for part in parts]
+    return jnp.stack(parts, axis=1).reshape(-1, values.shape[1])
+
+
+def quantized_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    form: str,
+    implementation: str = "auto",
+) -> jax.Array:
+    """x times the weight.
+
+    Args:
+        x: [T,I], bfloat16, float16, float32 or float64.
+        values: the codes, see above.
+        scales: [groups,O], any float.
+        zeros: uint8 [groups,O]; of int4 only.
+        form: "int8", "fp8" or "int4".
+        implementation: "auto" takes Triton on a GPU, if x is not float64, and XLA elsewhere.
+
+    Returns:
+        [T,O] in float32 (float64 for float64), in which products accumulate.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    _check(x, values, scales, zeros, form, implementation)
+    if implementation == "auto":
+        suits = target_platform() == "gpu" and x.dtype.itemsize <= 4
+        implementation = "triton" if suits else "xla"
+    if implementation == "xla":
+        return _in_blocks(x, values, scales, zeros, form)
+    return triton_quantized_matmul.quantized_matmul(
+        x, values, scales, zeros, form=form, interpret=implementation == "triton_interpret"
+    )
+
+
+def _in_blocks(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
+) -> jax.Array:
+    """A block of columns at a time; the last one overlaps the one before where it must."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    columns = values.shape[1]
+    width = min(BLOCK_COLUMNS, columns)
+    inputs = [part.astype(wide) for part in halves(x, form)]
+
+    def block(at: jax.Array | int) -> jax.Array:
+        def cut(array: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(array, at, width, axis=1)
+
+        weights = decode(cut(values), form, wide)
+        scale = cut(scales).astype(wide)
+        zero = None if zeros is None else cut(zeros).astype(wide) - _offset(form)
+        if scale.shape[0] == 1 and zero is None:
+            return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide)) * scale
+        weights = [_scaled(weight, scale, zero) for weight in weights]
+        return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide))
+
+    if width == columns:
+        return block(0)
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        at = jnp.minimum(index * width, columns - width)
+        return lax.dynamic_update_slice_in_dim(out, block(at), at, axis=1)
+
+    out = jnp.zeros((x.shape[0], columns), wide)
+    return lax.fori_loop(0, -(-columns // width), body, out)
+
+
+def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    grouped = weight.reshape(scale.shape[0], -1, weight.shape[1])
+    grouped = grouped if zero is None else grouped - zero[:, None]
+    return (grouped * scale[:, None]).reshape(weight.shape)
+
+
+def _offset(form: str) -> int:
+    """What `decode` has subtracted from the codes already."""
+    return 8 if form == "int4" else 0
+
+
+def _check(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    form: str,
+    implementation: str,
+) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; allowed: {', '.join(FORMS)}")
+    if implementation not in IMPLEMENTATIONS:
+        allowed = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation is {implementation!r}; allowed: {allowed}")
+    code = jnp.dtype(jnp.int8 if form == "int8" else jnp.uint8)
+    if values.dtype != code or values.ndim != 2:
+        got = f"{values.dtype}{list(values.shape)}"
+        raise ValueError(f"values are {got}; {form} takes {code}[rows, O]")
+    inputs = values.shape[0] * codes_a_row(form)
+    if x.ndim != 2 or x.shape[1] != inputs:
+        raise ValueError(f"x has shape {x.shape}; expected [T, {inputs}], the inputs of values")
+    if scales.ndim != 2 or scales.shape[1] != values.shape[1] or values.shape[0] % scales.shape[0]:
+        raise ValueError(
+            f"scales have shape {scales.shape}; expected [groups, {values.shape[1]}] where groups "
+            f"divide the {values.shape[0]} rows of values"
+        )
+    if zeros is not None and (form != "int4" or zeros.shape != scales.shape):
+        raise ValueError(f"zeros are for int4 and shaped like scales, {scales.shape}")

@@ -1,0 +1,263 @@
+"""From nothing to the first token, stage by stage: cold, warm and prebuilt.
+
+    python scripts/bench_startup.py --json scripts/results/bench_startup.json
+    python scripts/bench_startup.py --model bundled --repeats 5
+
+Every start is a process of its own, timed from before it is spawned:
+
+    cold        nothing is kept from before: every program is traced and compiled
+    warm        the next start over the same folder; the median of `--repeats`
+    prebuilt    the first start over a folder that `jaxserve compile` filled
+    server      warm, as `jaxserve serve`: until it says that it is ready
+
+Stages: python and imports; weights (reading, checking, placing them); programs (loading them, or
+tracing and compiling); warm-up (each runs once on padding); the rest (tokenizer, config); the first
+token of a prompt of 16 tokens once all is ready. `135m` is a random Llama of SmolLM-135M's shape,
+written to disk in bfloat16 and served in float32, with token ids only.
+Gates: no compilation in any start but the cold one; warm, the bundled model is ready within 3 s and
+the other within 10 s of spawning the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import prepare_process
+
+GATES = {"bundled": 3.0, "135m": 10.0}
+LIMITS = {"bundled": {}, "135m": {"max_model_len": 1024, "skip_tokenizer_init": True}}
+STAGES = ("imports", "weights", "programs", "warm_up", "rest", "ready", "first_token")
+DEEP = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+Numbers = dict[str, float]
+
+
+def write_135m(folder: Path) -> Path:
+    """A random Llama of SmolLM-135M's shape, in bfloat16."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    wide, inner, heads = DEEP["hidden_size"], DEEP["intermediate_size"], 3 * 64
+
+    def normal(*shape: int) -> Any:
+        values = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        return values.astype(ml_dtypes.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": normal(DEEP["vocab_size"], wide)}
+    tensors["model.norm.weight"] = np.ones(wide, ml_dtypes.bfloat16)
+    for layer in range(DEEP["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in (
+            ("self_attn.q_proj", (wide, wide)),
+            ("self_attn.k_proj", (heads, wide)),
+            ("self_attn.v_proj", (heads, wide)),
+            ("self_attn.o_proj", (wide, wide)),
+            ("mlp.gate_proj", (inner, wide)),
+            ("mlp.up_proj", (inner, wide)),
+            ("mlp.down_proj", (wide, inner)),
+        ):
+            tensors[f"{prefix}{name}.weight"] = normal(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = np.ones(wide, ml_dtypes.bfloat16)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DEEP))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
+    """Start an engine in this process; seconds of each stage."""
+    prepare_process()
+    from jaxserve import SamplingParams
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.engine import Engine
+
+    imported = time.time()
+    engine = Engine(EngineConfig(model=model, compilation_cache_dir=cache, **limits))
+    ready = time.time()
+    tokens: list[int] = []
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    request = engine.request("first", list(range(5, 21)), sampling)
+    engine.add(request, lambda delta: tokens.extend(delta.token_ids))
+    while engine.has_work:
+        engine.step()
+    first, runner = time.time(), engine.runner
+    assert len(tokens) == 1
+    stages = runner.stages
+    known = stages["weights"] + stages["compile"] + stages["warm_up"]
+    numbers = {
+        "imports": imported - spawned,
+        "weights": stages["weights"],
+        "programs": stages["compile"],
+        "warm_up": stages["warm_up"],
+        "rest": ready - imported - known,
+        "ready": ready - spawned,
+        "first_token": first - ready,
+        "compiles": runner.num_compiles,
+        "programs_built": runner.store.num_built,
+        "programs_loaded": runner.store.num_loaded,
+        **{f"{name}_thread_s": seconds for name, seconds in runner.store.seconds.items()},
+    }
+    print(runner.plan, file=sys.stderr)
+    engine.close()
+    return numbers
+
+
+def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
+    """One start, in a new process."""
+    given = json.dumps([time.time(), model, str(cache), limits])
+    command = [sys.executable, __file__, "--child", given]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> float:
+    """Seconds until `jaxserve serve` says that it is ready."""
+    begun = time.time()
+    command = [sys.executable, "-m", "jaxserve", "serve", *filter(None, [model])]
+    command += ["--port", "0", "--compilation-cache-dir", str(cache), *options(limits)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if "ready at" in line:
+                return time.time() - begun
+        raise RuntimeError("the server ended before it was ready")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def options(limits: dict[str, Any]) -> list[str]:
+    """Settings as options of the command line."""
+    words = []
+    for name, value in limits.items():
+        option = "--" + name.replace("_", "-")
+        words += [option] if value is True else [option, str(value)]
+    return words
+
+
+def compile_ahead(model: str | None, cache: Path, limits: dict[str, Any]) -> float:
+    """Seconds that `jaxserve compile` takes."""
+    begun = time.time()
+    command = [sys.executable, "-m", "jaxserve", "compile", *filter(None, [model])]
+    command += ["--compilation-cache-dir", str(cache), *options(limits)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.time() - begun
+
+
+def median(runs: list[Numbers]) -> Numbers:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def measure(
+    model: str | None, limits: dict[str, Any], repeats: int, folder: Path, kinds: list[str]
+) -> dict[str, Numbers]:
+    """Every kind of start of one model."""
+    cache, results = folder / "cache", {}
+    if "cold" in kinds:
+        results["cold"] = start(model, cache, limits)
+    if "warm" in kinds:
+        if "cold" not in kinds:
+            compile_ahead(model, cache, limits)
+        runs = [start(model, cache, limits) for _ in range(repeats)]
+        results["warm"] = median(runs) | {
+            "ready_min": min(run["ready"] for run in runs),
+            "ready_max": max(run["ready"] for run in runs),
+        }
+        results["server"] = {"ready": serve(model, cache, limits)}
+    if "prebuilt" in kinds:
+        seconds = compile_ahead(model, folder / "prebuilt", limits)
+        results["prebuilt"] = start(model, folder / "prebuilt", limits) | {"compile_s": seconds}
+    return results
+
+
+def report(results: dict[str, dict[str, Numbers]]) -> bool:
+    """Print the table; whether all gates hold."""
+    holds = True
+    print(f"{'model':<9}{'start':<10}" + "".join(f"{name:>12}" for name in STAGES) + "  compiles")
+    for model, kinds in results.items():
+        for kind, numbers in kinds.items():
+            row = "".join(
+                f"{numbers[name]:>12.2f}" if name in numbers else f"{'':>12}" for name in STAGES
+            )
+            print(f"{model:<9}{kind:<10}{row}  {numbers.get('compiles', '')}")
+            if kind in ("warm", "prebuilt"):
+                holds &= numbers["compiles"] == 0
+            if kind == "warm":
+                holds &= numbers["ready"] <= GATES[model]
+    print("all gates hold" if holds else "a gate is MISSED (see --help)")
+    return holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=GATES, action="append", help="default: both")
+    parser.add_argument("--kind", choices=("cold", "warm", "prebuilt"), action="append")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="keep checkpoints and programs here")
+    parser.add_argument("--json", type=Path, help="write the numbers here, beside those there")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        json.dump(child(*json.loads(arguments.child)), sys.stdout)
+        return 0
+    results: dict[str, dict[str, Numbers]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        for model in arguments.model or GATES:
+            place, path = folder / model, None
+            place.mkdir(exist_ok=True)
+            if model == "135m":
+                found = place / "model"
+                path = str(found if found.is_dir() else write_135m(found))
+            kinds = arguments.kind or ["cold", "warm", "prebuilt"]
+            results[model] = measure(path, LIMITS[model], arguments.repeats, place, kinds)
+    machine = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if arguments.json:
+        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        for model, kinds in results.items():
+            before[model] = before.get(model, {}) | kinds
+        before["machine"] = machine
+        arguments.json.write_text(json.dumps(before, indent=2) + "\n")
+    return 0 if report(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

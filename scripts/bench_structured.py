@@ -1,0 +1,317 @@
+"""What structured outputs cost: a mask per token, and throughput beside free requests.
+
+    python scripts/bench_structured.py
+
+Masks: texts that satisfy JSON schemas, a regex and a grammar are read token by token through
+`Constraint.advance` with a vocabulary of 128k, made of the source of Python's own library; the goal
+is 50 us a token. Forms made to take for ever are timed too.
+
+Throughput: the engine with the bundled model draws `--rows` sequences at temperature 1, free,
+constrained (a JSON schema that never ends within the length), and half of each. The goals:
+constrained draws at least 0.8 of free's tokens per second, and free rows of the mixed batch are no
+later than in a batch of free rows alone. Runs take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from hostile_forms import HOSTILE
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.grammars import GrammarError, Grammars
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams
+from jaxserve.structured import StructuredOutputsParams
+
+ROOT = Path(__file__).parent.parent
+Report = dict[str, Any]
+RESULT = ROOT / "scripts/results/bench_structured.json"
+VOCAB = 131_072
+GOAL_US, GOAL_RATIO = 50.0, 0.8
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 8},
+        "address": {"$ref": "#/$defs/address"},
+        "kind": {"enum": ["person", "company", "unknown"]},
+    },
+    "required": ["name", "age", "email", "tags", "address", "kind"],
+    "additionalProperties": False,
+    "$defs": {
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string"},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "since": {"type": "string", "format": "date"},
+            },
+            "required": ["street", "zip", "since"],
+            "additionalProperties": False,
+        }
+    },
+}
+EXAMPLE = {
+    "name": "Margaret Hamilton",
+    "age": 42,
+    "email": "margaret@example.org",
+    "tags": ["software", "engineering", "a much longer tag of several words"],
+    "address": {"street": "12 Long Street, second floor", "zip": "12345", "since": "2024-02-29"},
+    "kind": "person",
+}
+CALL = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "tool": {"const": tool},
+                "query": {"type": "string"},
+                "limit": {"type": "integer"},
+            },
+            "required": ["tool", "query", "limit"],
+            "additionalProperties": False,
+        }
+        for tool in ("search", "weather", "calendar")
+    ]
+}
+CALLED = {"tool": "calendar", "query": "What is on my calendar for next Tuesday?", "limit": 10}
+SUMS = 'start: sum\nsum: term (("+" | "-") term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[0-9]{1,9}/'
+
+# By name: a form, and a text that satisfies it.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "json_schema": ({"json": PERSON}, json.dumps(EXAMPLE)),
+    "json_schema, anyOf": ({"json": CALL}, json.dumps(CALLED)),
+    "json_object": ({"json_object": True}, json.dumps({"a": [EXAMPLE, CALLED, None, 1.5e3]})),
+    "regex": (
+        {"regex": r"(\w+ ){3,40}[0-9]{4}-[0-9]{2}-[0-9]{2}(, \w+)*"},
+        "several words come before the date 2024-02-29, and, then, some, more, follow",
+    ),
+    "choice": (
+        {"choice": [f"the option numbered {n}" for n in range(100)]},
+        "the option numbered 77",
+    ),
+    "grammar": ({"grammar": SUMS}, "(12+345)-(6789+(1-2)-33)+444444-(5)"),
+}
+
+
+def vocabulary() -> tuple[str, Callable[[str], list[int]]]:
+    """A tokenizer of `VOCAB` tokens as the tokenizers library writes it, and its encoding.
+
+    Bytes, the words of Python's own library as they stand in its source, and beginnings of them;
+    a text is cut into the longest tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    source = "\n".join(path.read_text(errors="replace") for path in sources)
+    counts = Counter(re.findall(r" ?[A-Za-z]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9]{1,8}|\s+", source))
+    words = [word for word, _ in counts.most_common() if word.isascii() and len(word) < 40]
+    variants = (word[:length] for word in words for length in range(len(word), 1, -1))
+    numbered = (f"{word}{number}" for number in range(100) for word in words)
+    texts = dict.fromkeys(islice(dict.fromkeys(chain(variants, numbered)), VOCAB - 257))
+    symbols = sorted(alphabet)
+    spelled = [word.replace(" ", "\u0120").replace("\n", "\u010a") for word in texts]
+    tokens = {token: number for number, token in enumerate(["<end>", *symbols, *spelled])}
+    backend = Backend(models.BPE(vocab=tokens, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+
+    def encode(text: str) -> list[int]:
+        left, ids = text.replace(" ", "\u0120"), []
+        while left:
+            size = next(size for size in range(40, 0, -1) if left[:size] in tokens)
+            ids.append(tokens[left[:size]])
+            left = left[size:]
+        return ids
+
+    return backend.to_str(), encode
+
+
+def mask_cost(grammars: Grammars, encode: Callable[[str], list[int]], repeats: int) -> Report:
+    """us a token of advance and mask, by form: the mean, the median and the 99th percentile."""
+    result: Report = {"vocabulary": VOCAB}
+    for name, (form, text) in CASES.items():
+        ids = encode(text)
+        started = time.perf_counter()
+        start = grammars.compile(StructuredOutputsParams(**form))
+        compiled = time.perf_counter() - started
+        times = []
+        for _ in range(repeats):
+            constraint = start.copy()
+            for token in ids:
+                before = time.perf_counter()
+                complete = constraint.advance(token)
+                times.append((time.perf_counter() - before) * 1e6)
+                if complete:
+                    break
+        result[name] = {
+            "tokens": len(ids),
+            "compile_ms": compiled * 1e3,
+            "mean_us": statistics.fmean(times),
+            "median_us": statistics.median(times),
+            "p99_us": float(np.quantile(times, 0.99)),
+        }
+    result["mean_us"] = statistics.fmean(result[name]["mean_us"] for name in CASES)
+    return result
+
+
+def hostile_cost(grammars: Grammars, tokens: int = 60) -> Report:
+    """How long forms made to take for ever hold up the caller, and the engine a token at most."""
+    result: Report = {}
+    for name, form in HOSTILE.items():
+        rng, longest, end = random.Random(0), 0.0, "served"
+        started = time.perf_counter()
+        compiled = None
+        try:
+            constraint = grammars.compile(StructuredOutputsParams(**form))
+            compiled = time.perf_counter() - started
+            for _ in range(tokens):
+                bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
+                token = rng.choice(np.flatnonzero(bits[1:]).tolist() or [-1]) + 1
+                before = time.perf_counter()
+                complete = token == 0 or constraint.advance(token)
+                longest = max(longest, time.perf_counter() - before)
+                if complete:
+                    break
+        except InvalidRequest as error:
+            end = f"refused: {error}"
+        except GrammarError as error:
+            end = f"ended: {error}"
+        compiled = time.perf_counter() - started if compiled is None else compiled
+        result[name] = {
+            "compile_ms": compiled * 1e3,
+            "longest_token_ms": longest * 1e3,
+            "end": end[:80],
+        }
+    return result
+
+
+def sampling(guided: bool, seed: int, tokens: int) -> SamplingParams:
+    item = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "value": {"type": "integer"}},
+        "required": ["name", "value"],
+        "additionalProperties": False,
+    }
+    schema = {"type": "array", "items": item, "minItems": 1000}
+    form = StructuredOutputsParams(json=schema) if guided else None
+    return SamplingParams(
+        seed=seed, max_tokens=tokens, ignore_eos=True, structured_outputs=form, detokenize=False
+    )
+
+
+def serve(loaded: Loaded, guided: list[bool], tokens: int) -> dict[str, float]:
+    """One batch of rows that begin together.
+
+    Returns:
+        Tokens per second of all and per second of CPU time, and the seconds in which free and
+        guided rows ended.
+    """
+    engine = Engine(loaded)
+    prompts = np.random.default_rng(0).integers(20, loaded.limits.vocab_size, (len(guided), 24))
+    ended: dict[bool, float] = {}
+    drawn = 0
+
+    def sink(delta: Delta) -> None:
+        nonlocal drawn
+        drawn += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            assert str(delta.finish_reason) == "length", delta
+            ended[guided[int(delta.request_id)]] = time.perf_counter() - started
+
+    for number, is_guided in enumerate(guided):
+        settings = sampling(is_guided, number, tokens)
+        engine.add(engine.request(str(number), prompts[number].tolist(), settings), sink)
+    started, cpu = time.perf_counter(), time.process_time()
+    while engine.has_work:
+        engine.step()
+    assert drawn == len(guided) * tokens
+    assert engine.stats().num_compiles == 0
+    return {
+        "tokens_per_s": drawn / (time.perf_counter() - started),
+        "tokens_per_cpu_s": drawn / (time.process_time() - cpu),
+        "free_s": ended.get(False, 0.0),
+        "guided_s": ended.get(True, 0.0),
+    }
+
+
+def throughput(model: str | None, rows: int, tokens: int, repeats: int) -> dict[str, Any]:
+    loaded = load(EngineConfig(model=model, max_num_seqs=rows, enable_prefix_caching=False))
+    half = [number % 2 == 0 for number in range(rows)]
+    scenes = {"free": [False] * rows, "constrained": [True] * rows, "mixed": half}
+    for guided in scenes.values():
+        serve(loaded, guided, 8)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in scenes}
+    for number in range(repeats):
+        for name in list(scenes) if number % 2 else reversed(scenes):
+            runs[name].append(serve(loaded, scenes[name], tokens))
+    loaded.runner.close()
+    result: dict[str, Any] = {
+        name: {key: statistics.median(one[key] for one in each) for key in each[0]}
+        for name, each in runs.items()
+    }
+    pairs = list(zip(runs["constrained"], runs["free"], strict=True))
+    for key in ("tokens_per_s", "tokens_per_cpu_s"):
+        result[f"constrained_over_free_{key}"] = statistics.median(
+            one[key] / free[key] for one, free in pairs
+        )
+    result["free_rows_mixed_over_alone"] = statistics.median(
+        one["free_s"] / free["free_s"]
+        for one, free in zip(runs["mixed"], runs["free"], strict=True)
+    )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="checkpoint folder (default: bundled model)")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=160, help="of each row")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    source, encode = vocabulary()
+    grammars = Grammars(lambda: source, VOCAB, (0,))
+    grammars.tokenizer()
+    masks = mask_cost(grammars, encode, 20)
+    print(json.dumps(masks, indent=1), flush=True)
+    hostile = hostile_cost(grammars)
+    print(json.dumps(hostile, indent=1), flush=True)
+    engine = throughput(options.model, options.rows, options.tokens, options.repeats)
+    print(json.dumps(engine, indent=1), flush=True)
+    met = {
+        "mask_at_most_50_us": masks["mean_us"] <= GOAL_US,
+        "constrained_at_least_0.8_of_free": engine["constrained_over_free_tokens_per_s"]
+        >= GOAL_RATIO,
+    }
+    setting = {"rows": options.rows, "tokens": options.tokens, "cores": os.cpu_count()}
+    report = {"setting": setting, "masks": masks, "hostile": hostile, "engine": engine, "met": met}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(met)
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of ``compare_engines.py``; the workers run with other engines' Python."""

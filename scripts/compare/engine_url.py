@@ -1,0 +1,22 @@
+"""Any server of the OpenAI protocol that runs already, wherever it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compare.engine import Engine
+
+
+@dataclass(frozen=True)
+class Url(Engine):
+    """Not installed or started here, so start-up and memory are not measured.
+
+    Attributes:
+        base_url: without /v1.
+        vocabulary: prompts hold ids below it.
+    """
+
+    name: str = "url"
+    title: str = "server at --url"
+    base_url: str = ""
+    settings: str = "as its owner started it"

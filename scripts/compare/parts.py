@@ -1,0 +1,212 @@
+"""What is measured on a running engine. Each part is a function of (Subject, Plan) to a record."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from compare import workloads
+from compare.process import Started
+from serving_load import Run, Target, Work, poisson_arrivals, run_load
+from serving_process import ask
+from serving_report import samples, summarize
+
+CDF_POINTS = 51
+_WORD = re.compile(r"w(\d+)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of each part; counts of requests.
+
+    Attributes:
+        vocabulary: prompts hold ids below it.
+        rate: requests a second of the part `serve`.
+        objectives: milliseconds that a request must meet to count as good.
+        crowds: numbers of clients of the part `curve`.
+        batches: rows of the schedules that are compared.
+    """
+
+    vocabulary: int
+    rows: int
+    trace: int
+    mixed: int
+    single: int
+    served: int
+    rate: float
+    objectives: dict[str, float]
+    crowds: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+@dataclass
+class Subject:
+    """An engine that answers now."""
+
+    url: str
+    model: str
+    extra: dict[str, Any]
+    process: Started | None
+
+    def target(self) -> Target:
+        extra = {"temperature": 0, "ignore_eos": True} | self.extra
+        return Target(self.url + "/v1/completions", self.model, extra=extra)
+
+    def load(
+        self,
+        works: Sequence[Work],
+        arrivals: Sequence[float] | None = None,
+        most: int | None = None,
+    ) -> tuple[Run, float]:
+        """Send the work, all at once by default; the run, and CPU seconds of the server."""
+        before = self.process.cpu_seconds() if self.process else 0.0
+        run = asyncio.run(run_load(self.target(), works, arrivals or [0.0] * len(works), most))
+        failed = [one for one in run.outcomes if not one.is_success]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(works)} failed: {failed[0].error}")
+        wrong = [
+            (one.output_tokens, work.output_tokens)
+            for one, work in zip(run.outcomes, works, strict=True)
+            if one.output_tokens != work.output_tokens
+        ]
+        if wrong:
+            raise RuntimeError(f"tokens given and asked for differ, as in {wrong[0]}")
+        return run, (self.process.cpu_seconds() - before if self.process else 0.0)
+
+
+def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
+    """What the tables and plots need of a run."""
+    table = summarize(run, percentiles=(90, 99), objectives=objectives)
+    kept = {
+        name: value
+        for name, value in table.items()
+        if name.endswith("_ms") and not name.startswith(("mean", "std", "client"))
+    }
+    kept |= {name: table[name] for name in ("duration", "output_throughput", "request_goodput")}
+    outputs = table["total_output_tokens"]
+    kept |= {"output_tokens": outputs, "input_tokens": table["total_input_tokens"]}
+    kept["cpu_seconds"] = cpu
+    kept["output_tokens_per_cpu_second"] = outputs / cpu if cpu else None
+    return {
+        name: round(value, 3) if isinstance(value, float) else value for name, value in kept.items()
+    }
+
+
+def _cdfs(run: Run) -> dict[str, list[float]]:
+    values = samples(run.outcomes)
+    points = np.linspace(0, 100, CDF_POINTS)
+    return {
+        name: np.percentile(values[name], points).round(2).tolist()
+        for name in ("ttft", "tpot", "itl", "e2el")
+        if len(values[name])
+    }
+
+
+def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
+    """Greedy answers, one request at a time and then all together."""
+    works = workloads.agreement(plan.vocabulary)
+    answers = []
+    for run in (subject.load(works, most=1)[0], subject.load(works)[0]):
+        ordered = sorted(run.outcomes, key=lambda one: one.input_tokens)
+        answers.append([one.token_ids or _ids(one.text) for one in ordered])
+    return {"alone": answers[0], "together": answers[1]}
+
+
+def _ids(text: str) -> list[int]:
+    """Ids from text of the vocabulary that `checkpoint` writes; special tokens have no text."""
+    return [int(number) for number in _WORD.findall(text)]
+
+
+def single(subject: Subject, plan: Plan) -> dict[str, Any]:
+    run, cpu = subject.load(workloads.single(plan.vocabulary, plan.single), most=1)
+    return _speeds(run, cpu)
+
+
+def trace(subject: Subject, plan: Plan) -> dict[str, Any]:
+    run, cpu = subject.load(workloads.trace(plan.vocabulary, plan.trace))
+    return _speeds(run, cpu)
+
+
+def mixed(subject: Subject, plan: Plan) -> dict[str, Any]:
+    run, cpu = subject.load(workloads.mixed(plan.vocabulary, plan.mixed))
+    return _speeds(run, cpu)
+
+
+def serve(subject: Subject, plan: Plan) -> dict[str, Any]:
+    """Poisson arrivals, open loop."""
+    works = workloads.trace(plan.vocabulary, plan.served)
+    arrivals = poisson_arrivals(plan.served, plan.rate, 1.0, np.random.default_rng(3))
+    run, cpu = subject.load(works, arrivals)
+    return _speeds(run, cpu, plan.objectives) | {"rate": plan.rate, "cdf": _cdfs(run)}
+
+
+def curve(subject: Subject, plan: Plan) -> dict[str, Any]:
+    """Throughput of so many clients, each of which asks again when it was answered."""
+    points = {}
+    for clients in plan.crowds:
+        run, cpu = subject.load(workloads.crowd(plan.vocabulary, clients), most=clients)
+        points[str(clients)] = _speeds(run, cpu)
+    return {"points": points}
+
+
+def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
+    """The trace under a continuous and under a padded static schedule, of one engine."""
+    works = workloads.trace(plan.vocabulary, plan.trace)
+    table: dict[str, Any] = {}
+    for rows in plan.batches:
+        for name in ("continuous", "S0"):
+            ask(subject.url + "/schedule", {"schedule": name, "rows": rows})
+            run, cpu = subject.load(works)
+            record = _speeds(run, cpu)
+            if rows == plan.rows:
+                record["timeline"] = spans(ask(subject.url + "/timeline"), rows)
+            table[f"{name} {rows}"] = record
+    return {"schedules": table}
+
+
+def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float, float]]:
+    """(place, begin, end) of each sequence's stay, from who held each slot after every step.
+
+    A place is the lowest of `rows` lines of a chart that was free when the sequence came; slots
+    beyond `rows`, which padded schedules may use, are folded into these.
+    """
+    stays: dict[int, list[float]] = {}
+    last = 0.0
+    for now, held in timeline:
+        for holder in held:
+            if holder > 0:
+                stays.setdefault(holder, [last, now])[1] = now
+        last = now
+    free_at = [0.0] * rows
+    chart = []
+    for begin, end in sorted(map(tuple, stays.values())):
+        place = next((p for p in range(rows) if free_at[p] <= begin), None)
+        if place is None:
+            place = int(np.argmin(free_at))
+        free_at[place] = end
+        chart.append((place, round(begin, 3), round(end, 3)))
+    return chart
+
+
+PARTS: dict[str, Callable[[Subject, Plan], dict[str, Any]]] = {
+    "agreement": agreement,
+    "single": single,
+    "trace": trace,
+    "mixed": mixed,
+    "serve": serve,
+    "curve": curve,
+    "schedules": schedules,
+}
+
+
+def warm(subject: Subject, plan: Plan) -> None:
+    """Requests whose times nobody keeps: engines allocate and tune with the first they see."""
+    works = workloads.crowd(plan.vocabulary, min(plan.rows, 4), outputs=4)
+    subject.load(works)
+    time.sleep(0.1)

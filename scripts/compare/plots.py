@@ -1,0 +1,141 @@
+"""Plots of the comparison, from its records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compare.results import Record, chosen
+
+COLORS = {
+    "jaxserve": "#2a78d6",
+    "transformers": "#eb6834",
+    "transformers-cb": "#c79a00",
+    "llama.cpp": "#1baf7a",
+    "vllm": "#8e5bd0",
+    "openvino": "#d6457f",
+}
+OTHER = "#6b6b6b"
+
+
+def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(4.3 * columns, height), constrained_layout=True, squeeze=False
+    )
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def _with(data: dict[str, Any], part: str) -> list[tuple[str, str, Record]]:
+    """(engine, title, record) of one part, on the first model that has it."""
+    for model in dict.fromkeys(record["model"] for record in data["records"]):
+        found = [
+            (name, engine["title"], records[-1])
+            for name, engine in data["engines"].items()
+            if (records := chosen(data["records"], model, name, part))
+        ]
+        if found:
+            return found
+    return []
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def curve(data: dict[str, Any], path: Path) -> None:
+    """Throughput, and time per token, against the number of clients."""
+    found = _with(data, "curve")
+    if not found:
+        return
+    figure, axes = _figure(2)
+    for name, title, record in found:
+        clients = sorted(map(int, record["points"]))
+        points = [record["points"][str(count)] for count in clients]
+        style = {"color": COLORS.get(name, OTHER), "marker": "o", "markersize": 4, "label": title}
+        axes[0].plot(clients, [p["output_throughput"] for p in points], **style)
+        axes[1].plot(clients, [p["median_tpot_ms"] for p in points], **style)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(clients, [str(count) for count in clients])
+        axis.set_xlabel("clients at once (64 tokens in, 32 out)")
+        axis.set_ylim(0, None)
+    axes[0].set_ylabel("output tokens a second")
+    axes[1].set_ylabel("time per output token, ms (median)")
+    axes[0].legend(frameon=False, fontsize=7)
+    _save(figure, path)
+
+
+def latency(data: dict[str, Any], path: Path) -> None:
+    """Distributions of latencies under load."""
+    found = _with(data, "serve")
+    if not found:
+        return
+    titles = {
+        "ttft": "time to first token, ms",
+        "tpot": "time per output token, ms",
+        "itl": "between tokens, ms",
+    }
+    figure, axes = _figure(len(titles))
+    for axis, (metric, label) in zip(axes, titles.items(), strict=True):
+        for name, title, record in found:
+            values = record["cdf"].get(metric, [])
+            share = np.linspace(0, 1, len(values))
+            axis.plot(
+                np.maximum(values, 0.1), share, color=COLORS.get(name, OTHER), label=title, lw=1.4
+            )
+        axis.set(xlabel=label, ylabel="share", ylim=(0, 1), xscale="log")
+        axis.xaxis.set_minor_formatter("")
+    axes[-1].legend(frameon=False, fontsize=7, loc="lower right")
+    _save(figure, path)
+
+
+def slots(data: dict[str, Any], path: Path) -> None:
+    """Who held which slot when: the same requests, continuous above and padded static below."""
+    rows = data["settings"]["rows"]
+    found = _with(data, "schedules")
+    if not found:
+        return
+    table = found[0][2]["schedules"]
+    charts = {name: table.get(f"{name} {rows}") for name in ("continuous", "S0")}
+    charts = {name: one for name, one in charts.items() if one and "timeline" in one}
+    if len(charts) < 2:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True, constrained_layout=True)
+    titles = {"continuous": "continuous", "S0": "padded static (S0)"}
+    for axis, (name, record) in zip(axes, charts.items(), strict=True):
+        _chart(axis, record["timeline"], rows)
+        speed = record["output_throughput"]
+        axis.set_title(f"{titles[name]}: {speed:.0f} output tokens/s", loc="left", fontsize=10)
+    axes[-1].set_xlabel(
+        f"seconds; the same requests, {rows} slots, one engine; a bar is one request's stay"
+    )
+    _save(figure, path)
+
+
+def _chart(axis: Any, timeline: Sequence[Sequence[float]], rows: int) -> None:
+    blues = ("#2a78d6", "#74aee8")
+    stays = [0] * rows  # so that neighbours in a slot differ
+    for place, begin, end in timeline:
+        color = blues[stays[int(place)] % 2]
+        stays[int(place)] += 1
+        axis.barh(place, end - begin, left=begin, height=0.86, color=color, linewidth=0)
+    axis.set(ylim=(-0.6, rows - 0.4), ylabel="slot")
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,272 @@
+"""Tables of the comparison: Markdown beside the results, and README's section."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compare import plots
+from compare.results import Record, chosen, middle, ratio
+
+BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
+OURS = "jaxserve"
+MODEL_TITLES = {
+    "wide": "137M Llama",
+    "deep": "SmolLM-135M shape",
+    "small": "14M Llama",
+    "tiny": "tiny Llama",
+}
+# (part, number, heading, unit is a speed: more is better, scale, format)
+COLUMNS = (
+    ("start", "seconds", "start, s", 1.0, ".1f"),
+    ("single", "output_throughput", "single stream, tok/s", 1.0, ".1f"),
+    ("trace", "output_throughput", "trace, tok/s", 1.0, ".1f"),
+    ("mixed", "output_throughput", "mixed, tok/s", 1.0, ".1f"),
+    ("mixed", "output_tokens_per_cpu_second", "mixed, tok/CPU-s", 1.0, ".1f"),
+    ("serve", "median_ttft_ms", "TTFT p50, ms", 1.0, ".0f"),
+    ("serve", "p99_ttft_ms", "TTFT p99, ms", 1.0, ".0f"),
+    ("serve", "median_tpot_ms", "TPOT p50, ms", 1.0, ".0f"),
+    ("serve", "p99_itl_ms", "ITL p99, ms", 1.0, ".0f"),
+    ("serve", "request_goodput", "goodput, req/s", 1.0, ".2f"),
+    (None, "peak_bytes", "peak memory, MiB", 2.0**-20, ".0f"),
+)
+# (words, part, number, rival, wanted ratio at least, model or None for any)
+GATES = (
+    ("trace, over Transformers padded static", "trace", "transformers", 4.0, "wide"),
+    ("single stream, over Transformers", "single", "transformers", 1.5, "wide"),
+    ("mixed, over vLLM's CPU build", "mixed", "vllm", 1.0, None),
+    ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
+    ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
+    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, "wide"),
+)
+# Of logits of about unit size in float32; a wrong model is off by far more.
+ROUNDING = 1e-3
+S0_GATES = {16: 2.4, 32: 3.1}
+
+
+def _span(found: tuple[float, float, float] | None, form: str, scale: float = 1.0) -> str:
+    """`median (least to most)`, or the median alone where there is no spread."""
+    if found is None:
+        return "-"
+    middle_, least, most = (format(value * scale, form) for value in found)
+    return middle_ if least == most else f"{middle_} ({least} to {most})"
+
+
+def models_of(data: dict[str, Any]) -> list[str]:
+    measured = {record["model"] for record in data["records"]}
+    return [model for model in MODEL_TITLES if model in measured]
+
+
+def engines_of(data: dict[str, Any], model: str) -> list[str]:
+    """Those that were measured, in the order of their first record's kind; ours first."""
+    names = [
+        name
+        for name in data["engines"]
+        if name != "jaxserve-schedules"
+        and any(r["engine"] == name and r["model"] == model for r in data["records"])
+    ]
+    return sorted(names, key=lambda name: name != OURS)
+
+
+def _number(data: dict[str, Any], model: str, engine: str, part: str | None, name: str):
+    records = data["records"]
+    if part is not None:
+        return middle(chosen(records, model, engine, part), name)
+    mine = [r for r in records if r["model"] == model and r["engine"] == engine]
+    most = max((r.get(name, 0) for r in mine), default=0)
+    return (most, most, most) if most else None
+
+
+def model_table(data: dict[str, Any], model: str) -> list[str]:
+    """One row an engine; columns that nobody has are left out."""
+    engines = engines_of(data, model)
+    cells = {
+        heading: [_span(_number(data, model, e, part, name), form, scale) for e in engines]
+        for part, name, heading, scale, form in COLUMNS
+    }
+    cells = {heading: column for heading, column in cells.items() if set(column) != {"-"}}
+    lines = ["| | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
+    for row, engine in enumerate(engines):
+        title = data["engines"][engine]["title"]
+        lines.append(f"| {title} | " + " | ".join(c[row] for c in cells.values()) + " |")
+    return lines
+
+
+def gates(data: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
+    """(what, measured with spread, wanted, median) of every ratio that there are numbers for."""
+    rows = []
+    records = data["records"]
+    for model in models_of(data):
+        title = MODEL_TITLES[model]
+        for rows_, wanted in S0_GATES.items():
+            found = _schedule_gain(chosen(records, model, "jaxserve-schedules", "schedules"), rows_)
+            if found:
+                words = f"continuous over padded static (S0), {rows_} rows, {title}"
+                rows.append((words, _span(found, ".2f"), wanted, found[0]))
+        for words, part, rival, wanted, only in GATES:
+            found = ratio(records, model, (OURS, rival), part, "output_throughput")
+            if found and only in (None, model):
+                rows.append((f"{words}, {title}", _span(found, ".2f"), wanted, found[0]))
+    return rows
+
+
+def _schedule_gain(records: list[Record], rows: int) -> tuple[float, float, float] | None:
+    gains = []
+    for record in records:
+        table = record["schedules"]
+        if f"S0 {rows}" in table:
+            ours = table[f"continuous {rows}"]["output_throughput"]
+            gains.append({"gain": ours / table[f"S0 {rows}"]["output_throughput"]})
+    return middle(gains, "gain")
+
+
+def gate_table(data: dict[str, Any]) -> list[str]:
+    lines = ["| output tokens/s, ratio | measured | wanted | |", "|---|---|---|---|"]
+    for words, shown, wanted, found in gates(data):
+        verdict = "met" if found is not None and found >= wanted else "**not met**"
+        lines.append(f"| {words} | {shown} | {wanted:g} | {verdict} |")
+    return lines if len(lines) > 2 else []
+
+
+def agreement_table(data: dict[str, Any]) -> list[str]:
+    """Of every engine's greedy tokens, how many are the judge's best, and the largest gap."""
+    lines = []
+    for model in models_of(data):
+        for engine in engines_of(data, model):
+            for record in chosen(data["records"], model, engine, "agreement"):
+                lines.append(_agreement_row(data, model, engine, record))
+    if not lines:
+        return []
+    head = "| | model | best by float64 | alike alone and together | first gap | largest gap | |"
+    return [head, "|---" * 7 + "|", *lines]
+
+
+def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record) -> str:
+    same = sum(a == b for a, b in zip(record["alone"], record["together"], strict=True))
+    gaps, answers = record.get("gaps"), len(record["alone"])
+    cells = ["not judged", f"{same} of {answers}", "-", "-", ""]
+    if gaps:
+        cells[0] = f"{sum(gap == 0 for gap in gaps)} of {len(gaps)} tokens"
+        if max(gaps):
+            # All answers are of one length; the first place where one leaves the best.
+            place = gaps.index(next(gap for gap in gaps if gap))
+            length = len(gaps) // (2 * answers)
+            cells[2] = f"{gaps[place]:.2g} at token {place % length + 1}"
+            cells[3] = f"{max(gaps):.2g}"
+        cells[4] = "agrees" if max(gaps) < ROUNDING else "**differs**"
+    title = data["engines"][engine]["title"]
+    return f"| {title} | {MODEL_TITLES[model]} | {' | '.join(cells)} |"
+
+
+def _engine_lines(data: dict[str, Any]) -> list[str]:
+    lines = []
+    for engine in data["engines"].values():
+        if "missing" in engine:
+            lines.append(f"- {engine['title']}: **not installed**: {engine['missing']}")
+            continue
+        known = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+        lines.append(f"- {engine['title']}: {known or 'version not known'}; {engine['settings']}")
+    failed = [r for r in data["records"] if "error" in r]
+    for record in failed:
+        title = data["engines"].get(record["engine"], {}).get("title", record["engine"])
+        lines.append(f"- {title}, {record['part']}, {record['model']}: failed: {record['error']}")
+    return lines
+
+
+def _words(data: dict[str, Any]) -> str:
+    settings, machine = data["settings"], data["machine"]
+    return (
+        f"{settings['dtype']}, {settings['threads']} threads, {settings['rows']} rows; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {data['date']}"
+    )
+
+
+def table(data: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    settings = data["settings"]
+    text = [
+        "# Engines compared",
+        "",
+        f"`{data.get('command', '')}`",
+        "",
+        f"{_words(data)}. Random weights, the same for all. Numbers are medians over repeats, "
+        "with the least and the most; ratios are taken within a repeat. Peak memory is the most "
+        "of a run, over all processes of a server.",
+        "",
+        *_engine_lines(data),
+        "",
+        "## Ratios",
+        "",
+        *gate_table(data),
+    ]
+    for model in models_of(data):
+        text += ["", f"## {MODEL_TITLES[model]}", "", *model_table(data, model)]
+    text += ["", "## Do they say the same?", "", *agreement_table(data), ""]
+    text += [
+        "Trace: the first "
+        f"{settings['trace']} requests of the Azure conversation trace, lengths divided by 8, all "
+        f"at once. Mixed: {settings['mixed']} requests of 16 to 512 tokens in and 8 to 256 out, "
+        "all at once. Single stream: 32 tokens in, 64 out. Latencies and goodput: "
+        f"{settings['served']} requests of the trace, Poisson arrivals of {settings['rate']:g} a "
+        f"second; good is {' and '.join(settings['goodput'])} ms.",
+        "",
+    ]
+    return "\n".join(text)
+
+
+def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str:
+    """What stands between README's markers."""
+    missing = [e["title"] for e in data["engines"].values() if "missing" in e]
+    lines = [
+        BEGIN,
+        f"One run of `python scripts/compare_engines.py`: {_words(data)}.",
+        f"All of it, with versions, spread and latencies: `{results}`.",
+        *([f"Not installed here: {', '.join(missing)}."] if missing else []),
+        "",
+        *gate_table(data),
+        "",
+        *(f"![{Path(image).stem}]({image})" for image in images),
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
+    """The table and the plots that go with a results file."""
+    names = ("curve", "latency", "slots")
+    return json_path.with_suffix(".md"), {
+        name: json_path.with_name(f"{json_path.stem}_{name}.png") for name in names
+    }
+
+
+def write(data: dict[str, Any], json_path: Path) -> None:
+    """The table and the plots beside the results."""
+    markdown, images = paths(json_path)
+    markdown.write_text(table(data))
+    plots.curve(data, images["curve"])
+    plots.latency(data, images["latency"])
+    plots.slots(data, images["slots"])
+
+
+def section_of(json_path: Path, root: Path) -> str:
+    """README's section for a results file inside the repository."""
+    data = json.loads(json_path.read_text())
+    markdown, images = paths(json_path)
+    shown = [images["slots"]] if images["slots"].exists() else []
+    return readme_section(
+        data, str(markdown.relative_to(root)), [str(p.relative_to(root)) for p in shown]
+    )
+
+
+def replaced(readme: str, section: str) -> str:
+    """README with another section between the markers.
+
+    Raises:
+        ValueError: it has no markers.
+    """
+    before, found, rest = readme.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise ValueError(f"README.md has no lines {BEGIN} and {END}")
+    return before + section + after

@@ -1,0 +1,110 @@
+"""The results file: records as they are measured, and medians over repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Results:
+    """Everything that was measured, written after each part so that a run can go on later.
+
+    Args:
+        path: the JSON file.
+        settings: what must be equal for records to be comparable.
+        resume: take what the file holds, where its settings are these; engines that could not be
+            installed are tried again.
+
+    Raises:
+        ValueError: the file was measured with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], resume: bool) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {
+            "settings": settings,
+            "machine": machine(),
+            "engines": {},
+            "records": [],
+        }
+        if resume and path.exists():
+            self.data = json.loads(path.read_text())
+            if self.data["settings"] != json.loads(json.dumps(settings)):
+                raise ValueError(f"{path} was measured with other settings; leave out --resume")
+            known = self.data["engines"].items()
+            self.data["engines"] = {name: one for name, one in known if "missing" not in one}
+
+    @property
+    def records(self) -> list[Record]:
+        return self.data["records"]
+
+    def has(self, key: Record) -> bool:
+        """Whether a part was measured; one that failed was not."""
+        return any("error" not in r and key.items() <= r.items() for r in self.records)
+
+    def add(self, record: Record) -> None:
+        key = {name: record[name] for name in ("model", "engine", "part", "repeat")}
+        self.data["records"] = [r for r in self.records if not key.items() <= r.items()]
+        if "error" in record:
+            record = record | {"error": plain(record["error"])}
+        self.records.append(record | {"load": round(os.getloadavg()[0], 2)})
+        self.save()
+
+    def save(self) -> None:
+        """One record a line: a file that can be read, and compared by eye."""
+        self.data["date"] = time.strftime("%Y-%m-%d")
+        head = {name: value for name, value in self.data.items() if name != "records"}
+        lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in self.records)
+        text = json.dumps(head, indent=1)[:-2] + ',\n "records": [\n' + lines + "\n ]\n}\n"
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(self._path)
+
+
+def plain(text: str) -> str:
+    """A message or a command without what belongs to one machine: folders, and addresses."""
+    text = re.sub(r"\w+://\S+", "URL", text)
+    return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
+
+
+def machine() -> dict[str, Any]:
+    """CPU by its name where /proc/cpuinfo tells it, cores, memory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        name = platform.machine()
+    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return {"cpu": name, "cores": os.cpu_count(), "memory_gib": round(gigabytes)}
+
+
+def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:
+    """Records of one part that did not fail, by repeat."""
+    key = {"model": model, "engine": engine, "part": part}.items()
+    found = [r for r in records if key <= r.items() and "error" not in r]
+    return sorted(found, key=lambda record: record["repeat"])
+
+
+def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
+    """(median, least, most) of a number over repeats; None without any."""
+    values = [r[name] for r in records if r.get(name) is not None]
+    return (statistics.median(values), min(values), max(values)) if values else None
+
+
+def ratio(
+    records: list[Record], model: str, pair: tuple[str, str], part: str, name: str
+) -> tuple[float, float, float] | None:
+    """(median, least, most) of one engine's number over another's, repeat by repeat."""
+    ours = {r["repeat"]: r[name] for r in chosen(records, model, pair[0], part)}
+    theirs = {r["repeat"]: r[name] for r in chosen(records, model, pair[1], part)}
+    ratios = [ours[n] / theirs[n] for n in sorted(ours.keys() & theirs.keys()) if theirs[n]]
+    return (statistics.median(ratios), min(ratios), max(ratios)) if ratios else None

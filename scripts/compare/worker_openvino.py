@@ -1,0 +1,60 @@
+"""OpenVINO GenAI's ContinuousBatchingPipeline behind HTTP."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino
+import openvino_genai
+from worker_http import Front, Job, arguments
+
+
+def open_pipeline(
+    folder: str, rows: int, max_len: int, threads: int, dtype: str
+) -> openvino_genai.ContinuousBatchingPipeline:
+    """Float32 must be asked for: the default is bf16 where the CPU has it, and an 8-bit cache."""
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_seqs = rows
+    scheduler.max_num_batched_tokens = 512
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = True
+    scheduler.num_kv_blocks = rows * -(-max_len // 32) + rows
+    precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    properties = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
+    }
+    return openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+
+
+def wanted(job: Job) -> openvino_genai.GenerationConfig:
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = job.max_tokens
+    config.ignore_eos = True
+    config.do_sample = False
+    return config
+
+
+def main() -> None:
+    options = arguments(("--converted", ""))
+    pipeline = open_pipeline(
+        options.converted, options.rows, options.max_len, options.threads, options.dtype
+    )
+    front = Front(options.port)
+    running: list[tuple[Job, openvino_genai.GenerationHandle]] = []
+    number = 0
+    while True:
+        for job in front.waiting() if running else [front.jobs.get(), *front.waiting()]:
+            prompt = openvino.Tensor(np.array([job.prompt], np.int64))
+            running.append((job, pipeline.add_request(number, prompt, wanted(job))))
+            number += 1
+        pipeline.step()
+        for job, handle in running:
+            while handle.can_read():
+                for output in handle.read().values():
+                    job.write(list(output.generated_ids))
+        running = [pair for pair in running if not pair[0].done.is_set()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""One jaxserve engine behind HTTP whose schedule is changed between runs by POST /schedule.
+
+Weights and programs are loaded once, so that continuous and static batching differ in nothing but
+their schedule. GET /timeline tells who held each slot in every step since the last change.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jaxserve.config import EngineConfig, prepare_process
+
+prepare_process()
+
+import numpy as np
+
+from compare.worker_http import Front, Job, arguments
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine, make_scheduler
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.request import SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.static import StaticScheduler
+
+CONTINUOUS, S0, S1 = "continuous", "S0", "S1"
+
+
+class Schedules:
+    """The engine that runs now, and what its steps were."""
+
+    def __init__(self, loaded: Loaded, rows: int) -> None:
+        self._loaded = loaded
+        self._rows = rows
+        self.timeline: list[tuple[float, list[int]]] = []
+        self._started = 0.0
+        self.change({"schedule": CONTINUOUS, "rows": rows})
+
+    def change(self, wish: dict[str, Any]) -> dict[str, Any]:
+        """Only while nothing runs; {"schedule": continuous, S0 or S1; "rows": at most --rows}."""
+        name, rows = wish["schedule"], int(wish.get("rows", self._rows))
+        if name not in (CONTINUOUS, S0, S1) or not 1 <= rows <= self._rows:
+            raise ValueError(f"no such schedule: {wish}")
+
+        def make(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
+            if name == CONTINUOUS:
+                scheduler = make_scheduler(config, pool, slots)
+                scheduler.max_running = rows
+                return scheduler
+            assert config.max_num_batched_tokens
+            return StaticScheduler(
+                pool,
+                slots,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                padded=name == S0,
+                batch_size=rows,
+            )
+
+        self.engine = Engine(self._loaded, scheduler=make)
+        self.timeline = []
+        return {"schedule": name, "rows": rows}
+
+    def add(self, job: Job, number: int) -> None:
+        params = SamplingParams(
+            temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
+        )
+
+        def sink(delta: Delta) -> None:
+            if delta.error:
+                job.fail(delta.error)
+            job.write(list(delta.token_ids))
+
+        self.engine.add(self.engine.request(str(number), np.array(job.prompt), params), sink)
+
+    def step(self) -> None:
+        if not self.timeline:
+            self._started = time.perf_counter()
+        self.engine.step()
+        held = self.engine.slots.generation.tolist()
+        self.timeline.append((time.perf_counter() - self._started, held))
+
+
+def main() -> None:
+    options = arguments()
+    rows = options.rows
+    loaded = load(
+        EngineConfig(
+            model=options.model,
+            dtype=options.dtype,
+            max_num_seqs=2 * rows,
+            max_model_len=options.max_len,
+            enable_prefix_caching=False,
+            decode_sizes=tuple(sorted({1, max(1, rows // 4), max(1, rows // 2), rows, 2 * rows})),
+        )
+    )
+    schedules = Schedules(loaded, rows)
+    front = Front(
+        options.port,
+        {"/schedule": schedules.change, "/timeline": lambda _: schedules.timeline},
+    )
+    number = 0
+    while True:
+        # A static batch must not start with the first of many that were sent together.
+        for job in front.batch(1 << 20):
+            schedules.add(job, number)
+            number += 1
+        while schedules.engine.has_work:
+            for job in front.waiting():
+                schedules.add(job, number)
+                number += 1
+            schedules.step()
+
+
+if __name__ == "__main__":
+    main()

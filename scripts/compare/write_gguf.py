@@ -1,0 +1,108 @@
+"""A Hugging Face Llama with a word a token as GGUF: write_gguf.py FOLDER FILE DTYPE.
+
+Runs in llama.cpp's environment (packages gguf and safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors import safe_open
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+CONTROL, NORMAL, UNKNOWN = 3, 1, 2
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head as pairs (i, i + half): llama.cpp's Llama rotates neighbours."""
+    outputs, inputs = weight.shape
+    return (
+        weight.reshape(heads, 2, outputs // heads // 2, inputs)
+        .swapaxes(1, 2)
+        .reshape(outputs, inputs)
+    )
+
+
+def gguf_name(name: str) -> str:
+    parts = name.removesuffix(".weight").split(".")
+    if parts[1] == "layers":
+        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.weight"
+    return f"{NAMES['.'.join(parts)]}.weight"
+
+
+def add_fields(writer: gguf.GGUFWriter, config: dict) -> None:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [UNKNOWN, CONTROL, CONTROL] + [NORMAL] * (len(words) - 3)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def main() -> None:
+    folder, path, dtype = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    config = json.loads((folder / "config.json").read_text())
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "llama")
+    types = gguf.LlamaFileType
+    writer.add_file_type(types.ALL_F32 if dtype == "float32" else types.MOSTLY_BF16)
+    add_fields(writer, config)
+    add_tokenizer(writer, folder)
+    with safe_open(folder / "model.safetensors", "np") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            values = tensors.get_tensor(name)
+            for projection, heads in (
+                ("q_proj", config["num_attention_heads"]),
+                ("k_proj", config["num_key_value_heads"]),
+            ):
+                if projection in name:
+                    values = interleaved(values, heads)
+            kind = None
+            if dtype == "bfloat16" and values.ndim > 1:
+                kind = gguf.GGMLQuantizationType.BF16
+                values = gguf.quants.quantize(values, kind)
+            writer.add_tensor(gguf_name(name), values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""jaxserve and other engines on one workload, with the same weights, in one run.
+
+    python scripts/compare_engines.py --prepare                  installs; warms compile caches
+    python scripts/compare_engines.py                            everything, interleaved repeats
+    python scripts/compare_engines.py --resume --max-seconds 150 a slice of it, and on later
+    python scripts/compare_engines.py --models tiny --repeats 1 --trace 8 --mixed 4 --served 4
+    python scripts/compare_engines.py --url vllm=http://10.0.0.7:8000 --engines jaxserve
+    python scripts/compare_engines.py --write                    table, plots and README only
+
+Every engine runs as a server process with `--threads` threads, started anew for each repeat, and
+is asked by the same client over HTTP: prompts as token ids, greedy, the end of sequence ignored.
+Engines without such a server get a small one (scripts/compare/worker_http.py). First their greedy
+answers are judged by Transformers in float64; then start-up, single stream, offline throughput,
+latency under load and memory are measured. Engines are installed on first use, each in an
+environment of its own in the user's cache folder; one that cannot be is named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+from compare import parts, report, workloads
+from compare.checkpoint import config_of, random_checkpoint
+from compare.engine import WORKERS, Engine, Setting
+from compare.engine_jaxserve import Jaxserve, JaxserveSchedules
+from compare.engine_llamacpp import LlamaCpp
+from compare.engine_openvino import OpenVino
+from compare.engine_transformers import Transformers, TransformersContinuous
+from compare.engine_url import Url
+from compare.engine_vllm import Vllm
+from compare.environments import NotInstalled, cache_folder, python_of, versions
+from compare.parts import PARTS, Plan, Subject
+from compare.process import Started
+from compare.results import Results, plain
+from compare.shapes import SHAPES
+from compare.workloads import MAX_LEN
+from serving_process import ask, free_port
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "scripts" / "results" / "compare_engines.json"
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Jaxserve(),
+        JaxserveSchedules(),
+        Transformers(),
+        TransformersContinuous(),
+        LlamaCpp(),
+        Vllm(),
+        OpenVino(),
+    )
+}
+# What each model is for; `schedules` is for one engine, which does nothing else.
+PARTS_OF = {
+    "wide": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+    "small": ("agreement", "single", "mixed"),
+    "deep": ("agreement", "single", "trace", "mixed"),
+    "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+}
+# One repeat tells enough: answers do not change, and these are for plots.
+ONCE = ("agreement", "serve", "curve")
+# Far behind and slow: once, or not at all, so that the whole stays short. What a gate asks is kept.
+SELDOM = {"transformers-cb": ("trace",)}
+NEVER = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
+GOES_ON = 3
+
+
+@dataclass
+class Task:
+    """One start of one engine, and what is to be measured on it."""
+
+    model: str
+    engine: Engine
+    repeat: int
+    parts: list[str]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--models", default="wide,small", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a server of the OpenAI protocol that runs already",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="an interpreter that has the engine, instead of an own environment",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
+    parser.add_argument("--batches", default="16,32", help="rows of the compared schedules")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", type=int, default=64, help="requests of the Azure trace")
+    parser.add_argument("--mixed", type=int, default=64, help="requests of mixed lengths")
+    parser.add_argument("--single", type=int, default=3, help="requests one after another")
+    parser.add_argument("--served", type=int, default=40, help="requests under load")
+    parser.add_argument("--rate", type=float, default=3.0, help="requests a second under load")
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=["ttft:2000", "tpot:100"],
+        metavar="NAME:MS",
+        help="what a request under load must meet",
+    )
+    parser.add_argument("--crowds", default="1,4,16", help="clients at once, for the curve")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=float("inf"),
+        help=f"begin no part after these; exit status {GOES_ON} if some are left",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="install and start everything once, measure nothing"
+    )
+    parser.add_argument("--write", action="store_true", help="measure nothing; write the report")
+    parser.add_argument(
+        "--write-readme", action="store_true", help="put the table between README's markers"
+    )
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What records must have in common to be compared."""
+    names = "dtype threads rows batches trace mixed single served rate goodput crowds".split()
+    return {name: getattr(options, name) for name in names}
+
+
+def plan_of(options: argparse.Namespace, model: str) -> Plan:
+    return Plan(
+        vocabulary=config_of(model)["vocab_size"],
+        rows=options.rows,
+        trace=options.trace,
+        mixed=options.mixed,
+        single=options.single,
+        served=options.served,
+        rate=options.rate,
+        objectives={k: float(v) for k, _, v in (o.partition(":") for o in options.goodput)},
+        crowds=tuple(map(int, options.crowds.split(","))),
+        batches=tuple(map(int, options.batches.split(","))),
+    )
+
+
+def engines_of(options: argparse.Namespace) -> list[Engine]:
+    names = [name for name in options.engines.split(",") if name]
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        raise ValueError(f"--engines: no {', '.join(unknown)}; there are {', '.join(ENGINES)}")
+    urls = [pair.partition("=") for pair in options.url]
+    return [ENGINES[name] for name in names] + [
+        Url(name=name, title=name, base_url=url.rstrip("/").removesuffix("/v1"))
+        for name, _, url in urls
+    ]
+
+
+def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
+    """Engines take turns, in another order in every repeat; what was measured is left out."""
+    tasks = []
+    wanted = options.parts.split(",")
+    for repeat in range(options.repeats):
+        engines = engines_of(options)
+        engines = engines[repeat % len(engines) :] + engines[: repeat % len(engines)]
+        for model in options.models.split(","):
+            for engine in engines:
+                names = [*PARTS_OF[model]]
+                if isinstance(engine, JaxserveSchedules):
+                    names = ["schedules"] if "trace" in names else []
+                once = (*ONCE, *SELDOM.get(engine.name, ()))
+                names = [n for n in names if n in wanted and not (repeat and n in once)]
+                names = [n for n in names if n not in NEVER.get(engine.name, ())]
+                key = {"model": model, "engine": engine.name, "repeat": repeat}
+                names = [n for n in names if not results.has(key | {"part": n})]
+                if names and "missing" not in results.data["engines"].get(engine.name, {}):
+                    tasks.append(Task(model, engine, repeat, names))
+    return tasks
+
+
+class Comparison:
+    """The run: installs, starts, measures, and writes down after each part."""
+
+    def __init__(self, options: argparse.Namespace, results: Results) -> None:
+        self._options, self._results = options, results
+        self._begin = time.monotonic()
+        self._given = {n: Path(p) for n, _, p in (pair.partition("=") for pair in options.python)}
+
+    def is_over(self) -> bool:
+        return time.monotonic() - self._begin > self._options.max_seconds
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
+
+    def setting(self, model: str, engine: Engine) -> Setting:
+        options = self._options
+        folder = cache_folder()
+        rows = options.rows
+        if isinstance(engine, JaxserveSchedules):
+            rows = max(map(int, options.batches.split(",")))
+        return Setting(
+            model=random_checkpoint(model, folder / "models"),
+            rows=rows,
+            max_len=MAX_LEN,
+            threads=options.threads,
+            dtype=options.dtype,
+            folder=folder,
+        )
+
+    def start(self, engine: Engine, model: str) -> Started:
+        """Install the engine and convert the checkpoint where that was not done; its server.
+
+        Raises:
+            NotInstalled: it cannot be had here.
+        """
+        python = python_of(engine, self._given)
+        self._note(engine, versions(python, engine.version_of))
+        setting = self.setting(model, engine)
+        engine.prepare(python, setting)
+        port = free_port()
+        return Started(
+            engine.command(python, setting, port),
+            engine.environment(python, setting),
+            f"http://127.0.0.1:{port}",
+            cache_folder() / f"{engine.name}.log",
+        )
+
+    def prepare(self) -> None:
+        """Start everything once: what is installed, converted and compiled then is kept."""
+        for engine in engines_of(self._options):
+            for model in self._options.models.split(","):
+                if isinstance(engine, Url):
+                    continue
+                self.say(f"{engine.title}: {model}")
+                try:
+                    with self.start(engine, model) as process:
+                        self.say(f"  first start took {process.start_seconds:.1f} s")
+                except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
+                    self.say(f"  {error}")
+
+    def measure(self, task: Task) -> None:
+        """All parts of one start; what fails is recorded and does not end the run."""
+        engine, results = task.engine, self._results
+        key = {"model": task.model, "engine": engine.name, "repeat": task.repeat}
+        self.say(f"{engine.title}: {task.model}, repeat {task.repeat + 1}")
+        try:
+            if isinstance(engine, Url):
+                served = ask(engine.base_url + "/v1/models")["data"][0]["id"]
+                self._note(engine, {})
+                self._parts(task, Subject(engine.base_url, served, engine.extra, None), key)
+                return
+            with self.start(engine, task.model) as process:
+                self.say(f"  ready after {process.start_seconds:.1f} s")
+                start = {"part": "start", "seconds": round(process.start_seconds, 2)}
+                results.add(key | start)
+                served = ask(process.url + "/v1/models")["data"][0]["id"]
+                self._parts(task, Subject(process.url, served, engine.extra, process), key)
+        except NotInstalled as reason:
+            self._results.data["engines"][engine.name] = {
+                "title": engine.title,
+                "missing": plain(str(reason)),
+            }
+            self._results.save()
+            self.say(f"  not installed: {reason}")
+        except (RuntimeError, URLError, OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or str(error).encode()
+            text = said.decode(errors="replace").strip().splitlines()[-1:] or ["failed"]
+            results.add(key | {"part": "start", "error": text[0][-500:]})
+            self.say(f"  {text[0][-500:]}")
+
+    def _note(self, engine: Engine, found: dict[str, str]) -> None:
+        self._results.data["engines"][engine.name] = {
+            "title": engine.title,
+            "versions": found,
+            "settings": engine.settings,
+        }
+
+    def _parts(self, task: Task, subject: Subject, key: dict[str, Any]) -> None:
+        plan = plan_of(self._options, task.model)
+        parts.warm(subject, plan)
+        for name in task.parts:
+            if self.is_over():
+                return
+            begin = time.monotonic()
+            try:
+                record = PARTS[name](subject, plan)
+            except RuntimeError as error:
+                record = {"error": str(error)}
+            if subject.process is not None:
+                record["peak_bytes"] = subject.process.peak_bytes
+            record["took_seconds"] = round(time.monotonic() - begin, 1)
+            self._results.add(key | {"part": name} | record)
+            speed = record.get("output_throughput")
+            shown = record.get("error") or (f"{speed:.1f} output tokens/s" if speed else "")
+            self.say(f"  {name} took {record['took_seconds']} s  {shown}")
+
+    def judge(self) -> None:
+        """Logit gaps of every answer that has none yet, by Transformers in float64."""
+        waiting = [
+            record
+            for record in self._results.records
+            if record["part"] == "agreement" and "alone" in record and "gaps" not in record
+        ]
+        if not waiting:
+            return
+        judge = ENGINES["transformers"]
+        try:
+            python = python_of(judge, self._given)
+        except NotInstalled as reason:
+            self.say(f"answers are not judged: {reason}")
+            return
+        for model in sorted({record["model"] for record in waiting}):
+            records = [record for record in waiting if record["model"] == model]
+            self.say(f"judging the answers of {len(records)} engines, {model}")
+            self._judge(python, model, records)
+
+    def _judge(self, python: Path, model: str, records: list[dict[str, Any]]) -> None:
+        works = workloads.agreement(config_of(model)["vocab_size"])
+        # Engines mostly agree, so that each answer is judged once.
+        answers = {
+            (tuple(work.prompt), tuple(tokens)): []
+            for record in records
+            for way in ("alone", "together")
+            for work, tokens in zip(works, record[way], strict=True)
+        }
+        asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
+        folder = random_checkpoint(model, cache_folder() / "models")
+        command = [str(python), str(WORKERS / "judge.py"), str(folder), str(self._options.threads)]
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, check=True
+        )
+        verdicts = dict(zip(answers, json.loads(done.stdout), strict=True))
+        for record in records:
+            gaps = [
+                gap
+                for way in ("alone", "together")
+                for work, tokens in zip(works, record[way], strict=True)
+                for gap in verdicts[tuple(work.prompt), tuple(tokens)]
+            ]
+            self._results.add(record | {"gaps": [float(f"{gap:.3g}") for gap in gaps]})
+
+
+def main() -> int:
+    options = make_parser().parse_args()
+    try:
+        results = Results(options.json, settings_of(options), options.resume or options.write)
+        tasks = [] if options.write else make_tasks(options, results)
+    except ValueError as error:
+        print(f"compare_engines: {error}", file=sys.stderr)
+        return 2
+    if not options.write:
+        results.data["command"] = plain(" ".join(["python", *sys.argv]))
+    comparison = Comparison(options, results)
+    if options.prepare:
+        comparison.prepare()
+        return 0
+    for number, task in enumerate(tasks):
+        if comparison.is_over():
+            break
+        comparison.say(f"start {number + 1} of {len(tasks)}")
+        comparison.measure(task)
+    comparison.judge()
+    report.write(results.data, options.json)
+    if options.write_readme:
+        report.write_readme(results.data, ROOT / "README.md")
+    print(report.table(results.data))
+    left = [] if options.write else make_tasks(options, results)
+    return GOES_ON if left and comparison.is_over() else 0
+
+
+if __name__ == "__main__":
+    # As an exception, so that no engine outlives a run that is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What the simulator is fed with, and judged by: step times of this device, and the real engine."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.runner import Runner
+from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import SlotTable
+from sim_jobs import Job
+from sim_loop import Record, Setting
+from sim_times import Measured, attention_work
+
+ROUNDS = 5
+
+
+def load_engine(config: EngineConfig) -> Loaded:
+    """An engine's parts, which outlive the engines made of them."""
+    return load(config)
+
+
+def setting_of(loaded: Loaded, **changes: Any) -> Setting:
+    """What a simulation of this engine is to be set to."""
+    config, buckets = loaded.config, loaded.runner.buckets
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
+    tokens = tuple(b.num_tokens for b in buckets if not b.decode_only)
+    values: dict[str, Any] = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_pages": loaded.runner.num_pages,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "async_scheduling": config.async_scheduling,
+        "num_scheduler_steps": config.num_scheduler_steps,
+        "max_steps": loaded.runner.max_steps,
+        "decode_sizes": decode,
+        "token_sizes": tokens,
+    }
+    return Setting(**(values | changes))
+
+
+class _Steps:
+    """Plans that are run straight on a runner, each again and again."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.runner: Runner = loaded.runner
+        self.setting = setting_of(loaded)
+        self.slots = SlotTable(
+            self.setting.max_num_seqs, self.setting.max_model_len, self.setting.block_size
+        )
+        pages = np.arange(self.slots.num_slots * self.slots.max_pages)
+        table = 1 + pages % (self.runner.num_pages - 1)
+        self.slots.page_table[:-1] = table.reshape(self.slots.num_slots, -1)
+        self.slots.num_known[:] = self.slots.stop_length[:] = self.setting.max_model_len
+        self.slots.tokens[:] = 7
+
+    def seconds(self, rows: int, start: int, count: int, num_steps: int = 1) -> float:
+        """Of a step of `rows` rows of `count` tokens each that begin at `start`, in a queue; or of
+        a launch of several decode steps."""
+        plan = self.plan(rows, start, count, num_steps)
+        self._queue(plan, 3)
+        once = self._queue(plan, 4)
+        steps = int(np.clip(0.15 / once, 5, 200))
+        return statistics.median(self._queue(plan, steps) for _ in range(ROUNDS))
+
+    def plan(self, rows: int, start: int, count: int, num_steps: int = 1) -> StepPlan:
+        full = np.ones(rows, np.int32)
+        slots = np.arange(rows, dtype=np.int32)
+        counts = full * (count if num_steps == 1 else num_steps)
+        return StepPlan(slots, full * start, counts, full > 0, full.astype(np.int64), num_steps)
+
+    def _queue(self, plan: StepPlan, steps: int) -> float:
+        before, started = None, time.perf_counter()
+        for _ in range(steps):
+            submitted = self.runner.submit(plan, self.slots)
+            if before is not None:
+                self.runner.read(before)
+            before = submitted
+        assert before is not None
+        self.runner.read(before)
+        return (time.perf_counter() - started) / steps
+
+
+def _times_of(steps: _Steps, bucket: Bucket) -> tuple[float, float, float, float]:
+    """A bucket's base, its cost of 1,000 cells, of a million pairs and of a further step, in
+    microseconds."""
+    longest, most = steps.setting.max_model_len, bucket.num_steps
+    far = longest - 1 - (most if bucket.decode_only else min(bucket.num_tokens, longest // 2))
+    if bucket.decode_only:
+        near, long = (1e6 * steps.seconds(bucket.num_rows, at, 1) for at in (1, far))
+        slope = max(0.0, (long - near) / (bucket.num_rows * (far - 1)))
+        base, more = near - slope * bucket.num_rows * 2, 0.0
+        if most > 1:
+            launch = 1e6 * steps.seconds(bucket.num_rows, 1, 1, most)
+            more = (launch - near) / (most - 1) - slope * bucket.num_rows * (2 + most / 2)
+        return base, 1e3 * slope, 0.0, max(more, 0.0)
+    count = min(bucket.num_tokens, longest // 2)
+    rows = -(-bucket.num_tokens // count)
+    count = bucket.num_tokens // rows
+    near, long = (1e6 * steps.seconds(rows, at, count) for at in (0, far))
+    pairs = [attention_work(steps.plan(rows, at, count))[1] for at in (0, far)]
+    slope = max(0.0, (long - near) / max(pairs[1] - pairs[0], 1))
+    return max(near - slope * pairs[0], 0.0), 0.0, 1e6 * slope, 0.0
+
+
+def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
+    """Step times of every bucket, and what the host's loop takes beside them."""
+    steps = _Steps(loaded)
+    base, cell, pair, more = {}, {}, {}, {}
+    for bucket in loaded.runner.buckets:
+        name = str(bucket)
+        base[name], cell[name], pair[name], more[name] = _times_of(steps, bucket)
+    # Rows of one token cost in a mixed step what they cost in the largest decode step.
+    decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
+    cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
+    before, after = _host_times(loaded)
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    settings = {
+        "max_model_len": steps.setting.max_model_len,
+        "num_pages": steps.runner.num_pages,
+        "max_steps": steps.runner.max_steps,
+    }
+    return Measured(about | machine, settings, base, cell, pair, more, before, after)
+
+
+class HostClock:
+    """Seconds that an engine's loop spends in each of its parts, step by step.
+
+    It wraps the methods of this engine's objects; `restore` takes that back.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._wrapped: list[tuple[Any, str]] = []
+        for owner, name in (
+            (engine.scheduler, "schedule"),
+            (engine.runner, "submit"),
+            (engine.runner, "read"),
+            (engine.scheduler, "commit"),
+            (engine, "step"),
+        ):
+            self._wrap(owner, name)
+
+    def _wrap(self, owner: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+        spent = self.spent[name] = []
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - started)
+
+        setattr(owner, name, timed)
+        self._wrapped.append((owner, name))
+
+    def restore(self) -> None:
+        for owner, name in self._wrapped:
+            delattr(owner, name)
+
+
+def host_parts(loaded: Loaded, rows: int) -> dict[str, float]:
+    """Median seconds of each part of the loop, with so many sequences decoding.
+
+    `tokens` is how many a launch draws.
+    """
+    engine = Engine(loaded)
+    length, most = loaded.limits.max_model_len, loaded.runner.max_steps
+    params = SamplingParams(temperature=0.0, max_tokens=length - 16, ignore_eos=True)
+    for number in range(rows):
+        request = engine.request(str(number), [7 + number % 50] * 8, params)
+        engine.add(request, _ignore)
+    launches = min(200, (length - 16) // most - 8)
+    for _ in range(5):
+        engine.step()
+    clock, tokens = HostClock(engine), []
+    try:
+        for _ in range(launches):
+            engine.step()
+            if engine._in_flight is not None:
+                plan = engine._in_flight.plan
+                tokens.append(len(plan) * plan.num_steps)
+    finally:
+        clock.restore()
+    parts = {name: statistics.median(times) for name, times in clock.spent.items()}
+    for number in range(rows):
+        engine.abort(str(number))
+    while engine.has_work:
+        engine.step()
+    known = sum(parts[name] for name in ("schedule", "submit", "read", "commit"))
+    return parts | {
+        "rest": max(parts["step"] - known, 0.0),
+        "tokens": float(statistics.median(tokens)),
+    }
+
+
+def _host_times(loaded: Loaded) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Microseconds before and after the device, each a fixed part and one for each row or token."""
+    assert loaded.config.max_num_seqs
+    counts = sorted({1, max(1, loaded.config.max_num_seqs // 2), loaded.config.max_num_seqs})
+    before, after, tokens = [], [], []
+    for rows in counts:
+        parts = host_parts(loaded, rows)
+        before.append(1e6 * (parts["schedule"] + parts["submit"]))
+        after.append(1e6 * (parts["commit"] + parts["rest"]))
+        tokens.append(parts["tokens"])
+    return _line([float(rows) for rows in counts], before), _line(tokens, after)
+
+
+def _line(counts: list[float], micros: list[float]) -> tuple[float, float]:
+    if len(set(counts)) == 1:
+        return micros[0], 0.0
+    slope, fixed = np.polyfit(counts, micros, 1)
+    return max(float(fixed), 0.0), max(float(slope), 0.0)
+
+
+def _ignore(delta: Delta) -> None:
+    """Nobody reads these tokens."""
+
+
+def serve_really(loaded: Loaded, jobs: list[Job]) -> list[Record]:
+    """Serve jobs with the real engine at the times they arrive, by the real clock."""
+    engine = Engine(loaded)
+    records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
+    begun, next_job = time.perf_counter(), 0
+    while next_job < len(jobs) or engine.has_work:
+        now = time.perf_counter() - begun
+        while next_job < len(jobs) and jobs[next_job].arrival <= now:
+            job, record = jobs[next_job], records[next_job]
+            params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True)
+            prompt = job.request.prompt_token_ids
+            request = engine.request(str(next_job), prompt.tolist(), params)
+            engine.add(request, _stamp(record, begun))
+            next_job += 1
+        if engine.has_work:
+            engine.step()
+        elif next_job < len(jobs):
+            time.sleep(min(max(jobs[next_job].arrival - now, 0.0), 0.05))
+    return records
+
+
+def _stamp(record: Record, begun: float) -> Callable[[Delta], None]:
+    def sink(delta: Delta) -> None:
+        now = time.perf_counter() - begun
+        record.token_times.extend([now] * len(delta.token_ids))
+        record.cached = delta.num_cached_tokens
+
+    return sink

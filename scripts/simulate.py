@@ -1,0 +1,363 @@
+"""What an engine would do with a load: the real scheduler under a virtual clock.
+
+    python scripts/simulate.py measure --out bundled.json          # step times of this device
+    python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
+    python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
+    python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10
+    python scripts/simulate.py validate --rate 20 --requests 200   # against the real engine
+    python scripts/simulate.py prefix                              # hit rate against an ideal LRU
+    python scripts/simulate.py prefix --engine                     # the cache's cost at no hits
+    python scripts/simulate.py slo                                 # 8B on an H200 as assumed
+
+Scheduler, page pool, slot table and buckets are the engine's own, so that admission, chunks,
+preemption and prefix hits are what they would be; only steps take as long as the table says.
+`measure`, `validate` and `prefix --engine` run a model, on this device; nothing else imports JAX.
+Traces: azure-conv, azure-code, mooncake (see traces/README.md). Prompts are random tokens, equal
+where the trace says that they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig, prepare_process
+from sim_jobs import Job, make_jobs
+from sim_loop import Setting, Simulation, summarize
+from sim_questions import highest_rate, prefix_rows, slo_8b, suggestions
+from sim_times import SHAPES, Assumed, Measured, table
+from trace_rows import TRACES
+
+SHOWN = ("ttft", "tpot", "itl", "e2el")
+TOLERANCE = 0.15
+Numbers = dict[str, float]
+
+
+def print_summary(summary: Mapping[str, float]) -> None:
+    """Latencies as a table, the rest below it."""
+    print(f"{'ms':<8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
+    for name in SHOWN:
+        if f"mean_{name}_ms" in summary:
+            values = (summary[f"{part}_{name}_ms"] for part in ("mean", "p50", "p90", "p99"))
+            print(f"{name:<8}" + "".join(f"{value:>10.2f}" for value in values))
+    rest = {name: value for name, value in summary.items() if not name.endswith("_ms")}
+    print(", ".join(f"{name} {value:.4g}" for name, value in rest.items()))
+
+
+def read_slo(parts: list[str] | None) -> dict[str, float]:
+    """`ttft:500 tpot:20` as milliseconds.
+
+    Raises:
+        ValueError: a part that is not of that form.
+    """
+    slo = {}
+    for part in parts or ():
+        name, _, most = part.partition(":")
+        if name not in ("ttft", "tpot", "e2el") or not most:
+            raise ValueError(f"an SLO is like ttft:500, tpot:20 or e2el:9000; got {part!r}")
+        slo[name] = float(most)
+    return slo
+
+
+def read_setting(base: Setting, changes: list[str] | None) -> Setting:
+    """A setting with `name=value` changes.
+
+    Raises:
+        ValueError: a name that is no field, or a value that is no number.
+    """
+    known = {field.name for field in fields(Setting)}
+    for change in changes or ():
+        name, _, text = change.partition("=")
+        if name not in known:
+            raise ValueError(f"--set takes {', '.join(sorted(known))}; got {name!r}")
+        value: Any = int(text)
+        if isinstance(getattr(base, name), bool):
+            value = bool(value)
+        base = replace(base, **{name: value})
+    return base
+
+
+# What runs a model imports JAX, and is imported only then.
+
+
+def _measuring() -> Any:
+    prepare_process()
+    return importlib.import_module("sim_measure")
+
+
+def _config(arguments: argparse.Namespace) -> EngineConfig:
+    cache = arguments.cache or "auto"
+    return EngineConfig(
+        model=arguments.model,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        compilation_cache_dir=cache,
+    )
+
+
+def do_measure(arguments: argparse.Namespace) -> int:
+    """`measure`."""
+    module = _measuring()
+    loaded = module.load_engine(_config(arguments))
+    about = {"model": arguments.model or "bundled", "threads": str(len(os.sched_getaffinity(0)))}
+    times = module.measure(loaded, about)
+    print(table(times))
+    if arguments.out:
+        times.write(arguments.out)
+    return 0
+
+
+def do_validate(arguments: argparse.Namespace) -> int:
+    """`validate`: measure, serve really, simulate the same, and compare."""
+    module = _measuring()
+    loaded = module.load_engine(_config(arguments))
+    setting = module.setting_of(loaded)
+    times = module.measure(loaded, {"model": arguments.model or "bundled"})
+    jobs = _jobs(arguments, setting, loaded.limits.vocab_size)
+    rounds = []
+    for _ in range(arguments.repeats):
+        real = summarize(module.serve_really(loaded, jobs))
+        rounds.append(real)
+    simulated = Simulation(setting, times).run(jobs).summary()
+    print(table(times), end="\n\n")
+    result = compare(rounds, simulated)
+    if arguments.json:
+        _write(arguments.json, result | {"setting": repr(setting)})
+    return 0 if result["holds"] else 1
+
+
+def compare(rounds: list[Numbers], simulated: Numbers) -> dict[str, Any]:
+    """Print real against simulated; the real value is the median of the rounds."""
+    print(f"{'':<16}{'real':>10}{'spread':>16}{'simulated':>12}{'error':>9}")
+    rows, holds = {}, True
+    for name in (f"{p}_{what}_ms" for what in SHOWN for p in ("p50", "p99")):
+        values = sorted(one[name] for one in rounds)
+        real, guess = values[len(values) // 2], simulated[name]
+        error = guess / real - 1
+        gated = "itl" not in name
+        holds &= not gated or abs(error) <= TOLERANCE
+        mark = "" if not gated or abs(error) <= TOLERANCE else "  above 15 %"
+        spread = f"{values[0]:.2f}-{values[-1]:.2f}"
+        print(f"{name:<16}{real:>10.2f}{spread:>16}{guess:>12.2f}{100 * error:>8.1f}%{mark}")
+        rows[name] = {"real": real, "rounds": values, "simulated": guess, "error": error}
+    return {"rows": rows, "holds": holds}
+
+
+def do_run(arguments: argparse.Namespace) -> int:
+    """`run`."""
+    setting, times = _setting_and_times(arguments)
+    slo = read_slo(arguments.slo)
+    outcome = Simulation(setting, times).run(_jobs(arguments, setting), arguments.users)
+    print(f"step times: {', '.join(f'{k} {v}' for k, v in times.about.items())}\n{setting}")
+    print_summary(outcome.summary(slo))
+    if arguments.json:
+        _write(arguments.json, outcome.summary(slo) | {"setting": repr(setting)})
+    return 0
+
+
+def do_suggest(arguments: argparse.Namespace) -> int:
+    """`suggest`."""
+    setting, times = _setting_and_times(arguments)
+    slo = read_slo(arguments.slo or ["ttft:500", "tpot:50"])
+    found = suggestions(setting, times, _jobs(arguments, setting), slo, isinstance(times, Measured))
+    print(f"{'max_num_seqs':>13}{'max_num_batched_tokens':>24}{'good %':>8}{'p99 ttft':>10}"
+          f"{'p99 tpot':>10}{'pages %':>9}")  # fmt: skip
+    for one, summary in found[:8]:
+        print(
+            f"{one.max_num_seqs:>13}{one.max_num_batched_tokens:>24}{summary['good_pct']:>8.1f}"
+            f"{summary['p99_ttft_ms']:>10.1f}{summary.get('p99_tpot_ms', math.nan):>10.2f}"
+            f"{summary['page_use_max_pct']:>9.1f}"
+        )
+    best = found[0][0]
+
+    def jobs_at(rate: float) -> list[Job]:
+        arguments.rate = rate
+        return _jobs(arguments, best)
+
+    rate = highest_rate(best, times, jobs_at, slo)
+    print(
+        f"suggested: --max-num-seqs {best.max_num_seqs} --max-num-batched-tokens "
+        f"{best.max_num_batched_tokens}; 99 % of requests meet the SLO up to {rate:.3g} a second"
+    )
+    return 0
+
+
+def do_prefix(arguments: argparse.Namespace) -> int:
+    """`prefix`: against an ideal LRU, or the cache's cost where nothing is ever found."""
+    if arguments.engine:
+        result = _cost_at_no_hits(arguments)
+        holds = result["loss_pct"] <= 1.0
+        print(", ".join(f"{name} {value:.4g}" for name, value in result.items()))
+    else:
+        rows = prefix_rows(arguments.requests or 1000, 1.0, arguments.pages, arguments.slots)
+        for row in rows:
+            print(", ".join(f"{name} {value:.5g}" for name, value in row.items()))
+        holds = all(row["points_below"] <= 1.0 for row in rows)
+        result = {"slots": arguments.slots, "rows": rows}
+    if arguments.json:
+        _write(arguments.json, result)
+    return 0 if holds else 1
+
+
+def _cost_at_no_hits(arguments: argparse.Namespace) -> Numbers:
+    """CPU time of the same unique prompts with the cache on and off, in turns."""
+    module = _measuring()
+    loaded = module.load_engine(_config(arguments))
+    jobs = make_jobs(
+        "azure-conv",
+        arguments.requests or 128,
+        scale=8,
+        rate=1e9,
+        max_model_len=loaded.limits.max_model_len,
+        vocabulary=loaded.limits.vocab_size,
+    )
+    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for caching in [True, False] * arguments.repeats:
+        config = replace(loaded.config, enable_prefix_caching=caching)
+        begun, cpu = time.perf_counter(), time.process_time()
+        records = module.serve_really(replace(loaded, config=config), jobs)
+        seconds[caching].append((time.perf_counter() - begun, time.process_time() - cpu))
+        assert not any(record.cached for record in records), "a prompt was found"
+    on, off = (np.median(np.array(seconds[caching]), axis=0) for caching in (True, False))
+    return {
+        "loss_pct": 100 * float(1 - off[0] / on[0]),
+        "cpu_loss_pct": 100 * float(1 - off[1] / on[1]),
+        "on_s": float(on[0]),
+        "off_s": float(off[0]),
+    }
+
+
+def do_slo(arguments: argparse.Namespace) -> int:
+    """`slo`."""
+    results = [
+        slo_8b(users, arguments.shape, arguments.requests or 2000) for users in (100, 128, 200)
+    ]
+    print(f"step times: {results[0]['assumed']}")
+    for one in results:
+        print(
+            f"{one['users']} users: p99 TTFT {one['p99_ttft_ms']:.0f} ms; tokens/s a user p50 "
+            f"{one['tokens_a_second_a_user_p50']:.0f}, p1 {one['tokens_a_second_a_user_p1']:.0f}; "
+            f"{one['output_throughput']:.0f} tokens/s in all; pages at most "
+            f"{one['page_use_max_pct']:.0f} %"
+        )
+    if arguments.json:
+        _write(arguments.json, {"runs": results})
+    first = results[0]
+    return 0 if first["p99_ttft_ms"] < 500 and first["tokens_a_second_a_user_p1"] >= 50 else 1
+
+
+def _setting_and_times(arguments: argparse.Namespace) -> tuple[Setting, Any]:
+    if arguments.times:
+        times: Any = Measured.read(arguments.times)
+        base = Setting(**{**times.settings, **_sizes(times)})
+    else:
+        times = Assumed(SHAPES[arguments.shape])
+        pages = int((0.9 * 141e9 - times.shape.weight_bytes - 4e9) / (times.shape.kv_bytes * 16))
+        base = Setting(256, 8192, pages, 8192)
+    return read_setting(base, arguments.set), times
+
+
+def _sizes(times: Measured) -> dict[str, Any]:
+    """The compiled sizes that a table's labels name."""
+    decode = sorted(int(n.split()[1].rstrip(",")) for n in times.base_us if n.startswith("decode"))
+    tokens = sorted(int(n.split()[0]) for n in times.base_us if "tokens" in n)
+    return {
+        "decode_sizes": tuple(decode),
+        "token_sizes": tuple(tokens),
+        "max_num_seqs": decode[-1],
+        "max_num_batched_tokens": tokens[-1],
+    }
+
+
+def _jobs(arguments: argparse.Namespace, setting: Setting, vocabulary: int = 32_000) -> list[Job]:
+    return make_jobs(
+        arguments.trace,
+        arguments.requests,
+        scale=arguments.scale,
+        rate=arguments.rate,
+        max_model_len=setting.max_model_len,
+        vocabulary=vocabulary,
+        arrivals=arguments.arrivals,
+    )
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    about = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+    path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, function in (
+        ("measure", do_measure),
+        ("run", do_run),
+        ("suggest", do_suggest),
+        ("validate", do_validate),
+        ("prefix", do_prefix),
+        ("slo", do_slo),
+    ):
+        command = commands.add_parser(name, help=(function.__doc__ or "").strip("`."))
+        command.set_defaults(function=function)
+        command.add_argument("--json", type=Path, help="write the result here too")
+        command.add_argument("--requests", type=int, help="rows of the trace, repeated if need be")
+        if name in ("measure", "validate", "prefix"):
+            command.add_argument("--model", metavar="DIR", help="default: the bundled model")
+            command.add_argument("--cache", help="compilation_cache_dir")
+            for size in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+                command.add_argument("--" + size.replace("_", "-"), type=int, dest=size)
+        if name in ("run", "suggest"):
+            command.add_argument("--times", type=Path, help="what `measure` wrote")
+            command.add_argument("--assume", choices=("h200",), default="h200")
+            command.add_argument("--users", type=int, help="a closed loop of so many users")
+            command.add_argument("--slo", nargs="+", metavar="NAME:MS")
+            command.add_argument("--set", nargs="+", metavar="NAME=N")
+        if name in ("run", "suggest", "slo"):
+            command.add_argument("--shape", choices=SHAPES, default="8b")
+        if name in ("run", "suggest", "validate"):
+            command.add_argument("--trace", choices=TRACES, default="azure-conv")
+            command.add_argument("--scale", type=float, default=1.0, help="divides lengths")
+            command.add_argument("--rate", type=float, help="requests a second")
+            command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
+        if name == "measure":
+            command.add_argument("--out", type=Path)
+        if name in ("validate", "prefix"):
+            command.add_argument("--repeats", type=int, default=3)
+        if name == "prefix":
+            command.add_argument("--engine", action="store_true")
+            command.add_argument("--slots", type=int, default=1)
+            command.add_argument(
+                "--pages", type=int, nargs="+", default=[20_000, 60_000, 200_000, 600_000]
+            )
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
+    arguments = parser.parse_args()
+    try:
+        return arguments.function(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

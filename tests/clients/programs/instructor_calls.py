@@ -1,0 +1,34 @@
+"""Calls of instructor, through tools and through a JSON schema; prints what came, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+URL, KEY, MODEL, QUESTION = sys.argv[1:]
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+class Plan(BaseModel):
+    """When to do it."""
+
+    day: Literal["mon", "tue"]
+    sure: bool
+
+
+def plans(mode: instructor.Mode) -> list[dict]:
+    """One plan at once, and the same in parts as it comes."""
+    client = instructor.from_openai(OpenAI(base_url=URL + "/v1", api_key=KEY), mode=mode)
+    asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_retries": 0}
+    whole = client.create(response_model=Plan, **asked)
+    *_, last = client.create_partial(response_model=Plan, **asked)
+    return [whole.model_dump(), last.model_dump()]
+
+
+modes = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
+print(json.dumps({mode.name: plans(mode) for mode in modes}))

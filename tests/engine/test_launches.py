@@ -1,0 +1,86 @@
+"""However many decode steps a launch takes, every request gets what it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.pace import Pace
+
+WORK = {
+    "one": SamplingParams(temperature=0, max_tokens=14),
+    "two": SamplingParams(temperature=0.9, seed=5, max_tokens=4, n=2),
+    "three": SamplingParams(temperature=1.0, seed=7, max_tokens=14, min_tokens=6),
+    "four": SamplingParams(temperature=1.2, top_p=0.8, seed=6, max_tokens=17, stop=["a", "e"]),
+    "five": SamplingParams(temperature=1.0, seed=1, max_tokens=9, repetition_penalty=1.5),
+    "six": SamplingParams(temperature=1.5, seed=2, max_tokens=30, bad_words=["b", "c"]),
+}
+ALONE = {
+    "scored": SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+    "guided": SamplingParams(
+        seed=3, max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}")
+    ),
+}
+
+
+def answers(llm: LLM, work: dict[str, SamplingParams]) -> list[Any]:
+    outputs = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in work.items()]
+    outputs += llm.generate(list(work), list(work.values()), use_tqdm=False)
+    return [
+        (one.text, one.token_ids, one.finish_reason, one.stop_reason)
+        for output in outputs
+        for one in output.outputs
+    ]
+
+
+@pytest.fixture
+def plans(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of each launch, as they are submitted."""
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    submit, steps = loaded.runner.submit, []
+
+    def watched(plan, slots):
+        steps.append(plan.num_steps)
+        return submit(plan, slots)
+
+    monkeypatch.setattr(loaded.runner, "submit", watched)
+    return steps
+
+
+def with_steps(loaded: Loaded, steps: int | None) -> LLM:
+    return LLM(replace(loaded, config=replace(loaded.config, num_scheduler_steps=steps)))
+
+
+def test_long_launches_change_nothing(loaded: Loaded, plans: list[int]) -> None:
+    with with_steps(loaded, 1) as llm:
+        expected = answers(llm, WORK | ALONE)
+    assert set(plans) == {1}
+    for steps in (3, 16, None):
+        plans.clear()
+        with with_steps(loaded, steps) as llm:
+            assert answers(llm, WORK | ALONE) == expected
+            llm.check()
+            stats = llm.stats()
+            assert stats.num_compiles == 0 and stats.pages_in_use == 0
+        assert steps is None or max(plans) == steps
+
+
+def test_what_the_host_must_see_is_taken_step_by_step(loaded: Loaded, plans: list[int]) -> None:
+    with with_steps(loaded, 16) as llm:
+        answers(llm, ALONE)
+    assert set(plans) == {1}
+
+
+def test_launches_are_as_long_as_nobody_notices() -> None:
+    assert Pace(16, 4).steps() == 4 and Pace(2, 4).steps() == 2
+    pace = Pace(16, None)
+    assert pace.steps() == 1
+    pace.has_read(submitted=0.0, num_steps=10**9)  # within nanoseconds each
+    assert pace.steps() == 16
+    slow = Pace(16, None)
+    slow.has_read(submitted=-1e6, num_steps=1)
+    assert slow.steps() == 1

@@ -1,0 +1,72 @@
+"""Which sizes are compiled: those whose padding costs more than they do."""
+
+from __future__ import annotations
+
+from jaxserve.execution.bucket_plan import BUSY_SECONDS, BucketPlan, anchors, choose_sizes
+from jaxserve.execution.buckets import Bucket, BucketSet
+
+BUCKETS = BucketSet(32, 512)
+LEAST = (1, 32), (512,)
+
+
+def plan(seconds_a_token: float, fixed: float, compile_seconds: float) -> BucketPlan:
+    seconds = {b: fixed + seconds_a_token * b.num_tokens for b in anchors(BUCKETS)}
+    return choose_sizes(BUCKETS, seconds, compile_seconds)
+
+
+def test_the_measured_buckets_span_both_kinds() -> None:
+    sizes = {(b.num_tokens, b.decode_only) for b in anchors(BUCKETS)}
+    assert sizes == {(1, True), (8, True), (32, True), (16, False), (128, False), (512, False)}
+
+
+def test_free_programs_are_all_kept_and_dear_ones_dropped() -> None:
+    everything = BucketPlan.of(BUCKETS)
+    kept = plan(1e-3, 0.0, 0.0)
+    assert (kept.decode_sizes, kept.token_sizes) == (
+        everything.decode_sizes,
+        everything.token_sizes,
+    )
+    dear = plan(1e-3, 1e-3, 1e9)
+    assert (dear.decode_sizes, dear.token_sizes) == LEAST
+
+
+def test_sizes_that_take_equally_long_are_one() -> None:
+    """As on a GPU: a few tokens more cost nothing, many do."""
+    flat = plan(0.0, 1e-3, 0.1)
+    assert (flat.decode_sizes, flat.token_sizes) == LEAST
+    some = plan(1e-6, 1e-3, 2.0)
+    assert len(some.decode_sizes) < 4 < len(some.token_sizes) < 10
+
+
+def test_a_size_goes_exactly_when_it_costs_more_than_it_saves() -> None:
+    """Two sizes of each kind: leaving the smaller out makes its quarter of the work longer."""
+    buckets = BucketSet(2, 2, (1, 2), (1, 2))
+    seconds = {b: 1.0 + 0.5 * (b.num_tokens == 2) for b in buckets}
+    saved = BUSY_SECONDS / 4 * 0.5
+    assert choose_sizes(buckets, seconds, saved * 0.99).token_sizes == (1, 2)
+    assert choose_sizes(buckets, seconds, saved * 1.01).token_sizes == (2,)
+    assert choose_sizes(buckets, seconds, saved * 1.01).decode_sizes == (1, 2)
+
+
+def test_what_was_dropped_counts_when_more_is_dropped() -> None:
+    """The work of a size left out is padded further by each one that is left out after it."""
+    buckets = BucketSet(3, 3, (3,), (1, 2, 3))
+    seconds = {b: {1: 1.0, 2: 1.1, 3: 1.2}[b.num_tokens] for b in buckets}
+    share = BUSY_SECONDS / 6
+    # Without 2 its work takes 1.2 / 1.1; without 1 too, that of 1 takes 1.2 in place of 1.
+    for cost, kept in ((0.09, (1, 2, 3)), (0.095, (1, 3)), (0.19, (1, 3)), (0.21, (3,))):
+        assert choose_sizes(buckets, seconds, share * cost).token_sizes == kept, cost
+
+
+def test_a_larger_step_measured_faster_is_noise() -> None:
+    seconds = {b: 1.0 / b.num_tokens for b in anchors(BUCKETS)}
+    noisy = choose_sizes(BUCKETS, seconds, 0.1)
+    assert (noisy.decode_sizes, noisy.token_sizes) == LEAST
+
+
+def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
+    one = plan(1e-6, 1e-3, 2.0)
+    assert str(BucketPlan.from_notes(one.notes())) == str(one)
+    assert "Left out: decode 2 4 16 24;" in str(one) and "2.0 s" in str(one)
+    assert str(BucketPlan.of(BucketSet(2, 16))) == "buckets: decode 1 2; tokens 16"
+    assert Bucket(1, 1, True) in BUCKETS

@@ -1,0 +1,221 @@
+"""Programs kept in files: found again, refused where they do not fit, never a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.execution.programs import ProgramStore, make_private
+
+pytestmark = pytest.mark.usefixtures("no_jax_cache")
+WHAT = {"model": "one"}
+WHERE = {"jaxlib": "1", "cpu": "a", "source": "x"}
+
+
+def lower(factor: float = 3.0) -> Any:
+    """A program with a tree in and out, and a donated argument, as the engine's have."""
+
+    def triple(state: dict[str, Any], y: Any) -> tuple[dict[str, Any], Any]:
+        return {"x": state["x"] * factor + y}, jnp.argmax(y)
+
+    return jax.jit(triple, donate_argnums=0).lower({"x": np.zeros(4, np.float32)}, np.arange(4.0))
+
+
+def never() -> Any:
+    raise AssertionError("traced")
+
+
+def run(program: Any) -> list[float]:
+    state, best = program({"x": jnp.ones(4, jnp.float32)}, np.arange(4.0))
+    assert int(best) == 3
+    return np.asarray(state["x"]).tolist()
+
+
+def store(folder: Path, what: Any = WHAT, where: Any = WHERE) -> ProgramStore:
+    return ProgramStore(folder, what, where)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With one program in it, "one"."""
+    directory = tmp_path / "programs"
+    first = store(directory)
+    assert run(first.get("one", lower)) == [3, 4, 5, 6]
+    assert (first.num_built, first.num_loaded) == (1, 0)
+    return directory
+
+
+def files(folder: Path) -> dict[str, Path]:
+    [entry] = (folder / "starts").glob("*/one-*")
+    [program] = (folder / "objects").iterdir()
+    return {"entry": entry, "object": program}
+
+
+def test_a_later_start_neither_traces_nor_compiles(folder: Path) -> None:
+    later = store(folder)
+    assert run(later.get("one", never)) == [3, 4, 5, 6]
+    assert (later.num_built, later.num_loaded) == (0, 1)
+
+
+def test_files_and_folders_are_the_users_alone(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_changed_source_is_traced_and_finds_what_stayed_the_same(folder: Path) -> None:
+    later = store(folder, where=WHERE | {"source": "y"})
+    assert run(later.get("one", lower)) == [3, 4, 5, 6]
+    assert (later.num_built, later.num_loaded) == (0, 1)
+    assert run(later.get("two", lambda: lower(5.0))) == [5, 6, 7, 8]
+    assert (later.num_built, later.num_loaded) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["jaxlib", "cpu"])
+def test_another_machine_or_version_is_refused_by_name(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = store(folder, where=WHERE | {name: "other"})
+    assert run(later.get("one", lower)) == [3, 4, 5, 6]
+    assert (later.num_built, later.num_loaded) == (1, 0)
+    assert f"compiled with another {name};" in caplog.text
+    assert run(store(folder, where=WHERE | {name: "other"}).get("one", never)) == [3, 4, 5, 6]
+
+
+def test_other_settings_have_a_folder_of_their_own(folder: Path) -> None:
+    other = store(folder, what={"model": "two"})
+    assert run(other.get("one", lambda: lower(7.0))) == [7, 8, 9, 10]
+    assert run(store(folder).get("one", never)) == [3, 4, 5, 6]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b"\x80\x04N." * 9)
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b"jaxserve program 1\n" + b"[" * 60_000 + b"\n")
+
+
+def opened(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def link(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    target = path.parent.parent / "elsewhere"
+    target.write_bytes(content)
+    path.symlink_to(target)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("which", ["entry", "object"])
+@pytest.mark.parametrize(
+    "harm", [flip, cut, empty, foreign, deep, opened, link, directory], ids=lambda f: f.__name__
+)
+def test_harmed_files_are_a_warning_and_compiled_anew(
+    folder: Path, harm: Callable[[Path], None], which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = files(folder)[which]
+    harm(path)
+    later = store(folder)
+    assert run(later.get("one", lower)) == [3, 4, 5, 6]
+    assert later.num_built == (which == "object")
+    assert "cannot be used and is made anew" in caplog.text and str(path) in caplog.text
+
+
+def test_an_entry_with_a_good_digest_is_still_checked(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = files(folder)["entry"]
+    later = store(folder)
+    for content in (b"[]", b"{}", json.dumps({"where": WHERE, "object": "../../x"}).encode()):
+        later._write(entry, {}, content)
+        assert run(later.get("one", lower)) == [3, 4, 5, 6]
+    assert caplog.text.count("made anew") == 3
+
+
+def test_what_is_no_program_is_compiled_anew(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = store(folder)
+    later._write(files(folder)["object"], {}, b"no pickle")
+    assert run(later.get("one", lower)) == [3, 4, 5, 6]
+    assert later.num_built == 1 and "cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o750, 0o701])
+def test_open_folders_are_left_alone(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    one = store(shared)
+    assert one.folder is None and one.notes() is None
+    assert run(one.get("one", lower)) == [3, 4, 5, 6]
+    assert list(shared.iterdir()) == [] and "is open to others" in caplog.text
+
+
+def test_links_and_files_in_the_folders_place_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").write_text("")
+    for name in ("link", "file"):
+        assert store(tmp_path / name).folder is None
+        with pytest.raises(OSError, match=name):
+            make_private(tmp_path / name)
+
+
+def test_no_folder_keeps_nothing() -> None:
+    assert run(ProgramStore(None, WHAT, WHERE).get("one", lower)) == [3, 4, 5, 6]
+
+
+def test_notes_hold_for_their_fingerprint(folder: Path) -> None:
+    assert store(folder).notes() is None
+    store(folder).note({"sizes": [1, 2]})
+    assert store(folder).notes() == {"sizes": [1, 2]}
+    assert store(folder, where=WHERE | {"source": "y"}).notes() is None
+    assert store(folder, what={}).notes() is None
+
+
+def test_what_was_used_longest_ago_goes_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = store(folder)
+    run(one.get("two", lambda: lower(5.0)))
+    for age, path in enumerate(sorted((folder / "objects").iterdir())):
+        os.utime(path, (age, age))
+    run(store(folder).get("one", never))
+    largest = max(path.stat().st_size for path in (folder / "objects").iterdir())
+    monkeypatch.setattr("jaxserve.execution.programs._MOST_BYTES", largest + 10)
+    one.prune()
+    kept = store(folder)
+    run(kept.get("one", never))
+    run(kept.get("two", lambda: lower(5.0)))
+    assert (kept.num_loaded, kept.num_built) == (1, 1)

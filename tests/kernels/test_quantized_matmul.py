@@ -1,0 +1,111 @@
+"""Products with quantized weights: against the specification, in every form and implementation."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import dequantize, quantized_matmul
+from pallas_kernels.quantized_codes import decode
+
+I, O = 96, 300  # noqa: E741 - 300 outputs are a block of 256 and one that overlaps it
+
+# Form, groups, zero points.
+FORMS = [
+    ("int8", 1, False),
+    ("fp8", 1, False),
+    ("fp8", 3, False),
+    ("int4", 1, False),
+    ("int4", 3, False),
+    ("int4", 3, True),
+]
+
+
+def weight(form: str, groups: int, zero_points: bool, outputs: int = O) -> tuple:
+    """Codes, scales and zero points at random, and the matrix that they stand for, in float64."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16 if form == "int4" else 256, (I, outputs), dtype=np.uint8)
+    scales = rng.uniform(0.1, 1, (groups, outputs)).astype(np.float32)
+    zeros = rng.integers(0, 16, scales.shape, dtype=np.uint8) if zero_points else None
+    if form == "int8":
+        values = codes.view(np.int8)
+        numbers = values.astype(np.float64)
+    elif form == "fp8":
+        values = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)  # no NaN
+        numbers = values.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    else:
+        values = codes[::2] + 16 * codes[1::2]
+        middle = np.full(scales.shape, 8) if zeros is None else zeros
+        numbers = codes - np.repeat(middle.astype(np.float64), I // groups, axis=0)
+    return values, scales, zeros, numbers * np.repeat(scales, I // groups, axis=0)
+
+
+@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+def test_the_product_is_that_of_the_dequantized_weight(form, groups, zero_points, implementation):
+    values, scales, zeros, exact = weight(form, groups, zero_points)
+    np.testing.assert_allclose(
+        dequantize(values, scales, zeros, form, jnp.float32), exact, rtol=1e-6
+    )
+    x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
+    got = quantized_matmul(x, values, scales, zeros, form=form, implementation=implementation)
+    want = x.astype(np.float64) @ exact
+    assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
+    assert got.dtype == jnp.float32
+
+
+def test_every_fp8_code():
+    codes = np.arange(256, dtype=np.uint8)
+    [got] = decode(jnp.asarray(codes[None]), "fp8", jnp.float32)
+    want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    want[[0x7F, 0xFF]] = 480, -480
+    np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+def test_sixteen_bit_activations_accumulate_in_float32(implementation):
+    values, scales, _, exact = weight("int8", 1, False, outputs=8)
+    x = np.random.default_rng(1).normal(size=(1, I)).astype(ml_dtypes.bfloat16)
+    got = quantized_matmul(x, values, scales, form="int8", implementation=implementation)
+    want = x.astype(np.float64) @ exact
+    assert got.dtype == jnp.float32
+    assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
+def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zero_points):
+    values, scales, zeros, _ = weight(form, groups, zero_points, outputs=2048)
+    compiled = (
+        jax.jit(lambda x, *w: quantized_matmul(x, *w, form=form))
+        .lower(np.zeros((4, I), np.float32), values, scales, zeros)
+        .compile()
+    )
+    # Four bytes a weight would be I * 2048 * 4; a block of 256 outputs takes an eighth of it.
+    assert compiled.memory_analysis().temp_size_in_bytes < I * 2048 * 4 / 2
+    # Outside fusions, whose insides are no buffers, nothing has the weight's size but the codes.
+    buffers = re.sub(r"%?fused_computation[^{]*\{.*?\n\}", "", compiled.as_text(), flags=re.DOTALL)
+    wide = re.findall(r"\b(?:f64|f32|bf16|f16)\[([\d,]+)\]", buffers)
+    assert max(np.prod([int(n) for n in dims.split(",")]) for dims in wide) < I * 2048 / 2
+
+
+def test_misuse_is_refused():
+    values, scales, zeros, _ = weight("int4", 3, True)
+    x = np.zeros((2, I), np.float32)
+    for arguments, named in (
+        ((x, values, scales, None, "int3"), "form"),
+        ((x, values.view(np.int8), scales, None, "int4"), "values"),
+        ((x[:, 1:], values, scales, None, "int4"), "x has shape"),
+        ((x, values, scales[:, 1:], None, "int4"), "scales"),
+        ((x, values, scales[[0, 0, 0, 0, 0]], None, "int4"), "scales"),
+        ((x, values, scales, zeros[:1], "int4"), "zeros"),
+    ):
+        *arrays, form = arguments
+        with pytest.raises(ValueError, match=named):
+            quantized_matmul(*arrays, form=form)
+    with pytest.raises(ValueError, match="implementation"):
+        quantized_matmul(x, values, scales, form="int4", implementation="mosaic_gpu")

@@ -1,0 +1,250 @@
+"""Grammars of calls: every text that they let through is read as calls whose arguments fit."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxserve.engine.grammars import Constraint, Grammars
+from jaxserve.engine.thinking import AHEAD, ThinkingConstraint, ThinkingMarks
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
+from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
+from jaxserve.server.tool_calls.reader import CallReader
+from jaxserve.server.tool_calls.talk import AnswerReader
+from jaxserve.structured import StructuredOutputsParams
+from tests.structured.schemas import closed
+from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
+
+FORMS = ["hermes", "llama3_json", "mistral", "granite", "pythonic"]
+WEATHER = Function(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6, "description": "a town"},
+            "unit": {"enum": ["C", "F"]},
+            "days": {"$ref": "#/$defs/Days"},
+            "description": {"type": "boolean"},
+        },
+        "required": ["city"],
+        "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    },
+)
+NOTHING = Function("no.thing-at_all", {"type": "object", "properties": {}})
+OPTIONAL = Function("opt", closed(a={"type": "boolean"}, b={"type": "null"}) | {"required": []})
+FUNCTIONS = [WEATHER, NOTHING, OPTIONAL]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: TOKENIZER, VOCABULARY, [END])
+
+
+@pytest.fixture(scope="module")
+def pieces(grammars: Grammars) -> list[bytes]:
+    return [grammars.tokenizer().decode_bytes([token]) for token in range(VOCABULARY)]
+
+
+def constraint(grammars: Grammars, form: str, **options) -> Constraint:
+    grammar = grammar_of_calls(CALL_FORMATS[form], FUNCTIONS, json.dumps, **options)
+    return grammars.compile(StructuredOutputsParams(grammar=grammar))
+
+
+def read(form: str, text: str) -> AnswerReader:
+    names = [function.name for function in FUNCTIONS]
+    reader = AnswerReader(None, CallReader(CALL_FORMATS[form], names, True))
+    for piece in text:
+        reader.feed(piece)
+    reader.feed("", final=True)
+    return reader
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_of_the_grammar_are_calls_that_fit(
+    grammars: Grammars, pieces: list[bytes], form: str
+) -> None:
+    start, called = constraint(grammars, form, most=3), set()
+    for seed in range(25):
+        text = draw(start.copy(), pieces, seed)
+        if text is None:
+            continue
+        message = read(form, text).message
+        assert message.calls and len(message.calls) <= 3 and message.content == "", text
+        for call in message.calls:
+            schema = {one.name: one.schema for one in FUNCTIONS}[call.name]
+            jsonschema.validate(json.loads(call.arguments), schema)
+            called.add(call.name)
+    assert called == {one.name for one in FUNCTIONS}
+
+
+def follow(constraint: Constraint, grammars: Grammars, text: str) -> str:
+    """What of a text a constraint lets through."""
+    done = b""
+    for token in grammars.tokenizer().tokenize_str(text):
+        if token not in allowed(constraint):
+            break
+        done += grammars.tokenizer().decode_bytes([token])
+        if constraint.advance(token):
+            break
+    return done.decode()
+
+
+GOOD = {
+    "hermes": '<tool_call>\n{"name": "opt", "arguments": {"a": true}}\n</tool_call>',
+    "llama3_json": '{"name": "opt", "parameters": {"a": true}}',
+    "mistral": '[TOOL_CALLS][{"name": "opt", "arguments": {"a": true}}]',
+    "granite": '<|tool_call|>[{"name": "opt", "arguments": {"a": true}}]',
+    "pythonic": "[opt(a=true)]",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_is_free_until_it_calls(grammars: Grammars, form: str) -> None:
+    start = constraint(grammars, form, may_answer=True)
+    call = GOOD[form]
+    for text in ("Plain text, {not} a [call].", "", call):
+        one = start.copy()
+        assert follow(one, grammars, text) == text
+        assert END in allowed(one) or one._matcher.is_stopped()
+    bad = call.replace("true", "17")
+    assert follow(start.copy(), grammars, bad).rstrip() == bad[: bad.index("17")].rstrip()
+    unknown = call.replace("opt", "oops")
+    assert len(follow(start.copy(), grammars, unknown)) < len(unknown) - 5
+    if not CALL_FORMATS[form].is_optional_mark:
+        mixed = f"Hm: {call} and so."
+        one = start.copy()
+        assert follow(one, grammars, mixed) == mixed
+        message = read(form, mixed).message
+        assert (message.content, len(message.calls)) == ("Hm: and so.", 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_of_a_form_of_its_own_or_calls(grammars: Grammars, form: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
+    schema["additionalProperties"] = False
+    start = constraint(grammars, form, may_answer=True, answer_schema=schema)
+    one = CALL_FORMATS[form]
+    call = one.mark + GOOD[form] if one.is_optional_mark else GOOD[form]
+    for text in ('{"x": 1}', call):
+        assert follow(start.copy(), grammars, text) == text
+    assert follow(start.copy(), grammars, "text") == ""
+
+
+def test_special_tokens_are_marks(grammars: Grammars) -> None:
+    def spell(mark: str) -> str:
+        return "<[2]>"  # as if <|im_start|> were the mark
+
+    for may_answer in (False, True):
+        text = grammar_of_calls(CALL_FORMATS["mistral"], [NOTHING], spell, may_answer=may_answer)
+        start = grammars.compile(StructuredOutputsParams(grammar=text))
+        assert 2 in allowed(start) and (len(allowed(start)) > 1) == may_answer
+        assert not start.advance(2)
+        call = '[{"name": "no.thing-at_all", "arguments": {}}]'
+        assert follow(start, grammars, call) == call
+
+
+def test_schemas_lose_what_says_nothing_and_no_more() -> None:
+    assert bare(WEATHER.schema)["properties"].keys() == WEATHER.schema["properties"].keys()
+    assert "description" not in bare(WEATHER.schema)["properties"]["city"]
+    kept = {"enum": [{"title": 1}], "const": {"default": 2}}
+    assert bare({**kept, "items": [{"title": "x", "not": {}}]}) == {**kept, "items": [{"not": {}}]}
+
+
+def test_names_that_python_cannot_say_are_refused() -> None:
+    odd = Function("f", closed(**{"a b": {"type": "null"}}))
+    with pytest.raises(InvalidRequest, match="'a b' cannot be a keyword"):
+        grammar_of_calls(CALL_FORMATS["pythonic"], [odd], json.dumps)
+
+
+# Thoughts: token 10 begins them and 11 ends them, or 10 11 12 does as text.
+ONE = ThinkingMarks("(", ")", (11,), decode=str, start_token_id=10)
+
+
+def thinking(
+    marks: ThinkingMarks, budget: int | None, inner: Constraint | None
+) -> ThinkingConstraint:
+    return ThinkingConstraint(marks, budget, inner, VOCABULARY, [END])
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 140])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_thoughts_end_when_their_budget_is_spent(budget: int, is_open: bool) -> None:
+    marks = ThinkingMarks("(", ")", (11, 12), str, 10, is_open=is_open)
+    one = thinking(marks, budget, None)
+    if not is_open:
+        assert len(allowed(one)) == VOCABULARY
+        one.advance(10)
+    for number in range(budget):
+        assert len(allowed(one)) == VOCABULARY
+        # The row waits for its newest token before it could be too late, and no sooner.
+        assert one.is_guided == (budget - number <= AHEAD)
+        one.advance(20)
+    for token in (11, 12):
+        assert (allowed(one), one.is_guided) == ([token], True)
+        one = one.copy()
+        assert not one.advance(token)
+    assert len(allowed(one)) == VOCABULARY and not one.is_guided
+
+
+def test_thoughts_may_end_by_themselves_and_then_the_form_holds(grammars: Grammars) -> None:
+    form = grammars.compile(StructuredOutputsParams(choice=["yes", "no"]))
+    open_marks = ThinkingMarks("(", ")", (11,), str, 10, is_open=True)
+    one = thinking(open_marks, None, form)
+    first = one.copy()
+    for token in (20, 21, 10, 11):
+        assert one.is_guided and END not in allowed(one) and len(allowed(one)) == VOCABULARY - 1
+        one.advance(token)
+    assert allowed(one) == allowed(form)
+    assert follow(one, grammars, "no") == "no"  # type: ignore[arg-type]
+    assert len(allowed(first)) == VOCABULARY - 1
+
+
+def test_a_form_may_begin_at_once_where_the_model_begins_its_thoughts(grammars: Grammars) -> None:
+    form = grammars.compile(StructuredOutputsParams(choice=["yes", "no"]))
+    for begins in (True, False):
+        one = thinking(ONE, 3, form.copy())
+        assert allowed(one) == sorted({*allowed(form), 10})
+        if begins:
+            one.advance(10)
+            assert len(allowed(one)) == VOCABULARY - 1
+            one.advance(11)
+        assert follow(one, grammars, "yes") == "yes"  # type: ignore[arg-type]
+
+
+def test_marks_of_several_tokens_are_found_as_text() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(token) for token in ids)
+
+    marks = ThinkingMarks("so:", "thus:", tuple(map(ord, "thus:")), decode, is_open=False)
+    one = thinking(marks, 9, None)
+    for letter in "so:hm thus:abcdefghijkl":
+        assert len(allowed(one)) == VOCABULARY
+        one.advance(ord(letter))
+    one = thinking(marks, 2, None)
+    for letter in "so:hm":
+        one.advance(ord(letter))
+    for letter in "thus:":
+        assert allowed(one) == [ord(letter)]
+        one.advance(ord(letter))
+
+
+def test_random_walks_never_leave_thoughts_open_beyond_the_budget(grammars: Grammars) -> None:
+    form = grammars.compile(StructuredOutputsParams(regex="[ab]{2}"))
+    rng = random.Random(0)
+    for _ in range(20):
+        budget = rng.randint(0, 6)
+        one = thinking(ThinkingMarks("(", ")", (11,), str, 10, is_open=True), budget, form.copy())
+        tokens, done = [], False
+        while not done:
+            token = int(rng.choice(allowed(one)))
+            if token == END:
+                break
+            tokens.append(token)
+            done = one.advance(token)
+        assert tokens.index(11) <= budget
+        assert np.all(np.array(tokens) != END)

@@ -1,0 +1,204 @@
+"""The comparison with other engines: its arithmetic, its results file, and README's section."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import compare_engines
+from compare import report, workloads
+from compare.checkpoint import random_checkpoint
+from compare.parts import spans
+from compare.process import Started, memory_bytes, tree
+from compare.results import Results, chosen, middle, ratio
+from compare.worker_http import Front, Job
+from jaxserve.engine.text import Tokenizer
+from jaxserve.models import read_model_config
+from serving_load import Target, Work, run_load
+from serving_process import free_port
+from trace_rows import read_trace
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_and_table_say_what_the_results_say() -> None:
+    path = compare_engines.RESULTS
+    section = report.section_of(path, ROOT)
+    assert section in (ROOT / "README.md").read_text(), "scripts/compare_engines.py --write-readme"
+    data = json.loads(path.read_text())
+    assert report.paths(path)[0].read_text() == report.table(data)
+    for line in section.splitlines():
+        if line.startswith("!["):
+            assert (ROOT / line.partition("(")[2].rstrip(")")).exists()
+
+
+def test_readme_section_replaces_what_stands_between_the_markers_only() -> None:
+    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    section = f"{report.BEGIN}\nnew\n{report.END}"
+    assert report.replaced(readme, section) == f"before\n{section}\nafter\n"
+    with pytest.raises(ValueError, match="no lines"):
+        report.replaced("nothing here", section)
+
+
+def record(engine: str, repeat: int, speed: float, part: str = "mixed") -> dict[str, Any]:
+    key = {"model": "wide", "engine": engine, "part": part, "repeat": repeat}
+    return key | {"output_throughput": speed}
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """A machine that is slow for one repeat is slow for both engines."""
+    records = [record("jaxserve", n, s) for n, s in enumerate((100.0, 50.0, 90.0))]
+    records += [record("vllm", n, s) for n, s in enumerate((80.0, 50.0, 100.0, 1.0))]
+    records.append(record("vllm", 4, 1e9) | {"error": "fell over"})
+    assert ratio(records, "wide", ("jaxserve", "vllm"), "mixed", "output_throughput") == (
+        1.0,
+        0.9,
+        1.25,
+    )
+    assert ratio(records, "wide", ("jaxserve", "openvino"), "mixed", "output_throughput") is None
+    assert middle(chosen(records, "wide", "jaxserve", "mixed"), "output_throughput") == (
+        90.0,
+        50.0,
+        100.0,
+    )
+
+
+@pytest.mark.parametrize(("speed", "verdict"), [(99.9, "**not met**"), (100.0, "met")])
+def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
+    data = {
+        "engines": {"jaxserve": {"title": "jaxserve"}, "vllm": {"title": "vLLM"}},
+        "records": [record("jaxserve", 0, speed), record("vllm", 0, 100.0)],
+    }
+    [line] = report.gate_table(data)[2:]
+    assert line.startswith("| mixed, over vLLM's CPU build, 137M Llama | ")
+    assert line.endswith(f"| 1 | {verdict} |")
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "agrees"), (0.3, "**differs**")])
+def test_the_table_says_who_answers_otherwise(gap: float, verdict: str) -> None:
+    answers = {"alone": [[5, 6], [7, 8]], "together": [[5, 6], [7, 9]]}
+    made = record("vllm", 0, 0.0, "agreement") | answers | {"gaps": [0, 0, 0, 0, 0, 0, 0, gap]}
+    [_, _, line] = report.agreement_table({"engines": {"vllm": {"title": "V"}}, "records": [made]})
+    cells = f"7 of 8 tokens | 1 of 2 | {gap:.2g} at token 2 | {gap:.2g} | {verdict} |"
+    assert line == f"| V | 137M Llama | {cells}"
+
+
+def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
+    path, settings = tmp_path / "results.json", {"rows": 4, "goodput": ("ttft:1",)}
+    first = Results(path, settings, resume=False)
+    first.add(record("jaxserve", 0, 1.0))
+    first.add(record("vllm", 0, 2.0) | {"error": "fell over /home/me/.x/a.py at https://b.c/d"})
+    assert first.records[-1]["error"] == "fell over a.py at URL"
+    second = Results(path, settings, resume=True)
+    assert second.has({"engine": "jaxserve", "part": "mixed", "repeat": 0})
+    assert not second.has({"engine": "vllm", "part": "mixed", "repeat": 0})
+    second.add(record("vllm", 0, 3.0))
+    assert [r["output_throughput"] for r in Results(path, settings, resume=True).records] == [1, 3]
+    with pytest.raises(ValueError, match="other settings"):
+        Results(path, {"rows": 8}, resume=True)
+    assert Results(path, {"rows": 8}, resume=False).records == []
+
+
+def test_workloads_are_the_same_for_all_and_fit() -> None:
+    for make in (workloads.trace, workloads.mixed):
+        works = make(1024, 64)
+        assert works == make(1024, 64) and len(works) == 64
+        assert all(one.input_tokens + one.output_tokens < workloads.MAX_LEN for one in works)
+        assert all(16 <= token < 1024 for one in works for token in one.prompt)
+    lengths = [(one.input_tokens, one.output_tokens) for one in workloads.trace(1024, 64)]
+    rows = read_trace(64)
+    assert lengths == [(max(1, r.input_tokens // 8), max(1, r.output_tokens // 8)) for r in rows]
+
+
+def test_the_checkpoint_is_one_that_jaxserve_reads_and_text_tells_its_ids(tmp_path: Path) -> None:
+    folder = random_checkpoint("tiny", tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert random_checkpoint("tiny", tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    config = read_model_config(folder)
+    assert (config.vocab_size, config.hidden_size) == (1024, 64)
+    tokenizer = Tokenizer(folder, config.vocab_size)
+    ids = [17, 5, 1023, 700]
+    assert compare_engines.parts._ids(tokenizer.decode(ids)) == ids
+
+
+def test_stays_in_slots_from_who_held_them() -> None:
+    """Two slots; a third holder takes the place of the first, and a folded one that of slot 1."""
+    timeline = [(1.0, [7, 0, 0]), (2.0, [7, 8, 0]), (3.0, [9, 8, 0]), (4.0, [9, 0, 10])]
+    assert spans(timeline, 2) == [(0, 0.0, 2.0), (1, 1.0, 3.0), (0, 2.0, 4.0), (1, 3.0, 4.0)]
+
+
+def test_a_job_ends_with_the_tokens_that_were_asked_for() -> None:
+    sent: list[bytes] = []
+    job = Job([1, 2], 3, sent.append)
+    job.write([5, 6])
+    assert not job.done.is_set()
+    job.write([7, 8, 9])
+    job.write([10])
+    assert job.done.is_set() and sent[-1] == b"data: [DONE]\n\n"
+    events = [json.loads(line[6:]) for line in sent[:-1]]
+    ids = [choice["token_ids"] for event in events for choice in event["choices"]]
+    assert ids == [[5, 6], [7]]
+    assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
+
+
+def test_the_workers_front_gathers_what_was_sent_together() -> None:
+    front = Front(port := free_port(), {"/told": lambda body: body["x"] + 1})
+    url = f"http://127.0.0.1:{port}"
+    target = Target(url + "/v1/completions", "model")
+    works = [Work([number], 1, 2) for number in range(20)]
+
+    async def ask_all() -> tuple[Any, list[Job]]:
+        load = asyncio.create_task(run_load(target, works, [0.0] * 20))
+        jobs = await asyncio.to_thread(front.batch, 16)
+        rest = await asyncio.to_thread(front.batch, 16)
+        for job in [*jobs, *rest]:
+            job.write([job.prompt[0]] * 2)
+        return await load, jobs
+
+    run, jobs = asyncio.run(ask_all())
+    assert len(jobs) == 16 and front.waiting() == []
+    assert [one.token_ids for one in run.outcomes] == [[n, n] for n in range(20)]
+    assert compare_engines.ask(url + "/told", {"x": 1}) == 2
+
+
+def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    started = Started(command, {}, "http://127.0.0.1:9", tmp_path / "log")
+    with pytest.raises(RuntimeError, match="ended with 3: no such model"), started:
+        pass
+    assert memory_bytes(tree(os.getpid())) > 10 << 20
+
+
+def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:
+    """The whole path with Transformers in this environment; a second run finds nothing to do."""
+    path = tmp_path / "results.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = "--models tiny --engines transformers --parts agreement,trace --trace 4 --rows 2"
+    arguments += f" --repeats 1 --json {path} --python transformers={sys.executable}"
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", *arguments.split()])
+    assert compare_engines.main() == 0
+    data = json.loads(path.read_text())
+    [start, agreement, trace] = data["records"][-3:] if len(data["records"]) == 3 else []
+    parts = {r["part"]: r for r in (start, agreement, trace)}
+    assert set(parts) == {"start", "agreement", "trace"}
+    assert not any("error" in r for r in parts.values())
+    answers, gaps = parts["agreement"]["alone"], parts["agreement"]["gaps"]
+    assert answers == parts["agreement"]["together"]
+    assert len(gaps) == 2 * sum(map(len, answers)) == 2 * 8 * 32
+    assert len(set(np.ravel(answers))) > 50, "answers repeat themselves: they would prove little"
+    assert max(gaps) < 1e-4
+    wanted = sum(one.output_tokens for one in workloads.trace(1024, 4))
+    assert parts["trace"]["output_tokens"] == wanted and parts["trace"]["peak_bytes"] > 50 << 20
+    markdown = path.with_suffix(".md").read_text()
+    assert "| tiny Llama | 512 of 512 tokens | 8 of 8 | - | - | agrees |" in markdown
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--write"])
+    assert compare_engines.main() == 0
+    assert json.loads(path.read_text())["records"] == data["records"]
