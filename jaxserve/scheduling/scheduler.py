@@ -390,7 +390,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""
-        check(self, self._running)
+        check(self.pool, self.slots, self.waiting, self._running)
 
 
 def _each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
