@@ -38,6 +38,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     group = jnp.searchsorted(last, item, side="right", method="scan_unrolled")
     group = jnp.minimum(group, groups - 1).astype(jnp.int32)
     first = (end - group_sizes)[group] + (item - (last - tiles)[group]) * size
+    first, zero = first.astype(jnp.int32), jnp.int32(0)
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -46,11 +47,11 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
             # A dot converts 16-bit weights to float32. Were they not carried around, past this
             # barrier, XLA would move that out of the loop and convert the weights of all groups.
             w = lax.optimization_barrier(w)
-        some = lax.dynamic_slice(x, (first[tile], 0), (size, inputs))
-        matrix = lax.dynamic_slice(w, (group[tile], 0, 0), (1, inputs, outputs))[0]
+        some = lax.dynamic_slice(x, (first[tile], zero), (size, inputs))
+        matrix = lax.dynamic_slice(w, (group[tile], zero, zero), (1, inputs, outputs))[0]
         y = lax.dot(some, matrix, preferred_element_type=exact)
         # What a tile writes past the end of its group, the next group's tile overwrites.
-        return lax.dynamic_update_slice(out, y, (first[tile], 0)), w
+        return lax.dynamic_update_slice(out, y, (first[tile], zero)), w
 
     out = jnp.zeros((rows + size, outputs), exact)
     out, _ = lax.fori_loop(0, last[-1], body, (out, w))

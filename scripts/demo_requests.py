@@ -80,17 +80,17 @@ def make_asks(
     """The requests, and by how much the trace's lengths were scaled to fit the model."""
     trace, rng = read_trace(count), random.Random(seed)
     longest = max_model_len - LONGEST_ANSWER
-    scale = min(1.0, longest / max(prompt + output for _, prompt, output in trace))
+    scale = min(1.0, longest / max(one.input_tokens + one.output_tokens for one in trace))
     asks: list[Ask] = []
     questions: list[Task] = []
-    for number, (arrival, prompt, output) in enumerate(trace, 1):
-        wanted = round(prompt * scale)
+    for number, row in enumerate(trace, 1):
+        wanted, output = round(row.input_tokens * scale), round(row.output_tokens * scale)
         while True:
-            task = choose_task(rng, wanted, round(output * scale), questions)
+            task = choose_task(rng, wanted, output, questions)
             messages = [{"role": "user", "content": task.prompt}]
             token_ids = tokenizer.render_chat(messages)
             if len(token_ids) <= longest:
                 break
             wanted = wanted * 9 // 10
-        asks.append(Ask(number, arrival, task, token_ids, max(2, round(output * scale))))
+        asks.append(Ask(number, row.arrival_s, task, token_ids, max(2, output)))
     return asks, scale

@@ -138,7 +138,10 @@ def test_bad_input_is_one_line_and_exit_2(
 def test_errors_of_a_real_process_are_no_tracebacks() -> None:
     code, out, err = run("generate", "--model", "/no/such", "hi")
     assert (code, out) == (2, "")
-    assert err == "jaxserve: error: model: '/no/such' is not a folder with a checkpoint\n"
+    assert err == (
+        "jaxserve: error: model: '/no/such' is not a folder with a checkpoint, nor a .gguf file, "
+        "nor a name on the Hugging Face hub (org/name)\n"
+    )
 
 
 def test_control_c_ends_it_quietly() -> None:

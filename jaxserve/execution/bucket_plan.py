@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.execution.buckets import Bucket, BucketSet
 
 # Busy time in which a program must save more than it costs to compile.
-BUSY_SECONDS = 600.0
+BUSY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)

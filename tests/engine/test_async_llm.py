@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,8 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
 @pytest.fixture
 def llm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
-    engine = AsyncLLM(loaded)
+    # One step at a time, for streams that last.
+    engine = AsyncLLM(replace(loaded, config=replace(loaded.config, num_scheduler_steps=1)))
     yield engine
     engine.close()
 

@@ -131,6 +131,7 @@ def with_faults(loaded: Loaded, fails: Callable[[Any], bool], at: str) -> Engine
     def commit(step: Any) -> None:
         class Step:
             plan = step[0].plan
+            submitted = step[0].submitted
 
             def __getitem__(self, index: int) -> Any:
                 return step[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,8 @@ PROMPTS = ["one", "two two", "three three three"]
 @pytest.fixture
 def llm(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
-    engine = AsyncLLM(loaded)
+    # One step at a time, for streams that last.
+    engine = AsyncLLM(replace(loaded, config=replace(loaded.config, num_scheduler_steps=1)))
     yield engine
     engine.close()
 
@@ -122,7 +124,8 @@ def test_pausing_in_any_state_is_harmless(llm: AsyncLLM) -> None:
 
 def test_a_stream_ends_with_the_error_it_was_given(llm: AsyncLLM) -> None:
     async def main() -> None:
-        stream = llm.open([llm.request("one", SAMPLED)])
+        endless = SamplingParams(max_tokens=None, ignore_eos=True)
+        stream = llm.open([llm.request("one", endless)])
         asyncio.get_running_loop().call_later(0.01, stream.fail, TimeoutError("late"))
         with pytest.raises(TimeoutError, match="late"):
             await asyncio.gather(*[read(stream)])

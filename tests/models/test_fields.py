@@ -113,7 +113,6 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"mlp_only_layers": [0]},
         {"mlp_only_layers": [2]},
         {"decoder_sparse_step": 2},
-        {"use_sliding_window": True},
         {"use_sliding_window": True, "sliding_window": 7},
         {"rope_parameters.rope_theta": 600.0},
     ],

@@ -173,7 +173,7 @@ def test_sampling_controls_are_sent_and_faults_named(open_page: OpenPage) -> Non
     send(page, QUESTION)
     expect(page.locator("article.assistant h3")).to_contain_text("cut off · 4 tokens")
     assert sent[0].items() >= (values | {"max_tokens": 4, "model": "demo_model"}).items()
-    assert "logprobs" not in sent[0]
+    assert sent[0]["logprobs"] is True
     expect(page.locator("#chosen")).to_contain_text("temperature 0.5 · top_p 0.9 · top_k 7")
 
     page.get_by_label("top_p").fill("1.5")  # the server's to refuse
@@ -219,11 +219,11 @@ def test_everything_is_reached_by_keyboard(open_page: OpenPage) -> None:
     assert focused(page) == "SUMMARY"
     page.keyboard.press("Enter")
     order = []
-    for _ in range(8):
+    for _ in range(9):
         page.keyboard.press("Tab")
         order.append(focused(page))
     fields = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]
-    assert order == [*fields, "clear", "rows"]
+    assert order == [*fields, "logprobs", "clear", "rows"]
     page.locator("#theme").focus()
     page.keyboard.press("Tab")
     assert focused(page) == "scroller"

@@ -226,7 +226,13 @@ def test_what_the_server_says_about_itself(server: Server) -> None:
     assert server.request("/ready").status == 200
     assert server.request("/version").json()["version"]
     started = "\n".join(server.log)
-    for told in ("weights", "compile", "KV cache 41 pages", "bytes", "ready at http://127.0.0.1:"):
+    for told in (
+        "weights",
+        "compile",
+        "KV cache in float32, 41 pages",
+        "bytes",
+        "ready at http://127.0.0.1:",
+    ):
         assert told in started
 
 
