@@ -270,7 +270,7 @@ def test_a_budget_changes_nothing_before_it_is_spent(narrow: Server) -> None:
 
 
 def test_thoughts_in_messages_and_responses(narrow: Server) -> None:
-    body = {"messages": THINKING["messages"], "max_tokens": 25, "temperature": 1.0}
+    body = {"messages": THINKING["messages"], "max_tokens": 25, "temperature": 0}
     body["thinking"] = {"type": "enabled", "budget_tokens": 5}
     blocks = narrow.request(MESSAGES, body).json()["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text"]

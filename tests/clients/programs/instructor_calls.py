@@ -8,7 +8,7 @@ from typing import Literal
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 URL, KEY, MODEL, QUESTION = sys.argv[1:]
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -16,6 +16,9 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 class Plan(BaseModel):
     """When to do it."""
+
+    # Or a model that knows no better makes up properties, with names of any length.
+    model_config = ConfigDict(extra="forbid")
 
     day: Literal["mon", "tue"]
     sure: bool
