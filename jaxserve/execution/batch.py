@@ -62,10 +62,13 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
     padded = np.full(bucket.num_rows, slots.num_slots, np.int32)
     padded[:num_rows] = plan.slots
     kv_len = np.zeros(bucket.num_rows, np.int32)
-    kv_len[:num_rows] = plan.lengths
+    np.add(plan.starts, 1 if num_tokens == num_rows else plan.num_tokens, out=kv_len[:num_rows])
     query_start = np.full(bucket.num_rows + 1, num_tokens, np.int32)
-    query_start[0] = 0
-    np.cumsum(plan.lengths - plan.starts, out=query_start[1 : num_rows + 1])
+    if num_tokens == num_rows:
+        query_start[:num_rows] = np.arange(num_rows)
+    else:
+        query_start[0] = 0
+        np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
     tokens = np.zeros(bucket.num_tokens, np.int32)
     positions = np.zeros(bucket.num_tokens, np.int32)
     row_of_token = np.full(bucket.num_tokens, bucket.num_rows - 1, np.int32)
@@ -87,7 +90,7 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
     if not bucket.decode_only and (asks & Ask.PROMPT_LOGPROBS).any():
         targets[:num_tokens] = _prompt_targets(slots, owner, where)
     sample_slots = np.full(bucket.num_rows, slots.num_slots, np.int32)
-    sample_slots[:num_rows][plan.samples] = plan.slots[plan.samples]
+    np.copyto(sample_slots[:num_rows], plan.slots, where=plan.samples)
     return StepBatch(
         tokens=tokens,
         positions=positions,

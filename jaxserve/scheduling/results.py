@@ -36,7 +36,7 @@ class Draws(NamedTuple):
         tokens: int32[sum(counts)], row by row.
         is_stop: bool[N], whether the row's last token stops it.
         is_last: bool[N], whether that token is the sequence's last, for whatever reason.
-        failed: bool[R], rows that ended with logits that were not finite.
+        failed: bool[R], rows that ended with logits that were not finite; None for no row.
     """
 
     drawn: np.ndarray
@@ -44,7 +44,7 @@ class Draws(NamedTuple):
     tokens: np.ndarray
     is_stop: np.ndarray
     is_last: np.ndarray
-    failed: np.ndarray
+    failed: np.ndarray | None
 
 
 def draws_of(
@@ -58,14 +58,17 @@ def draws_of(
     """
     if plan.num_steps > 1:
         return _draws_of_several(table, plan, token_ids, ok, live)
-    drawn = live & plan.samples & ok
+    all_ok = bool(ok.all())
+    drawn = live & plan.samples
+    if not all_ok:
+        drawn &= ok
     slots, tokens = plan.slots[drawn], token_ids[drawn]
     known = table.num_known[slots]
     stop_ids = table.stop_token_ids[slots, : table.max_stops]
     is_stop = (tokens[:, None] == stop_ids).any(axis=1)
     is_stop &= known >= table.min_length[slots]
     is_last = is_stop | (known + 1 >= table.stop_length[slots])
-    return Draws(drawn, None, tokens, is_stop, is_last, live & ~ok)
+    return Draws(drawn, None, tokens, is_stop, is_last, None if all_ok else live & ~ok)
 
 
 def _draws_of_several(

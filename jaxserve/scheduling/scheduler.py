@@ -330,7 +330,7 @@ class Scheduler:
             table.num_known[slots] = known + draws.counts
             table.num_pending[slots] -= draws.counts
         if self.enable_prefix_caching:
-            self._publish(plan, live & ~draws.failed)
+            self._publish(plan, live if draws.failed is None else live & ~draws.failed)
         sequences = list(map(table.sequences.__getitem__, owners.tolist()))
         finished: list[Sequence] = []
         for index in np.flatnonzero(draws.is_last).tolist():
@@ -340,7 +340,7 @@ class Scheduler:
                 sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
             sequence.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
             finished.append(sequence)
-        for slot in plan.slots[draws.failed].tolist() if draws.failed.any() else ():
+        for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():
             sequence = table.sequences[slot]
             sequence.finish_reason = FinishReason.ERROR
             finished.append(sequence)

@@ -81,7 +81,7 @@ SCHEDULE_BUGS = (
     Bug(
         "pages of a NaN row are published",
         SCHEDULER,
-        "(plan, live & ~draws.failed)",
+        "(plan, live if draws.failed is None else live & ~draws.failed)",
         "(plan, live)",
     ),
     Bug(
@@ -206,26 +206,26 @@ COMMIT_BUGS = (
     Bug(
         "a NaN row's token is kept",
         RESULTS,
-        "drawn = live & plan.samples & ok",
-        "drawn = live & plan.samples",
+        "        drawn &= ok\n",
+        "        pass\n",
     ),
     Bug(
         "rows that draw nothing append a token",
         RESULTS,
-        "drawn = live & plan.samples & ok",
-        "drawn = live & ok",
+        "drawn = live & plan.samples\n",
+        "drawn = live.copy()\n",
     ),
     Bug(
         "a NaN row does not end its sequence",
         SCHEDULER,
-        "for slot in plan.slots[draws.failed].tolist() if draws.failed.any() else ():",
+        "for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():",
         "for slot in []:",
     ),
     Bug(
         "a NaN in a prompt's chunk is overlooked",
         RESULTS,
-        "is_stop, is_last, live & ~ok)",
-        "is_stop, is_last, live & ~ok & plan.samples)",
+        "None if all_ok else live & ~ok)",
+        "None if all_ok else live & ~ok & plan.samples)",
     ),
     Bug(
         "min_tokens is ignored",
