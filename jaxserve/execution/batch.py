@@ -64,19 +64,16 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> StepBatch:
     kv_len = np.zeros(bucket.num_rows, np.int32)
     np.add(plan.starts, 1 if num_tokens == num_rows else plan.num_tokens, out=kv_len[:num_rows])
     query_start = np.full(bucket.num_rows + 1, num_tokens, np.int32)
-    if num_tokens == num_rows:
-        query_start[:num_rows] = np.arange(num_rows)
-    else:
-        query_start[0] = 0
-        np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
+    query_start[0] = 0
     tokens = np.zeros(bucket.num_tokens, np.int32)
     positions = np.zeros(bucket.num_tokens, np.int32)
     row_of_token = np.full(bucket.num_tokens, bucket.num_rows - 1, np.int32)
     if num_tokens == num_rows:
-        row_of_token[:num_rows] = np.arange(num_rows)
+        query_start[:num_rows] = row_of_token[:num_rows] = np.arange(num_rows)
         positions[:num_rows] = plan.starts
         owner = plan.slots
     else:
+        np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
         rows = np.repeat(np.arange(num_rows), plan.num_tokens)
         row_of_token[:num_tokens] = rows
         offsets = plan.starts - query_start[:num_rows]
