@@ -22,6 +22,7 @@ METRICS = {
     "e2el": "End-to-end Latency",
 }
 WIDTH = 50
+LEAST_MS = 0.1  # the left end of a logarithmic axis of milliseconds
 BLUE, GREEN, ORANGE = "#2a78d6", "#1baf7a", "#eb6834"
 
 
@@ -213,9 +214,11 @@ def plot(runs: dict[str, Run], path: Path, title: str) -> None:
         axes[0].plot(np.arange(len(counts)) + 0.5, counts, color=color, label=name)
         values = samples(run.outcomes)
         for axis, metric in zip(axes[1:], ("ttft", "itl"), strict=True):
-            ordered = np.sort(values[metric])
-            share = np.arange(1, len(ordered) + 1) / max(1, len(ordered))
-            axis.plot(ordered, share, color=color, label=name)
+            # Tokens of one launch arrive at once: a gap of nothing still has its place.
+            ordered = np.maximum(np.sort(values[metric]), LEAST_MS)
+            if len(ordered):
+                share = np.arange(1, len(ordered) + 1) / len(ordered)
+                axis.plot(ordered, share, color=color, label=name)
     axes[0].set(xlabel="seconds", ylabel="output tokens a second", ylim=(0, None))
     axes[1].set(xlabel="time to first token, ms", ylabel="share of requests", ylim=(0, 1))
     axes[2].set(xlabel="inter-token latency, ms", ylabel="share of gaps", ylim=(0, 1))

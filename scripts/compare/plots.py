@@ -92,10 +92,10 @@ def latency(data: dict[str, Any], path: Path) -> None:
     for axis, (metric, label) in zip(axes, titles.items(), strict=True):
         for name, title, record in found:
             values = record["cdf"].get(metric, [])
-            share = np.linspace(0, 1, len(values))
-            axis.plot(
-                np.maximum(values, 0.1), share, color=COLORS.get(name, OTHER), label=title, lw=1.4
-            )
+            if values:
+                share = np.linspace(0, 1, len(values))
+                color = COLORS.get(name, OTHER)
+                axis.plot(np.maximum(values, 0.1), share, color=color, label=title, lw=1.4)
         axis.set(xlabel=label, ylabel="share", ylim=(0, 1), xscale="log")
         axis.xaxis.set_minor_formatter("")
     axes[-1].legend(frameon=False, fontsize=7, loc="lower right")

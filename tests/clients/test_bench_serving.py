@@ -14,7 +14,7 @@ import pytest
 
 from serving_load import Outcome, Prompts, Reader, Run, poisson_arrivals, random_works, trace_works
 from serving_process import ROOT
-from serving_report import most_at_once, summarize, token_times
+from serving_report import most_at_once, plot, summarize, token_times
 from tests.clients.conftest import KEY, MODEL
 
 
@@ -92,6 +92,13 @@ def test_works() -> None:
     assert [(work.input_tokens, work.output_tokens) for work in works][:2] == [(37, 4), (40, 11)]
     assert len(works[0].prompt.split()) == 37  # type: ignore[union-attr]
     assert arrivals[:2] == [0.0, pytest.approx(4.3146 / 2)]
+
+
+@pytest.mark.parametrize("gaps", [[], [0.0, 0.0], [0.0, 0.02]])
+def test_answers_whose_tokens_come_at_once_are_plotted(gaps: list[float], tmp_path: Path) -> None:
+    outcomes = [Outcome(4, status=200, ttft=0.1, itls=gaps, latency=0.2, output_tokens=4)]
+    plot({"tiny": Run(outcomes, 0.2, 0.1)}, tmp_path / "run.png", "all at once")
+    assert (tmp_path / "run.png").stat().st_size > 1000
 
 
 EVENTS = (
