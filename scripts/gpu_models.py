@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import model_step
@@ -96,7 +96,8 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
     """A batch of padding with the shapes of a bucket; tables for ``context`` positions a row."""
     none = np.zeros(0, np.int32)
     plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
-    return pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
+    words = pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
+    return unpack(words, T, R)
 
 
 def full_batch(T: int, R: int, context: int) -> StepBatch:

@@ -76,7 +76,10 @@ class Engine:
         assert self.config.max_num_seqs and self.config.max_model_len
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = SlotTable(
-            self.config.max_num_seqs, self.config.max_model_len, self.config.block_size
+            self.config.max_num_seqs,
+            self.config.max_model_len,
+            self.config.block_size,
+            self.runner.model_config.layers.window,
         )
         self.scheduler = scheduler(self.config, self.pool, self.slots)
         self._live: dict[Sequence, Live] = {}

@@ -21,6 +21,7 @@ from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.windows import longest
 from jaxserve.weights import random_weights
 from jaxserve.weights.quantize import FORMS
 
@@ -106,7 +107,13 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
-    capacity = (runner.num_pages - 1) * config.block_size
+    capacity = longest(
+        runner.num_pages - 1,
+        config.block_size,
+        model_config.layers.window,
+        config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
+        config.max_model_len,
+    )
     if capacity < config.max_model_len:
         _log.warning(
             "the KV cache holds %d tokens, fewer than max_model_len (%d): longer requests are "
@@ -118,7 +125,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     _log.info("%s; %s", runner.store, runner.plan)
     limits = Limits(
         vocab_size=model_config.vocab_size,
-        max_model_len=min(config.max_model_len, capacity),
+        max_model_len=capacity,
         eos_token_ids=ends,
         seed=config.seed,
     )

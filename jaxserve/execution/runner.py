@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.bucket_plan import BucketPlan, anchors, choose_sizes
 from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
 from jaxserve.execution.compilation import open_store
@@ -197,8 +197,12 @@ class Runner:
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
         options = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
-        step = partial(step, self._graphdef, self._treedef, **options)
-        jitted = jax.jit(step, donate_argnums=1)
+
+        def run(leaves: Any, state: DeviceState, words: Any) -> tuple[DeviceState, StepOutput]:
+            batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+            return step(self._graphdef, self._treedef, leaves, state, batch, **options)
+
+        jitted = jax.jit(run, donate_argnums=1)
         return jitted.lower(self._leaves, self._shapes(num_pages), self._null_batch(bucket))
 
     def _compile_state(self) -> Any:
@@ -221,7 +225,7 @@ class Runner:
             lambda: jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words),
         )
 
-    def _null_batch(self, bucket: Bucket) -> StepBatch:
+    def _null_batch(self, bucket: Bucket) -> np.ndarray:
         """A batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
         plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))

@@ -21,6 +21,12 @@ class LayerTable:
     windows: tuple[int | None, ...]
     rotary: tuple[bool, ...]
 
+    @property
+    def window(self) -> int | None:
+        """The widest window; None where a layer has none, and so sees every position."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
+
 
 # Reads a LayerTable for a number of layers.
 ReadLayers = Callable[[Fields, int], LayerTable]

@@ -15,13 +15,15 @@ import numpy as np
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Ask, FinishReason
 from jaxserve.scheduling.invariants import check
-from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.publishing import Publisher
+from jaxserve.scheduling.ragged import each
 from jaxserve.scheduling.results import StepResult, draws_of
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.waiting import WaitingQueue
+from jaxserve.scheduling.windows import most_pages
 
 
 class Scheduling(Protocol):
@@ -60,7 +62,7 @@ class Scheduler:
             raise ValueError("max_num_batched_tokens must be at least the number of slots")
         self.pool = pool
         self.slots = slots
-        self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
+        self.publisher = Publisher(pool, slots, enable_prefix_caching)
         self.waiting = WaitingQueue(policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
@@ -96,7 +98,7 @@ class Scheduler:
             InvalidRequest: it could never run, even alone: nothing was changed.
         """
         length = sequence.request.max_length
-        needed = -(-length // self.pool.page_size)
+        needed = self._most_pages(length)
         if needed > self.pool.num_usable or length > self.slots.max_model_len:
             raise InvalidRequest(
                 f"the prompt and max_tokens together need {needed} pages of KV cache "
@@ -106,6 +108,10 @@ class Scheduler:
                 "max_tokens",
             )
         self.waiting.push(sequence)
+
+    def _most_pages(self, length: int) -> int:
+        """Pages that a sequence of so many tokens holds at once, if no other one runs."""
+        return most_pages(length, self.pool.page_size, self.slots.window, self.max_row_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End a sequence now, wherever it is; False if it had ended already.
@@ -182,7 +188,7 @@ class Scheduler:
         if total > self.pool.num_free:
             return False
         if total:
-            owner, nth = _each(slots, held, held + counts)
+            owner, nth = each(slots, held, held + counts)
             table.page_table[owner, nth] = self.pool.allocate(total)
             table.num_pages[slots] = held + counts
         return True
@@ -268,17 +274,20 @@ class Scheduler:
         Without that reserve a sequence would be admitted only to be preempted a few steps
         later. With nothing running every page is free, and `add` made sure that it fits.
         """
-        needed = -(-known // self.pool.page_size) - len(hits)
+        hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
+        needed = self._most_pages(known) - len(hits)
         free = self.pool.num_free - self.pool.num_evictable(hits)
         return needed + num_running <= free or num_running == 0
 
     def _place(self, sequence: Sequence, hits: list[int], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, the cached pages and pages for its tokens < end."""
-        self.pool.share(hits)
+        outside = self.slots.num_outside(cached)
+        self.pool.share(hits[outside:])
         slot = self.slots.acquire(sequence)
         fresh = -(-end // self.pool.page_size) - len(hits)
         if hits:
             self.slots.append_pages(slot, hits)
+            self.slots.drop_pages(slot, outside)
         self.slots.append_pages(slot, self.pool.allocate(fresh))
         self.slots.num_computed[slot] = cached
         self.slots.num_published[slot] = len(hits)
@@ -300,7 +309,9 @@ class Scheduler:
             return []
         tokens = sequence.token_ids
         if sequence.prefix_keys is None:
-            sequence.prefix_keys = self.page_keys.prefix(sequence.request.cache_salt, tokens)
+            sequence.prefix_keys = self.publisher.page_keys.prefix(
+                sequence.request.cache_salt, tokens
+            )
         keys = sequence.prefix_keys.keys[: (len(tokens) - 1) // self.pool.page_size]
         # What a prompt is scored by must be computed.
         return [] if sequence.scores_prompt else self.pool.match(keys.tolist())
@@ -325,12 +336,14 @@ class Scheduler:
             table.num_pending[slots] -= 1
             owners = slots
         else:
-            owners, where = _each(slots, known, known + draws.counts)
+            owners, where = each(slots, known, known + draws.counts)
             table.tokens[owners, where] = draws.tokens
             table.num_known[slots] = known + draws.counts
             table.num_pending[slots] -= draws.counts
-        if self.enable_prefix_caching:
-            self._publish(plan, live if draws.failed is None else live & ~draws.failed)
+        well = live if draws.failed is None else live & ~draws.failed
+        self.publisher.note(plan, well, self._running)
+        if table.window is not None:
+            self._give_back(plan.slots[well])
         sequences = list(map(table.sequences.__getitem__, owners.tolist()))
         finished: list[Sequence] = []
         for index in np.flatnonzero(draws.is_last).tolist():
@@ -348,53 +361,22 @@ class Scheduler:
             self._vacate([sequence.slot for sequence in finished])
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
+    def _give_back(self, slots: np.ndarray) -> None:
+        """Release the pages outside every window. What is still computed sees only later ones,
+        a step in flight too: it began where the committed steps ended."""
+        outside = self.slots.num_outside(self.slots.num_committed[slots])
+        for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
+            slot = int(slots[row])
+            self.publisher.publish(slots[row : row + 1])
+            self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
+
     def _vacate(self, slots: list[int]) -> None:
         """Take slots and pages from their sequences, and the slots out of the running order."""
+        self.publisher.publish(np.array(slots))
         for slot in slots:
             self.pool.release(self.slots.release(slot))
         self._running = self._running[self.slots.generation[self._running] > 0]
 
-    def _publish(self, plan: StepPlan, live: np.ndarray) -> None:
-        """Offer the pages that this step filled to later prefixes, but for a token drawn last:
-        that one has been computed by no step yet."""
-        table = self.slots
-        ends = plan.starts + plan.num_tokens
-        if plan.num_steps > 1:
-            ends = np.minimum(ends, table.num_known[plan.slots] - 1)
-        full = ends // self.pool.page_size
-        first = table.num_published[plan.slots]
-        rows = live & (full > first)
-        slots, first, full = plan.slots[rows], first[rows], full[rows]
-        if not len(slots):
-            return
-        self._make_keys(slots, full)
-        owner, nth = _each(slots, first, full)
-        table.num_published[slots] = full
-        self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
-
-    def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
-        """Make the keys of each slot's first `full` pages, as far as they are missing.
-
-        Admission made those of the known tokens, so that a page a slot is usually all.
-        """
-        table, size = self.slots, self.pool.page_size
-        while len(slots := slots[(short := table.num_keys[slots] < full)]):
-            full = full[short]
-            page = table.num_keys[slots]
-            columns = page[:, None] * size + np.arange(size)
-            tokens = table.tokens[slots[:, None], columns]
-            keys, states = self.page_keys.extend(table.key_state[slots], page, tokens)
-            table.page_keys[slots, page] = keys
-            table.key_state[slots] = states
-            table.num_keys[slots] = page + 1
-
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""
         check(self.pool, self.slots, self.waiting, self._running)
-
-
-def _each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every (slot, n) with first <= n < last, slot by slot, as two arrays."""
-    counts = last - first
-    owner = np.repeat(slots, counts)
-    return owner, np.arange(len(owner)) + np.repeat(last - np.cumsum(counts), counts)

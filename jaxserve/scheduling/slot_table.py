@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.request import MAX_STOP_TOKEN_IDS, Ask
+from jaxserve.request import Ask
 from jaxserve.scheduling.page_keys import KEY, LANES
+from jaxserve.scheduling.page_pool import NULL_PAGE
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.settings import Settings
 
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
@@ -23,20 +25,18 @@ class SlotTable:
     the null slot, where padding points.
 
     Columns (i32 unless said):
-        page_table [slots + 1, M], num_pages: the pages held, in the order of their tokens.
+        page_table [slots + 1, M], num_pages: the pages, in the order of their tokens.
+        first_page: the first one held; those before it were given back, their place is null.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
         num_pending: 1 where a step in flight samples a token not read yet, else 0.
         num_computed: tokens whose KV is in the cache once every submitted step has run.
+        num_committed: of those, the ones whose step's results the host has read.
         num_published: full pages offered to the prefix cache.
         page_keys [slots + 1, M], num_keys: keys of full pages, as far as they have been made.
         key_state [u64 x 4]: what extends them (see PageKeys).
-        stop_length: known tokens at which the sequence ends for length.
-        min_length: tokens before which it may not end.
         generation [i64]: changes whenever the slot gets another sequence.
-        temperature, top_p, min_p [f32], top_k, seed [u32 x 2], stop_token_ids [., E].
-        penalties [f32 x 3]: repetition, frequency, presence.
-        asks: the request's `Ask` flags.
+        settings: what a step is told of each row; its parts, see `Settings`, have names here too.
         num_logprobs: alternatives asked for with each token drawn, -1 for no log-probabilities.
         num_prompt: tokens of the prompt.
         is_guided [bool]: what may be drawn next follows from the newest token, so that the host
@@ -45,8 +45,11 @@ class SlotTable:
         needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None
+    ) -> None:
         self.num_slots = num_slots
+        self.window = window
         self.max_model_len = max_model_len
         self.page_size = page_size
         self.max_pages = -(-max_model_len // page_size)
@@ -58,29 +61,27 @@ class SlotTable:
         self.page_table = column(self.max_pages)
         self.tokens = column(max_model_len)
         self.num_pages = column()
+        self.first_page = column()
         self.num_known = column()
         self.num_pending = column()
         self.num_computed = column()
+        self.num_committed = column()
         self.num_published = column()
         self.page_keys = column(self.max_pages, dtype=KEY)
         self.num_keys = column()
         self.key_state = column(LANES, dtype=np.uint64)
-        self.stop_length = column()
-        self.min_length = column()
         self.generation = column(dtype=np.int64)
-        self.temperature = column(dtype=np.float32)
-        self.top_p = column(dtype=np.float32)
-        self.min_p = column(dtype=np.float32)
-        self.top_k = column()
-        self.seed = column(2, dtype=np.uint32)
-        self.stop_token_ids = column(MAX_STOP_TOKEN_IDS)
+        self.settings = column(Settings.width())
+        views = Settings.of(self.settings)
+        self.stop_length, self.min_length = views.stop_length, views.min_length
+        self.temperature, self.top_p, self.min_p = views.temperature, views.top_p, views.min_p
+        self.top_k, self.seed, self.asks = views.top_k, views.seed, views.asks
+        self.penalties, self.stop_token_ids = views.penalties, views.stop_token_ids
         self.stop_token_ids[:] = NO_TOKEN
         # Columns of stop_token_ids that have been used so far: usually few, and the only ones read.
         self.max_stops = 0
         self.top_p[:] = 1.0
-        self.penalties = column(3, dtype=np.float32)
         self.penalties[:] = NO_PENALTIES
-        self.asks = column()
         self.num_logprobs = column()
         self.num_prompt = column()
         self.is_guided = column(dtype=np.bool_)
@@ -106,9 +107,10 @@ class SlotTable:
         known = len(sequence.token_ids)
         self.tokens[slot, :known] = sequence.token_ids
         self.num_known[slot] = known
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = self.first_page[slot] = 0
         self.num_pending[slot] = 0
         self.num_computed[slot] = 0
+        self.num_committed[slot] = 0
         self.num_published[slot] = 0
         prefix, sequence.prefix_keys = sequence.prefix_keys, None
         self.num_keys[slot] = 0
@@ -175,7 +177,21 @@ class SlotTable:
 
     def pages(self, slot: int) -> np.ndarray:
         """The pages that a slot holds, in order; a view."""
-        return self.page_table[slot, : self.num_pages[slot]]
+        return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
+
+    def num_outside(self, computed: Any) -> Any:
+        """How many pages no token after the first `computed` sees, by the widest window."""
+        if self.window is None:
+            return 0
+        return np.maximum(computed - self.window + 1, 0) // self.page_size
+
+    def drop_pages(self, slot: int, last: int) -> np.ndarray:
+        """Take the pages before the `last`-th from a slot; returns them, for the pool."""
+        first = int(self.first_page[slot])
+        pages = self.page_table[slot, first:last].copy()
+        self.page_table[slot, first:last] = NULL_PAGE
+        self.first_page[slot] = last
+        return pages
 
     def append_pages(self, slot: int, pages: np.ndarray | list[int]) -> None:
         """Add pages at the end of one slot's list."""

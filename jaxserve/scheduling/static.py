@@ -82,6 +82,9 @@ class StaticScheduler(Scheduler):
             return plan
         return padding if plan is None else _joined(plan, padding)
 
+    def _most_pages(self, length: int) -> int:
+        return -(-length // self.pool.page_size)
+
     def _admit(self, take: np.ndarray, budget: int) -> np.ndarray:
         if self.num_running:
             return take
@@ -96,7 +99,7 @@ class StaticScheduler(Scheduler):
             if sequence is None:
                 break
             length = sequence.request.max_length
-            if -(-length // self.pool.page_size) > self.pool.num_free:
+            if self._most_pages(length) > self.pool.num_free:
                 break
             self.waiting.pop()
             slots.append(self._place(sequence, [], 0, length))

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from jaxserve.execution.batch import StepBatch, pack
+from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request
 from jaxserve.scheduling.plan import StepPlan
@@ -107,7 +107,8 @@ class GhostRunner:
         """Run a step, or a launch of several; `poison` is a row whose values become NaN from this
         step on, or from one of the launch's."""
         bucket = self.buckets.pick(plan)
-        batch = pack(plan, self.slots, bucket)
+        words = pack(plan, self.slots, bucket)
+        batch = unpack(words, bucket.num_tokens, bucket.num_rows)
         assert len(batch.tokens) == bucket.num_tokens and len(batch.slots) == bucket.num_rows
         owners = list(zip(plan.slots.tolist(), plan.generations.tolist(), strict=True))
         _check_padding(batch, len(plan), self.slots.num_slots, bucket.decode_only)
@@ -177,14 +178,18 @@ class GhostRunner:
             if slot == self.slots.num_slots or poisoned[row]:
                 continue
             expected = self.expected[self.slots.sequences[slot]]
-            found = self._cells[self._cells_of(batch, row, np.arange(kv_len))]
+            # The first of its queries sees the oldest position that the row reads.
+            first = kv_len - int(batch.query_start[row + 1] - batch.query_start[row])
+            oldest = 0 if self.slots.window is None else max(0, first - self.slots.window + 1)
+            found = self._cells[self._cells_of(batch, row, np.arange(oldest, kv_len))]
             assert kv_len < self.slots.stop_length[slot], "computed what only a next token needs"
             # After a stop token, unknown as yet to the host, nobody reads what is computed.
             # A launch that it ended within has not even computed the stop token.
             known = len(expected.digests)
             length = kv_len if kv_len <= known else known - 1
-            assert np.array_equal(found[:length], expected.digests[:length]), (
-                f"slot {slot} reads what is not its prefix: {found} for {expected.digests[:kv_len]}"
+            prefix = expected.digests[oldest:length]
+            assert np.array_equal(found[: max(0, length - oldest)], prefix), (
+                f"slot {slot} reads what is not its prefix: {found} for {prefix}"
             )
             early = kv_len < batch.min_length[row]
             stops = tuple(batch.stop_token_ids[row].tolist()) if early else ()

@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, setup: Setup) -> None:
         self.setup = setup
         self.pool = PagePool(setup.num_pages, setup.page_size)
-        self.slots = SlotTable(setup.num_slots, MAX_MODEL_LEN, setup.page_size)
+        self.slots = SlotTable(setup.num_slots, MAX_MODEL_LEN, setup.page_size, setup.window)
         self.scheduler = setup.scheduler(self.pool, self.slots)
         buckets = BucketSet(setup.num_slots, setup.budget)
         self.runner = GhostRunner(self.slots, buckets, setup.num_pages)
@@ -189,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         sequence = Sequence(request, arrival=self.num_arrivals, token_ids=prompt, seed=seed)
         self.num_arrivals += 1
-        pages = -(-request.max_length // self.setup.page_size)
+        pages = self.setup.most_pages(request.max_length)
         fits = pages < self.setup.num_pages and request.max_length <= MAX_MODEL_LEN
         try:
             self.scheduler.add(sequence)

@@ -28,6 +28,7 @@ class Setup:
     policy: str
     asynchronous: bool
     num_steps: int
+    window: int | None
 
     @property
     def num_pages(self) -> int:
@@ -37,6 +38,15 @@ class Setup:
     @property
     def budget(self) -> int:
         return self.num_slots + self.spare_budget
+
+    def most_pages(self, length: int) -> int:
+        """What a sequence holds at once: all it has, or its window and two chunks, which may begin
+        and end anywhere in a page."""
+        pages = -(-length // self.page_size)
+        if self.window is None or self.kind != "continuous":
+            return pages
+        cells = self.window + 2 * (self.threshold or self.budget)
+        return min(pages, -(-cells // self.page_size) + 1)
 
     def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
         """The scheduler under test."""
@@ -69,4 +79,5 @@ SETUPS = st.builds(
     policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
     asynchronous=st.sampled_from([True, True, True, False]),
     num_steps=st.sampled_from([1, 1, 2, 3, 8]),
+    window=st.sampled_from([None, None, None, 2, 5, 16]),
 )

@@ -6,6 +6,8 @@ from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     POOL,
     POOL_BUGS,
+    PUBLISHING,
+    RAGGED,
     RESULTS,
     SCHEDULER,
     SLOTS,
@@ -56,15 +58,15 @@ SCHEDULE_BUGS = (
     ),
     Bug(
         "a partial page is published",
-        SCHEDULER,
-        "full = ends // self.pool.page_size",
-        "full = -(-ends // self.pool.page_size)",
+        PUBLISHING,
+        "full = table.num_committed[slots] // self.pool.page_size",
+        "full = -(-table.num_committed[slots] // self.pool.page_size)",
     ),
     Bug(
         "pages of the step in flight are published",
-        SCHEDULER,
-        "full = ends // self.pool.page_size",
-        "full = table.num_computed[plan.slots] // self.pool.page_size",
+        PUBLISHING,
+        "full = table.num_committed[slots] // self.pool.page_size",
+        "full = table.num_computed[slots] // self.pool.page_size",
     ),
     Bug(
         "pages are published before they are computed",
@@ -81,8 +83,22 @@ SCHEDULE_BUGS = (
     Bug(
         "pages of a NaN row are published",
         SCHEDULER,
-        "(plan, live if draws.failed is None else live & ~draws.failed)",
-        "(plan, live)",
+        "well = live if draws.failed is None else live & ~draws.failed",
+        "well = live",
+    ),
+    Bug(
+        "a sequence leaves before its last pages are offered",
+        SCHEDULER,
+        "            self.publisher.publish(np.array(slots))\n",
+        "            pass\n",
+        only_slow=True,
+    ),
+    Bug(
+        "pages of prompts are offered late",
+        PUBLISHING,
+        "elif plan.num_steps == 1:",
+        "elif plan.num_steps < 1:",
+        only_slow=True,
     ),
     Bug(
         "an oversize request is accepted",
@@ -147,7 +163,7 @@ SCHEDULE_BUGS = (
     ),
     Bug(
         "growing rows get each other's columns",
-        SCHEDULER,
+        RAGGED,
         "np.repeat(last - np.cumsum(counts), counts)",
         "np.repeat(last - np.cumsum(counts)[0], counts)",
     ),
@@ -253,7 +269,7 @@ COMMIT_BUGS = (
     ),
     Bug(
         "a launch publishes the page of a token that was only drawn",
-        SCHEDULER,
+        PUBLISHING,
         "np.minimum(ends, table.num_known[plan.slots] - 1)",
         "np.minimum(ends, table.num_known[plan.slots])",
     ),
@@ -361,8 +377,8 @@ OTHER_BUGS = (
     Bug(
         "a token in flight is read from the table",
         BATCH,
-        "known = where < slots.num_known[owner]",
-        "known = where <= slots.num_known[owner]",
+        "[where >= slots.num_known[owner]] = NO_TOKEN",
+        "[where > slots.num_known[owner]] = NO_TOKEN",
     ),
     Bug(
         "a static batch is refilled",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import DRAWN, Served, prompt
 
-from jaxserve.execution.batch import pack
+from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.static import StaticScheduler
@@ -86,7 +86,9 @@ def test_padding_rows_pack_within_the_model_length_and_write_to_the_null_page():
             continue
         null = plan.slots == 3
         num_padding += int(null.sum())
-        batch = pack(plan, served.slots, buckets.pick(plan))
+        bucket = buckets.pick(plan)
+        words = pack(plan, served.slots, bucket)
+        batch = unpack(words, bucket.num_tokens, bucket.num_rows)
         assert batch.kv_len.max() <= 256 and batch.positions.max() < 256
         assert not batch.page_table[: len(plan)][null].any()
         assert np.all(batch.sample_slots[: len(plan)][null] == 3)

@@ -1,0 +1,84 @@
+"""Publisher: offers the pages that committed steps filled to later prefixes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.scheduling.page_keys import PageKeys
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.ragged import each
+from jaxserve.scheduling.slot_table import SlotTable
+
+# Decodes fill a page in 16 steps or so, and a call costs more than a page does: theirs are offered
+# once in as many steps, or when the sequence leaves. Pages of prompts are offered at once.
+_STEPS = 8
+
+
+class Publisher:
+    """Keys of pages, and when they are published.
+
+    Args:
+        pool: where pages are found by their keys.
+        slots: whose `num_committed` tells what may be published.
+        enabled: publish at all.
+    """
+
+    def __init__(self, pool: PagePool, slots: SlotTable, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.pool = pool
+        self.slots = slots
+        self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
+        self._steps = 0
+
+    def note(self, plan: StepPlan, well: np.ndarray, running: np.ndarray) -> None:
+        """Count the tokens of a step whose results are known, and offer the pages that are due.
+
+        Args:
+            well: bool[R], rows of the plan that still belong to their sequence, and were finite.
+            running: slots of all running sequences.
+        """
+        table = self.slots
+        ends = plan.starts + plan.num_tokens
+        if plan.num_steps > 1:
+            # A token drawn last has been computed by no step yet.
+            ends = np.minimum(ends, table.num_known[plan.slots] - 1)
+        table.num_committed[plan.slots[well]] = ends[well]
+        self._steps += plan.num_steps
+        if self._steps >= _STEPS:
+            self._steps = 0
+            self.publish(running)
+        elif plan.num_steps == 1:
+            self.publish(plan.slots[well & (plan.num_tokens > 1)])
+
+    def publish(self, slots: np.ndarray) -> None:
+        """Offer every full page of these slots that has been computed."""
+        if not self.enabled:
+            return
+        table = self.slots
+        full = table.num_committed[slots] // self.pool.page_size
+        first = table.num_published[slots]
+        rows = full > first
+        slots, first, full = slots[rows], first[rows], full[rows]
+        if not len(slots):
+            return
+        self._make_keys(slots, full)
+        owner, nth = each(slots, first, full)
+        table.num_published[slots] = full
+        self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
+
+    def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
+        """Make the keys of each slot's first `full` pages, as far as they are missing.
+
+        Admission made those of the known tokens, so that a page a slot is usually all.
+        """
+        table, size = self.slots, self.pool.page_size
+        while len(slots := slots[(short := table.num_keys[slots] < full)]):
+            full = full[short]
+            page = table.num_keys[slots]
+            columns = page[:, None] * size + np.arange(size)
+            tokens = table.tokens[slots[:, None], columns]
+            keys, states = self.page_keys.extend(table.key_state[slots], page, tokens)
+            table.page_keys[slots, page] = keys
+            table.key_state[slots] = states
+            table.num_keys[slots] = page + 1
