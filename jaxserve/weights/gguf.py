@@ -94,13 +94,15 @@ class GgufTensor(TensorEntry):
     heads: int = 0
     added: float = 0.0
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
+    def read_rows(self, first: int, last: int, memory: np.ndarray | None = None) -> np.ndarray:
         """The rows from `first` to before `last`, unpacked; whole heads where rows are permuted.
+
+        `memory` is as in `TensorEntry.read_rows`.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
-        raw = self.read_bytes(first, last)
+        raw = self.read_bytes(first, last, memory)
         shape = (last - first, *self.shape[1:])
         if self.encoding.is_packed:
             blocks = shape[-1] // self.encoding.values

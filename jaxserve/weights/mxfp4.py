@@ -28,9 +28,14 @@ class PackedEntry(TensorEntry):
     blocks: TensorEntry
     scales: TensorEntry
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
-        """Some rows' values. Raises like `TensorEntry.read_rows`."""
-        return dequantize(self.blocks.read_rows(first, last), self.scales.read_rows(first, last))
+    def read_rows(self, first: int, last: int, memory: np.ndarray | None = None) -> np.ndarray:
+        """Some rows' values. Takes and raises what `TensorEntry.read_rows` does."""
+        blocks = self.blocks.read_rows(first, last, memory)
+        return dequantize(blocks, self.scales.read_rows(first, last))
+
+    def fetch_rows(self, first: int, last: int) -> None:
+        """As `TensorEntry.fetch_rows`."""
+        self.blocks.fetch_rows(first, last)
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

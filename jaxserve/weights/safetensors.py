@@ -62,19 +62,24 @@ class TensorEntry:
     offset: int
     num_bytes: int
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
+    def read_rows(self, first: int, last: int, memory: np.ndarray | None = None) -> np.ndarray:
         """The rows from `first` to before `last`, along the first dimension.
+
+        Args:
+            first, last: of the tensor's first dimension.
+            memory: uint8, aligned, that the file may be read into; None takes fresh memory.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
-        raw = self.read_bytes(first, last)
+        raw = self.read_bytes(first, last, memory)
         return raw.view(self.dtype).reshape(last - first, *self.shape[1:])
 
-    def read_bytes(self, first: int, last: int) -> np.ndarray:
-        """The bytes of some rows. Raises like `read_rows`."""
+    def read_bytes(self, first: int, last: int, memory: np.ndarray | None = None) -> np.ndarray:
+        """The bytes of some rows. Takes and raises what `read_rows` does."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
-        values = np.empty((last - first) * size, np.uint8)
+        count = (last - first) * size
+        values = np.empty(count, np.uint8) if memory is None else memory[:count]
         with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
             _check_unchanged(self.shard, file.fileno())
             file.seek(self.offset + first * size)
@@ -86,6 +91,19 @@ class TensorEntry:
                 left = left[count:]
             _check_unchanged(self.shard, file.fileno())
         return values
+
+    def fetch_rows(self, first: int, last: int) -> None:
+        """Have the disk read some rows into the page cache, without waiting for it.
+
+        Raises:
+            CheckpointError: the file cannot be opened.
+        """
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
+        with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
+            start, count = self.offset + first * size, (last - first) * size
+            os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     @property
     def dtype_name(self) -> str:
