@@ -2,6 +2,8 @@
 
     python scripts/bench_loading.py --json scripts/results/bench_loading.json
 
+With --stored float32 or bfloat16 what was measured of the other stays in the JSON file.
+
 Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
 as a server's start is, that reads the files from one end to the other with one thread and no more
 than a buffer, loads them into a model on JAX's default device, and reads them again; the faster of
@@ -251,6 +253,8 @@ def main() -> None:
             f"largest shard (goal {EXCESS_GOAL})"
         )
     if arguments.json:
+        if arguments.json.exists():
+            results = json.loads(arguments.json.read_text()) | results
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
