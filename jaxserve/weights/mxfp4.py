@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 WIDTH = 32  # values of a block
@@ -28,14 +28,16 @@ class PackedEntry(TensorEntry):
     blocks: TensorEntry
     scales: TensorEntry
 
-    def read_rows(self, first: int, last: int, memory: np.ndarray | None = None) -> np.ndarray:
+    def read_rows(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
         """Some rows' values. Takes and raises what `TensorEntry.read_rows` does."""
-        blocks = self.blocks.read_rows(first, last, memory)
-        return dequantize(blocks, self.scales.read_rows(first, last))
-
-    def fetch_rows(self, first: int, last: int) -> None:
-        """As `TensorEntry.fetch_rows`."""
-        self.blocks.fetch_rows(first, last)
+        blocks = self.blocks.read_rows(first, last, memory, file)
+        return dequantize(blocks, self.scales.read_rows(first, last, file=file))
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

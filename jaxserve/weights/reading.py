@@ -1,8 +1,8 @@
 """Read tensors block by block, on several threads, into the parameters that they fill.
 
-A block is read, cast and transposed by one thread; the disk is told in advance what will be asked
-of it, so that it works while all threads compute. Each thread holds one block besides the
-parameters.
+A block is read, cast and transposed by one thread. Threads take turns in reading, so that the disk
+sees one reader going from one end to the other, for whom the kernel reads ahead while all threads
+compute. Each thread holds one block besides the parameters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
-from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 THREADS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
-AHEAD = 8  # blocks asked of the disk at once
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -91,13 +90,12 @@ def read_parameters(
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
     jobs = _jobs(groups, entries, dims, shapes)
-    memory = _Memory()
+    memory, file = _Memory(), SharedFile()
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
         while True:
-            while len(window) < AHEAD and (job := next(jobs, None)) is not None:
-                job.entry.fetch_rows(*job.block.rows)
-                window.append((job, pool.submit(_fill, job, memory, check_finite)))
+            while len(window) < 2 * THREADS and (job := next(jobs, None)) is not None:
+                window.append((job, pool.submit(_fill, job, file, memory, check_finite)))
             if not window:
                 return
             job, future = window.popleft()
@@ -110,6 +108,7 @@ def read_parameters(
                 yield job.path, job.parameter
     finally:
         pool.shutdown(cancel_futures=True)
+        file.close()
 
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
@@ -152,8 +151,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _fill(job: _Job, memory: _Memory, check_finite: bool) -> None:
-    rows = job.entry.read_rows(*job.block.rows, memory.of(job.num_bytes))
+def _fill(job: _Job, file: SharedFile, memory: _Memory, check_finite: bool) -> None:
+    rows = job.entry.read_rows(*job.block.rows, memory.of(job.num_bytes), file)
     source = job.block.arrange(rows)
     if not copy_checked(job.target, source, memory.scratch, check_finite):
         raise _not_finite(rows, job.entry, job.target.dtype)
