@@ -36,9 +36,9 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
     """
     if tokens <= 16:
         return Tile(16, 32, 64)
-    if tokens <= 64 or dtype.itemsize > 2:  # float32 has no tensor cores here, and fills registers
-        return Tile(64, 64, 32)
-    return Tile(128, 128, 32, warps=8)
+    if dtype.itemsize > 2:  # no tensor cores: operands fill the registers, and larger tiles spill
+        return Tile(32, 64, 32, warps=8)
+    return Tile(64, 64, 32) if tokens <= 64 else Tile(128, 128, 32, warps=8)
 
 
 def _kernel(
