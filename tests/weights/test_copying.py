@@ -13,6 +13,7 @@ ROWS, COLUMNS = TILE[0] + 3, 2 * TILE[1] + 5  # more than a tile, and no multipl
 LAYOUTS = [
     ((ROWS, COLUMNS), (1, 0)),
     ((ROWS, COLUMNS), (0, 1)),
+    ((TILE[0] + 1, TILE[1] + 1), (1, 0)),
     ((5, 3, 64, COLUMNS), (3, 0, 1, 2)),  # (K G H) D -> D K G H
     ((COLUMNS, 2, 3, 200), (1, 2, 3, 0)),  # D (K G H) -> K G H D
     ((3, 70, 2, 33), (0, 2, 3, 1)),  # E (M P) D -> E P D M
