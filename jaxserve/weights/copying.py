@@ -124,7 +124,7 @@ def _copy_tiles(
 
 def all_finite(values: np.ndarray) -> bool:
     """Whether no value is NaN or infinite; values are read in the order of their memory."""
-    values = values.transpose(np.argsort(values.strides)[::-1])
+    values = values.transpose(np.argsort(values.strides)[::-1].tolist())
     if values.dtype.itemsize == 2:
         return all(map(_all_finite_16, _chunks(values)))
     with np.errstate(over="ignore", invalid="ignore"):
