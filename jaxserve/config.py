@@ -37,7 +37,8 @@ class EngineConfig:
         revision: branch, tag or commit of a model on the hub.
         download_dir: where models of the hub are kept; its library's own cache by default.
         generation_config: "auto" takes the checkpoint's generation_config.json for the sampling
-            defaults, "vllm" takes none, else the folder of another.
+            defaults, "vllm" takes none, else the folder of another, whose max_new_tokens then
+            limits every answer of a server.
         skip_tokenizer_init: serve token ids only.
         load_format: "auto" reads what is there; "dummy" makes random weights from `seed`.
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32

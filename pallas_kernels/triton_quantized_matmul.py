@@ -25,11 +25,20 @@ class Tile(NamedTuple):
     tokens: int
     outputs: int
     rows: int
+    warps: int = 4
 
 
-def default_tile(tokens: int) -> Tile:
-    """Not measured yet: small tiles for few tokens, so that there are programs for every SM."""
-    return Tile(16, 32, 64) if tokens <= 16 else Tile(64, 64, 32)
+def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
+    """In 16 bits compiled for an H200 without spills (scripts/compile_offline.py), not timed yet.
+
+    Small tiles for few tokens, so that there are programs for every SM; large ones for many, since
+    each tile of tokens dequantizes the weight again.
+    """
+    if tokens <= 16:
+        return Tile(16, 32, 64)
+    if tokens <= 64 or dtype.itemsize > 2:  # float32 has no tensor cores here, and spills a little
+        return Tile(64, 64, 32)
+    return Tile(128, 128, 32, warps=8)
 
 
 def _kernel(
@@ -92,7 +101,7 @@ def quantized_matmul(
 ) -> jax.Array:
     """See ``pallas_kernels.quantized_matmul``; [T,I] -> f32[T,O]."""
     tokens, columns = x.shape[0], values.shape[1]
-    tile = tile or default_tile(tokens)
+    tile = tile or default_tile(tokens, x.dtype)
     operands = [
         jnp.concatenate(halves(x, form)),
         values,
@@ -103,7 +112,7 @@ def quantized_matmul(
         functools.partial(_kernel, form=form, tile=tile),
         grid=(pl.cdiv(tokens, tile.tokens), pl.cdiv(columns, tile.outputs)),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=3),
         interpret=interpret,
         name="quantized_matmul",
     )(*operands)

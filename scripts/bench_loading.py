@@ -2,16 +2,21 @@
 
     python scripts/bench_loading.py --json scripts/results/bench_loading.json
 
-Writes a random Llama checkpoint in shards under a temporary folder, then takes turns: read the
-files from one end to the other with one thread and no more than a buffer, and load them into a
-model on JAX's default device. Each turn begins by dropping the files from the page cache
-(posix_fadvise), and each load is a process of its own, as a server's is; time runs from the open
-call of `load_weights` to the last weight in its place, with NaN being looked for.
+With --stored float32 or bfloat16 what was measured of the other stays in the JSON file.
 
-A virtual machine may have to ask its host for memory that it never used or gave back, which can
-take longer than the disk (first touch: 0.3 to 1 GB/s on the machine of the results). So each round
-loads twice: with memory as it comes ("fresh"), and after the process has touched as much as the
-weights take and let it go ("touched"); the goal is for the latter, and both are reported.
+Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
+as a server's start is, that reads the files from one end to the other with one thread and no more
+than a buffer, loads them into a model on JAX's default device, and reads them again; the faster of
+the two reads counts. Before each of these the files are dropped from the page cache
+(posix_fadvise), read once without a clock and dropped again, so that both sides find the page cache
+with memory that was just in use. A load's time runs from the call of `load_weights` to the last
+weight in its place, with NaN being looked for.
+
+The weights themselves take memory that reading does not. A virtual machine may have to ask its host
+for memory that it never used or gave back, which can take longer than any disk: 0.3 GB/s on the
+machine of the results, which gives back at once what is freed. So half of the turns load into
+memory as it comes ("fresh"), half into memory that the process has touched and kept ("touched", by
+settings of glibc's malloc); the goal is for the latter, and both are reported.
 
 `excess` is how far host memory rose above what the process held before, less the weights
 themselves where the device is the CPU; the goal is at most 1.15 of the largest shard.
@@ -55,6 +60,8 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+# Memory that a process frees stays its own.
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -119,6 +126,13 @@ def read_all(folder: Path) -> float:
     return time.perf_counter() - started
 
 
+def prepare(folder: Path) -> None:
+    """Leave no file in the page cache, and the memory that one read takes just freed."""
+    drop_cached(folder)
+    read_all(folder)
+    drop_cached(folder)
+
+
 def peak_bytes() -> int:
     """Most host memory that this process ever held; getrusage would count its parent's too."""
     status = Path("/proc/self/status").read_text()
@@ -126,68 +140,75 @@ def peak_bytes() -> int:
 
 
 def touch(size: int) -> float:
-    """Use so many bytes of memory and let them go; seconds that it took."""
+    """Use so many bytes of memory and free them; seconds that it took."""
     started = time.perf_counter()
     np.empty(size, np.uint8).fill(1)
     return time.perf_counter() - started
 
 
-def load_once(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
-    """Load in this process: seconds, bytes on the device, rise of the peak of host memory."""
+def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
+    """Read and load in this process: seconds, bytes on the device, rise of host memory's peak."""
     config = read_model_config(folder)
     values = sum(
         int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
     )
     touch_seconds = touch(values * jax.numpy.dtype(dtype).itemsize) if touched else 0.0
     jax.block_until_ready(jax.numpy.zeros(1))
+    prepare(folder)
+    read_before = read_all(folder)
+    prepare(folder)
     before = peak_bytes()
     started = time.perf_counter()
     model = load_weights(folder, config, dtype)
     leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
     seconds = time.perf_counter() - started
+    peak = peak_bytes()
+    prepare(folder)
+    read_after = read_all(folder)
     placed = sum(leaf.nbytes for leaf in leaves)
     on_host = placed if jax.default_backend() == "cpu" else 0
     return {
-        "seconds": seconds,
+        "read_before_seconds": read_before,
+        "read_after_seconds": read_after,
+        "load_seconds": seconds,
         "touch_seconds": touch_seconds,
         "placed_bytes": placed,
-        "excess_bytes": peak_bytes() - before - on_host,
+        "excess_bytes": peak - before - on_host,
+        "ratio": min(read_before, read_after) / seconds,
     }
 
 
-def load_apart(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
-    command = [sys.executable, __file__, "--load", str(folder), "--dtype", dtype]
+def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
+    """A turn in a process of its own."""
+    command = [sys.executable, __file__, "--turn", str(folder), "--dtype", dtype]
+    environment = os.environ | (KEEPING if touched else {})
     done = subprocess.run(
-        [*command, *(["--touched"] if touched else [])], check=True, capture_output=True, text=True
+        [*command, *(["--touched"] if touched else [])],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def one_round(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
-    """Read, then load; the ratio of their speeds."""
-    size = sum(path.stat().st_size for path in weight_files(folder))
-    drop_cached(folder)
-    seconds = read_all(folder)
-    drop_cached(folder)
-    loaded = load_apart(folder, dtype, touched)
-    ratio = seconds / loaded["seconds"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    size = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
     print(
-        f"  {'touched' if touched else 'fresh'} memory: read {size / seconds / 1e9:.2f} GB/s, "
-        f"loaded {size / loaded['seconds'] / 1e9:.2f} GB/s: {ratio:.2f}; "
-        f"excess {loaded['excess_bytes'] / 1e6:.0f} MB",
+        f"  {'touched' if touched else 'fresh'} memory: read "
+        f"{size / found['read_before_seconds']:.2f} and {size / found['read_after_seconds']:.2f}, "
+        f"loaded {size / found['load_seconds']:.2f} GB/s: {found['ratio']:.2f}; "
+        f"excess {found['excess_bytes'] / 1e6:.0f} MB",
         flush=True,
     )
-    return {"read_seconds": seconds, **loaded, "ratio": ratio}
+    return found
 
 
 def compare(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
-    """Alternate reads and loads; ratios are of neighbours."""
+    """Turns with both kinds of memory; ratios are within a turn."""
     files = weight_files(folder)
     largest = max(path.stat().st_size for path in files)
     fresh, touched = [], []
     for _ in range(repeats):
-        fresh.append(one_round(folder, dtype, touched=False))
-        touched.append(one_round(folder, dtype, touched=True))
+        fresh.append(turn_apart(folder, dtype, touched=False))
+        touched.append(turn_apart(folder, dtype, touched=True))
     return {
         "bytes": sum(path.stat().st_size for path in files),
         "largest_shard_bytes": largest,
@@ -209,11 +230,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.load is not None:
-        print(json.dumps(load_once(arguments.load, arguments.dtype, arguments.touched)))
+    if arguments.turn is not None:
+        print(json.dumps(one_turn(arguments.turn, arguments.dtype, arguments.touched)))
         return
     results: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), "jax": jax.__version__, "os": platform.system()},
@@ -232,6 +253,8 @@ def main() -> None:
             f"largest shard (goal {EXCESS_GOAL})"
         )
     if arguments.json:
+        if arguments.json.exists():
+            results = json.loads(arguments.json.read_text()) | results
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -106,6 +106,7 @@ def loading(family: str) -> tuple[int, float]:
     sizes = dict(LARGE)
     if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
+        del sizes["head_dim"]  # it is that of the rotated part
     with tempfile.TemporaryDirectory() as folder:
         transformers_model(case, sizes).to(torch.bfloat16).save_pretrained(folder)
         config, seconds, count = read_model_config(folder), [], 0

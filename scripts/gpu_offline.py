@@ -24,6 +24,15 @@ from jax.experimental import topologies
 
 import gpu_models
 import pallas_kernels
+from gpu_cases import (
+    KERNELS,
+    Case,
+    GroupedCase,
+    QuantizedCase,
+    cases,
+    grouped_cases,
+    quantized_cases,
+)
 
 DEVICE_KIND = "NVIDIA H200"
 TARGET = """
@@ -199,55 +208,6 @@ def as_row(name: str, result: Compiled) -> Mapping[str, Any]:
     return {"name": name, **dataclasses.asdict(result)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One kernel call to compile: 32 query heads over 8 kv heads unless said otherwise."""
-
-    op: str
-    dtype: str
-    H: int
-    S: int = 16
-    group: int = 4
-    extras: str = ""
-
-    @property
-    def name(self) -> str:
-        parts = [f"{self.op} {self.dtype} h{self.H} p{self.S}"]
-        parts += [f"group{self.group}"] if self.group != 4 else []
-        return " ".join([*parts, *([self.extras] if self.extras else [])])
-
-
-def cases() -> list[Case]:
-    """Every dtype and head dim of the tuning table, then page sizes, groups and extras."""
-    found = []
-    for op in ("decode", "ragged"):
-        for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
-            found += [Case(op, dtype, H) for H in (64, 80, 96, 128, 256)]
-        found += [Case(op, "bfloat16", 128, S) for S in (32, 64, 128)]
-        found += [Case(op, "bfloat16", 128, group=group) for group in (1, 7, 8, 16)]
-        for dtype in ("bfloat16", "float8_e4m3fn"):
-            found += [Case(op, dtype, 128, extras="window cap sinks")]
-        found += [Case(op, "bfloat16", 256, extras="window cap sinks")]
-    found += [
-        Case("mosaic_ragged", dtype, H) for dtype in ("bfloat16", "float16") for H in (64, 128, 256)
-    ]
-    found += [Case("mosaic_ragged", "bfloat16", 128, S) for S in (64, 128)]
-    found += [Case("mosaic_ragged", "bfloat16", 128, group=7)]
-    found += [Case("mosaic_ragged", "bfloat16", H, extras="window cap sinks") for H in (128, 256)]
-    found += [
-        Case("kv_write", dtype, H) for dtype in ("bfloat16", "float8_e4m3fn") for H in (64, 80, 128)
-    ]
-    return found
-
-
-KERNELS = {
-    "decode": ("paged_decode",),
-    "ragged": ("ragged_attention", "paged_decode"),
-    "mosaic_ragged": ("ragged_attention_hopper",),
-    "kv_write": ("kv_write",),
-}
-
-
 def compile_kernel(case: Case, dumps: Dumps) -> dict[str, Any]:
     """Compile one case (64 rows of up to 4096 positions; 2048 tokens where ragged)."""
     R, M, K = 64, 4096 // case.S, 8 if case.group < 16 else 2
@@ -296,38 +256,6 @@ def compile_kernel(case: Case, dumps: Dumps) -> dict[str, Any]:
     return dict(as_row(case.name, result))
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedCase:
-    """Experts of a model to compile: `rows` chosen experts of all tokens together."""
-
-    model: str
-    dtype: str
-    E: int
-    D: int
-    F: int
-    rows: int
-
-    @property
-    def name(self) -> str:
-        return f"grouped_matmul {self.dtype} {self.model} {self.rows} rows"
-
-
-def grouped_cases() -> list[GroupedCase]:
-    """Decode of 64 tokens and a step of 2048, gate and upward projections."""
-    models = (
-        ("Qwen3-30B-A3B", 128, 2048, 1536, 8),
-        ("gpt-oss-20b", 32, 2880, 5760, 4),
-        ("Mixtral-8x7B", 8, 4096, 28672, 2),
-    )
-    found = [
-        GroupedCase(name, "bfloat16", E, D, F, chosen * tokens)
-        for name, E, D, F, chosen in models
-        for tokens in (64, 2048)
-    ]
-    uneven = GroupedCase("uneven", "float16", 8, 264, 200, 512)
-    return [*found, uneven, GroupedCase("even", "float32", 8, 256, 256, 512)]
-
-
 def compile_grouped(case: GroupedCase, dumps: Dumps) -> dict[str, Any]:
     """Compile one grouped product."""
     dtype = jnp.dtype(case.dtype)
@@ -337,6 +265,28 @@ def compile_grouped(case: GroupedCase, dumps: Dumps) -> dict[str, Any]:
     dumps.clear()
     executable = compile_for_h200(pallas_kernels.grouped_matmul, (x, w, sizes))
     return dict(as_row(case.name, analyse(executable, dumps, w.shape, ("grouped_matmul",))))
+
+
+def compile_quantized(case: QuantizedCase, dumps: Dumps) -> dict[str, Any]:
+    """Compile one product with quantized weights; "kv_copies" counts whole weights in floats."""
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    rows = case.inputs // 2 if case.form == "int4" else case.inputs
+    groups = case.inputs // case.group if case.group else 1
+    x = array(jnp.dtype(case.dtype), case.tokens, case.inputs)
+    values = array(jnp.int8 if case.form == "int8" else jnp.uint8, rows, case.outputs)
+    scales = array(jnp.float32, groups, case.outputs)
+    zeros = (array(jnp.uint8, groups, case.outputs),) if case.zeros else ()
+
+    def call(*arrays):
+        return pallas_kernels.quantized_matmul(*arrays, form=case.form, implementation="triton")
+
+    dumps.clear()
+    executable = compile_for_h200(call, (x, values, scales, *zeros))
+    shape = (case.inputs, case.outputs)
+    return dict(as_row(case.name, analyse(executable, dumps, shape, ("quantized_matmul",))))
 
 
 def compile_step(name: str, T: int, R: int, dumps: Dumps) -> dict[str, Any]:
@@ -355,6 +305,7 @@ def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
     dumps = Dumps(folder / "xla", folder / "mosaic")
     jobs = [(case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()]
     jobs += [(case.name, lambda c=case: compile_grouped(c, dumps)) for case in grouped_cases()]
+    jobs += [(case.name, lambda c=case: compile_quantized(c, dumps)) for case in quantized_cases()]
     for name, T, R in (("step 8b decode 64 rows", 64, 64), ("step 8b mixed 2048 tokens", 2048, 64)):
         jobs.append((name, lambda n=name, t=T, r=R: compile_step(n, t, r, dumps)))
     rows: list[dict[str, Any]] = []

@@ -183,6 +183,7 @@ def bench_model(mode: Mode) -> Loaded:
     # Greedy decode steps alone: the sampler is the same in every mode.
     buckets = [Bucket(rows, rows, True, greedy=True) for rows in ROWS]
     runner._steps = {bucket: runner._compile(bucket, runner.num_pages) for bucket in buckets}
+    runner._make_state = runner._compile_state()
     runner.reset()
     print(f"  {mode.name} is compiled", file=sys.stderr, flush=True)
     limits = Limits(model_config.vocab_size, 1024, (), 0)

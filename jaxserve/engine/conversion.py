@@ -39,7 +39,10 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
         raise CheckpointError(f"{to}: exists already")
     source = find_source(config, on_progress)
     if source.model_config.quantization is not None:
-        raise UnsupportedModel(f"{source.path}: quantized checkpoints cannot be converted")
+        raise UnsupportedModel(
+            f"{source.path}: quantized checkpoints (FP8, AWQ, GPTQ) cannot be "
+            "converted; serve this one from its own folder"
+        )
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     dtype = placed_dtype(config, source, platform)
     if not config.skip_tokenizer_init:

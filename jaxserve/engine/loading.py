@@ -30,13 +30,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that an engine is made of, before it has served anything."""
+    """Everything that an engine is made of, before it has served anything.
+
+    Attributes:
+        max_new_tokens: what generation_config.json says of an answer's length, if anything.
+    """
 
     config: EngineConfig
     runner: Runner
     tokenizer: Tokenizer | None
     limits: Limits
     default_sampling: SamplingParams
+    max_new_tokens: int | None = None
 
 
 def choose_dtype(asked: str, declared: str, platform: str) -> Any:
@@ -129,7 +134,8 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         eos_token_ids=ends,
         seed=config.seed,
     )
-    return Loaded(config, runner, tokenizer, limits, sampling)
+    longest = source.generation_config.get("max_new_tokens")
+    return Loaded(config, runner, tokenizer, limits, sampling, longest)
 
 
 def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:

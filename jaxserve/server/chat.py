@@ -142,7 +142,7 @@ async def prepare(call: Call, body: ChatRequest) -> Generation:
     renamed = body.max_completion_tokens is not None
     if renamed:
         call.renamed["max_tokens"] = call.renamed.get("max_tokens", "max_completion_tokens")
-    wanted = body.max_completion_tokens if renamed else body.max_tokens
+    wanted = model.max_tokens(body.max_completion_tokens if renamed else body.max_tokens)
     if body.response_format is not None:
         call.renamed.setdefault("structured_outputs", "response_format")
     model.tokenizer()  # there is nothing to say without one

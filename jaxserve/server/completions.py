@@ -61,7 +61,7 @@ async def completions(request: Request) -> Response:
         call.renamed["structured_outputs"] = "response_format"
     model = call.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     if is_echo_only(body):
         wanted = 1  # the engine draws at least one token; nobody is told of it
     # An echoed prompt is scored as the answer is; what scores it is refused under that name.

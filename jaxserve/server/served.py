@@ -94,6 +94,9 @@ class ServedModel:
         engine = llm.thread.engine
         self.limits = engine.limits
         self.default_sampling = engine.loaded.default_sampling
+        self.default_max_tokens = engine.loaded.max_new_tokens
+        own = engine.config.generation_config in ("auto", "vllm")
+        self.most_tokens = None if own else self.default_max_tokens
         self.talk = Talk(engine.tokenizer, config)
         slots = engine.config.max_num_seqs or 1
         queued, tokens = config.max_num_queued_reqs, config.max_queued_prompt_tokens
@@ -106,6 +109,16 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def max_tokens(self, asked: int | None) -> int | None:
+        """Of an answer, None for as many as the context holds; the rules are vLLM's.
+
+        generation_config.json's max_new_tokens is for requests that ask for nothing; one from a
+        folder that --generation-config names limits all requests.
+        """
+        wanted = self.default_max_tokens if asked is None else asked
+        limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
+        return min(limits, default=None)
 
     def tokenizer(self) -> Any:
         """Raises InvalidRequest where the server takes token ids only."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.strict_json import open_regular
-from jaxserve.weights.safetensors import MAX_TENSORS, Shard, TensorEntry, identity
+from jaxserve.weights.safetensors import MAX_TENSORS, Shard, SharedFile, TensorEntry, identity
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -94,13 +94,21 @@ class GgufTensor(TensorEntry):
     heads: int = 0
     added: float = 0.0
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
+    def read_rows(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
         """The rows from `first` to before `last`, unpacked; whole heads where rows are permuted.
+
+        `memory` and `file` are as in `TensorEntry.read_rows`.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
-        raw = self.read_bytes(first, last)
+        raw = self.read_bytes(first, last, memory, file)
         shape = (last - first, *self.shape[1:])
         if self.encoding.is_packed:
             blocks = shape[-1] // self.encoding.values

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 WIDTH = 32  # values of a block
@@ -28,9 +28,16 @@ class PackedEntry(TensorEntry):
     blocks: TensorEntry
     scales: TensorEntry
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
-        """Some rows' values. Raises like `TensorEntry.read_rows`."""
-        return dequantize(self.blocks.read_rows(first, last), self.scales.read_rows(first, last))
+    def read_rows(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
+        """Some rows' values. Takes and raises what `TensorEntry.read_rows` does."""
+        blocks = self.blocks.read_rows(first, last, memory, file)
+        return dequantize(blocks, self.scales.read_rows(first, last, file=file))
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

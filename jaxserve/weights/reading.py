@@ -1,7 +1,8 @@
 """Read tensors block by block, on several threads, into the parameters that they fill.
 
-A block is read, cast and transposed by one thread, so that some threads wait for the disk while
-others compute, and at most a few blocks are in memory besides the parameters.
+A block is read, cast and transposed by one thread. Threads take turns in reading, so that the disk
+sees one reader going from one end to the other, for whom the kernel reads ahead while all threads
+compute. Each thread holds one block besides the parameters.
 """
 
 from __future__ import annotations
@@ -12,19 +13,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from threading import local
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.weight_table import Block, WeightName
-from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 THREADS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
-ROWS = 64  # of a parameter, copied at a time
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+class _Memory(local):
+    """What one thread reads into and casts in, over and over.
+
+    Fresh memory for each block would cost more than reading it: the kernel clears every page.
+    """
+
+    def __init__(self) -> None:
+        self._block = aligned_empty((0,), np.dtype(np.uint8))
+        self.scratch = aligned_empty((SCRATCH_BYTES,), np.dtype(np.uint8))
+
+    def of(self, size: int) -> np.ndarray:
+        """At least so many bytes."""
+        if len(self._block) < size:
+            self._block = aligned_empty((size,), np.dtype(np.uint8))
+        return self._block
 
 
 @dataclass(frozen=True)
@@ -71,11 +90,12 @@ def read_parameters(
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
     jobs = _jobs(groups, entries, dims, shapes)
+    memory, file = _Memory(), SharedFile()
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
         while True:
             while len(window) < 2 * THREADS and (job := next(jobs, None)) is not None:
-                window.append((job, pool.submit(_fill, job, check_finite)))
+                window.append((job, pool.submit(_fill, job, file, memory, check_finite)))
             if not window:
                 return
             job, future = window.popleft()
@@ -88,6 +108,7 @@ def read_parameters(
                 yield job.path, job.parameter
     finally:
         pool.shutdown(cancel_futures=True)
+        file.close()
 
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
@@ -130,58 +151,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _fill(job: _Job, check_finite: bool) -> None:
-    rows = job.entry.read_rows(*job.block.rows)
-    source = job.block.arrange(widened(rows, job.target.dtype))
-    if not _copy(job.target, source, check_finite):
+def _fill(job: _Job, file: SharedFile, memory: _Memory, check_finite: bool) -> None:
+    rows = job.entry.read_rows(*job.block.rows, memory.of(job.num_bytes), file)
+    source = job.block.arrange(rows)
+    if not copy_checked(job.target, source, memory.scratch, check_finite):
         raise _not_finite(rows, job.entry, job.target.dtype)
-
-
-def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """bfloat16 as float32 where that is asked for, else the values as they are.
-
-    A bfloat16 is the upper half of a float32. NumPy's own cast holds the interpreter's lock, so
-    that threads would wait for each other.
-    """
-    if values.dtype.name != "bfloat16" or dtype != np.float32:
-        return values
-    bits = values.view(np.uint16).astype(np.uint32)
-    bits <<= 16
-    return bits.view(np.float32)
-
-
-def _copy(target: np.ndarray, source: np.ndarray, check_finite: bool) -> bool:
-    """Copy and cast; False as soon as the cast values are checked and not all finite.
-
-    A few rows at a time: cast first, in the order of the source's memory, so that the transposition
-    happens in the processor's cache. That is 3 to 9 times faster on large matrices than
-    `target[...] = source`, and needs no second copy of them.
-    """
-    dtype = target.dtype
-    if source.dtype == dtype and dtype.name == "bfloat16":
-        # The lock again: copied as integers.
-        source, target = source.view(np.uint16), target.view(np.uint16)
-    with np.errstate(over="ignore", invalid="ignore"):  # reported below, by name
-        for start in range(0, len(target), ROWS):
-            rows = source[start : start + ROWS].astype(target.dtype)
-            if check_finite and not _all_finite(rows, dtype):
-                return False
-            target[start : start + ROWS] = rows
-    return True
 
 
 def _not_finite(rows: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> CheckpointError:
     where = f"{entry.shard.path}: tensor {entry.name!r}"
-    if _all_finite(rows, rows.dtype):
+    if all_finite(rows):
         largest = np.abs(rows).max()
         return CheckpointError(f"{where}: its largest value {largest} is too large for {dtype}")
     return CheckpointError(f"{where}: holds NaN or infinity")
-
-
-def _all_finite(values: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether values of a dtype are finite; they may come as integers of the same bits."""
-    if dtype.itemsize == 2:
-        # Neither kind of 16-bit float is native: looking for full exponents is 3 times faster.
-        exponent = np.array(np.inf, dtype).view(np.uint16)
-        return bool(((values.view(np.uint16) & exponent) != exponent).all())
-    return bool(np.isfinite(values).all())

@@ -9,11 +9,13 @@ mapped file is truncated.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -51,6 +53,47 @@ class Shard:
     identity: tuple[int, int, int, int]
 
 
+class SharedFile:
+    """A shard that stays open until another is asked for, read by one thread at a time.
+
+    So it is read in order if that is how blocks are asked for, and the kernel reads ahead: in
+    larger pieces, and with less work, than where it is told what to fetch, or each block is read
+    from a file opened anew. To be closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._shard: Shard | None = None
+        self._file: BinaryIO | None = None
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
+        """Fill `values`, uint8, with what lies at `offset`; False where the file ends before.
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        with self._lock:
+            if self._file is None or self._shard != shard:
+                self.close()
+                self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
+                self._shard = shard
+            _check_unchanged(shard, self._file.fileno())
+            self._file.seek(offset)
+            left = values.data
+            while left:
+                count = self._file.readinto(left)
+                if not count:
+                    return False
+                left = left[count:]
+            _check_unchanged(shard, self._file.fileno())
+            return True
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies: `num_bytes` bytes from `offset` (from the file's start)."""
@@ -62,29 +105,40 @@ class TensorEntry:
     offset: int
     num_bytes: int
 
-    def read_rows(self, first: int, last: int) -> np.ndarray:
+    def read_rows(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
         """The rows from `first` to before `last`, along the first dimension.
+
+        Args:
+            first, last: of the tensor's first dimension.
+            memory: uint8, aligned, that the file may be read into; None takes fresh memory.
+            file: reads it; None opens the file for this call.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
-        raw = self.read_bytes(first, last)
+        raw = self.read_bytes(first, last, memory, file)
         return raw.view(self.dtype).reshape(last - first, *self.shape[1:])
 
-    def read_bytes(self, first: int, last: int) -> np.ndarray:
-        """The bytes of some rows. Raises like `read_rows`."""
+    def read_bytes(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
+        """The bytes of some rows. Takes and raises what `read_rows` does."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
-        values = np.empty((last - first) * size, np.uint8)
-        with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
-            _check_unchanged(self.shard, file.fileno())
-            file.seek(self.offset + first * size)
-            left = values.data
-            while left:
-                count = file.readinto(left)
-                if not count:
-                    raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
-                left = left[count:]
-            _check_unchanged(self.shard, file.fileno())
+        count = (last - first) * size
+        values = np.empty(count, np.uint8) if memory is None else memory[:count]
+        with nullcontext(file) if file is not None else closing(SharedFile()) as opened:
+            if not opened.read(self.shard, self.offset + first * size, values):
+                raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
         return values
 
     @property
