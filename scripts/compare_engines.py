@@ -41,7 +41,7 @@ from compare.environments import NotInstalled, cache_folder, python_of, versions
 from compare.parts import PARTS, Plan, Subject
 from compare.process import Started
 from compare.results import Results, plain
-from compare.shapes import SHAPES
+from compare.shapes import BFLOAT16, SHAPES, dtype_of, shape_of
 from compare.workloads import MAX_LEN
 from serving_process import ask, free_port
 
@@ -62,9 +62,12 @@ ENGINES: dict[str, Engine] = {
 # What each model is for; `schedules` is for one engine, which does nothing else.
 PARTS_OF = {
     "wide": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+    "wide-bf16": ("agreement", "single", "mixed"),
     "small": ("agreement", "single", "mixed"),
+    "small-bf16": ("agreement", "single", "mixed"),
     "deep": ("agreement", "single", "trace", "mixed"),
     "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+    "tiny-bf16": ("agreement", "single", "mixed"),
 }
 # One repeat tells enough: answers do not change, and these are for plots.
 ONCE = ("agreement", "serve", "curve")
@@ -87,7 +90,11 @@ class Task:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--models", default="wide,small", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--models",
+        default="wide,small,wide-bf16",
+        help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16",
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument(
         "--url",
@@ -103,7 +110,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="ENGINE=PATH",
         help="an interpreter that has the engine, instead of an own environment",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
     parser.add_argument("--batches", default="16,32", help="rows of the compared schedules")
@@ -141,13 +147,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What records must have in common to be compared."""
-    names = "dtype threads rows batches trace mixed single served rate goodput crowds".split()
+    names = "threads rows batches trace mixed single served rate goodput crowds".split()
     return {name: getattr(options, name) for name in names}
 
 
 def plan_of(options: argparse.Namespace, model: str) -> Plan:
     return Plan(
-        vocabulary=config_of(model)["vocab_size"],
+        vocabulary=config_of(shape_of(model))["vocab_size"],
         rows=options.rows,
         trace=options.trace,
         mixed=options.mixed,
@@ -215,11 +221,11 @@ class Comparison:
         if isinstance(engine, JaxserveSchedules):
             rows = max(map(int, options.batches.split(",")))
         return Setting(
-            model=random_checkpoint(model, folder / "models"),
+            model=random_checkpoint(shape_of(model), folder / "models"),
             rows=rows,
             max_len=MAX_LEN,
             threads=options.threads,
-            dtype=options.dtype,
+            dtype=dtype_of(model),
             folder=folder,
         )
 
@@ -239,6 +245,7 @@ class Comparison:
             engine.environment(python, setting),
             f"http://127.0.0.1:{port}",
             cache_folder() / f"{engine.name}.log",
+            self._options.threads,
         )
 
     def prepare(self) -> None:
@@ -331,7 +338,7 @@ class Comparison:
             self._judge(python, model, records)
 
     def _judge(self, python: Path, model: str, records: list[dict[str, Any]]) -> None:
-        works = workloads.agreement(config_of(model)["vocab_size"])
+        works = workloads.agreement(config_of(shape_of(model))["vocab_size"])
         # Engines mostly agree, so that each answer is judged once.
         answers = {
             (tuple(work.prompt), tuple(tokens)): []
@@ -340,7 +347,7 @@ class Comparison:
             for work, tokens in zip(works, record[way], strict=True)
         }
         asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
-        folder = random_checkpoint(model, cache_folder() / "models")
+        folder = random_checkpoint(shape_of(model), cache_folder() / "models")
         command = [str(python), str(WORKERS / "judge.py"), str(folder), str(self._options.threads)]
         done = subprocess.run(
             command, input=json.dumps(asked), capture_output=True, text=True, check=True
@@ -373,6 +380,8 @@ def main() -> int:
     for number, task in enumerate(tasks):
         if comparison.is_over():
             break
+        if "missing" in results.data["engines"].get(task.engine.name, {}):
+            continue
         comparison.say(f"start {number + 1} of {len(tasks)}")
         comparison.measure(task)
     if not options.write:

@@ -18,6 +18,7 @@ from compare.checkpoint import random_checkpoint
 from compare.parts import spans
 from compare.process import Started, memory_bytes, tree
 from compare.results import Results, chosen, middle, ratio
+from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
 from jaxserve.engine.text import Tokenizer
 from jaxserve.models import read_model_config
@@ -79,6 +80,33 @@ def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
     [line] = report.gate_table(data)[2:]
     assert line.startswith("| mixed, over vLLM's CPU build, 137M Llama | ")
     assert line.endswith(f"| 1 | {verdict} |")
+
+
+def test_readmes_grid_has_a_column_a_model_and_marks_what_is_not_met() -> None:
+    records = [record("jaxserve", 0, 80.0), record("llama.cpp", 0, 100.0)]
+    records += [r | {"model": "wide-bf16"} for r in (record("jaxserve", 0, 120.0), records[1])]
+    lines = report.gate_grid({"engines": {}, "records": records})
+    assert lines[0] == "| output tokens/s, ratio | goal | 137M Llama | 137M Llama, bf16 |"
+    assert lines[2:] == ["| mixed, over llama.cpp's server | 1 | **not met**: 0.80 | 1.20 |"]
+    assert report.gate_grid({"engines": {}, "records": []}) == []
+
+
+def test_the_report_says_where_others_are_ahead() -> None:
+    """In speeds as in times, by repeats; a goal that is met hides no loss."""
+    titles = {name: {"title": name} for name in ("jaxserve", "openvino", "vllm")}
+    records = [record("jaxserve", 0, 100.0), record("openvino", 0, 108.0), record("vllm", 0, 99.0)]
+    starts = {"jaxserve": 3.0, "openvino": 1.5, "vllm": 30.0}
+    for engine, seconds in starts.items():
+        made = record(engine, 0, 0.0, "start") | {"seconds": seconds}
+        records.append(made | {"peak_bytes": 2**30})
+    [line] = report.behind({"engines": titles, "records": records})
+    assert line == "- 137M Llama: start (openvino 2.00x); mixed (openvino 1.08x)."
+    assert report.gate_grid({"engines": titles, "records": records})[-1].endswith("| 0.93 |")
+
+
+def test_a_models_name_tells_its_dtype() -> None:
+    assert (dtype_of("wide-bf16"), shape_of("wide-bf16")) == ("bfloat16", "wide")
+    assert (dtype_of("wide"), shape_of("wide")) == ("float32", "wide")
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "agrees"), (0.3, "**differs**")])

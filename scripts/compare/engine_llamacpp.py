@@ -28,8 +28,10 @@ class LlamaCpp(Engine):
     name: str = "llama.cpp"
     title: str = "llama.cpp server"
     requirements: tuple[tuple[str, ...], ...] = (("gguf==0.19.0", "safetensors"),)
-    version_of: tuple[str, ...] = ("gguf",)
-    settings: str = "built for this CPU, continuous batching, a slot a row, KV cache as the weights"
+    settings: str = (
+        f"sources of {SOURCES} built for this CPU, continuous batching, a slot a row, KV cache in "
+        "the weights' precision"
+    )
     extra: dict[str, Any] = field(default_factory=lambda: {"cache_prompt": False})
 
     def after_install(self, environment: Path) -> None:

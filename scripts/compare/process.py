@@ -56,6 +56,7 @@ class Started:
         environment: variables to add to ours.
         url: without /v1; /health is asked until it answers.
         log: file for what it writes.
+        threads: how many cores it may use; all of ours by default.
 
     Attributes:
         start_seconds: from the start of the process to the first answer of /health.
@@ -64,8 +65,16 @@ class Started:
         RuntimeError: on entering, with the end of the log: it did not come up.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path):
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        url: str,
+        log: Path,
+        threads: int | None = None,
+    ) -> None:
         self._command, self._environment = command, environment
+        self._cores = sorted(os.sched_getaffinity(0))[:threads]
         self.url, self._log = url, log
         self._stack = ExitStack()
         self._is_over = threading.Event()
@@ -85,6 +94,8 @@ class Started:
             env=os.environ | self._environment,
             start_new_session=True,
         )
+        # Before it makes threads: some engines have no setting for their number.
+        os.sched_setaffinity(self.process.pid, self._cores)
         self._stack.callback(self._stop)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
