@@ -69,10 +69,11 @@ PARTS_OF = {
     "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
     "tiny-bf16": ("agreement", "single", "mixed"),
 }
-# One repeat tells enough: answers do not change, and these are for plots.
-ONCE = ("agreement", "serve", "curve")
-# Far behind and slow: once, or not at all, so that the whole stays short. What a gate asks is kept.
-SELDOM = {"transformers-cb": ("trace",)}
+# One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
+# compares schedules on more requests.
+ONCE = ("agreement", "serve", "curve", "schedules")
+# Once, or not at all, so that the whole stays short. What a goal asks is kept.
+SELDOM = {name: ("trace",) for name in ("transformers-cb", "llama.cpp", "vllm", "openvino")}
 NEVER = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
 GOES_ON = 3
 
@@ -92,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
     parser.add_argument(
         "--models",
-        default="wide,small,wide-bf16",
+        default="small,wide,wide-bf16",
         help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
