@@ -15,9 +15,11 @@ import pytest
 import compare_engines
 from compare import report, workloads
 from compare.checkpoint import random_checkpoint
+from compare.engine import Engine
 from compare.parts import spans
 from compare.process import Started, memory_bytes, tree
 from compare.results import Results, chosen, middle, ratio
+from compare.servers import Servers
 from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
 from jaxserve.engine.text import Tokenizer
@@ -99,8 +101,13 @@ def test_the_report_says_where_others_are_ahead() -> None:
     for engine, seconds in starts.items():
         made = record(engine, 0, 0.0, "start") | {"seconds": seconds}
         records.append(made | {"peak_bytes": 2**30})
-    [line] = report.behind({"engines": titles, "records": records})
-    assert line == "- 137M Llama: start (openvino 2.00x); mixed (openvino 1.08x)."
+    records.append(record("llama.cpp", 0, 250.0))
+    data = {"engines": titles | {"llama.cpp": {"title": "llama.cpp"}}, "records": records}
+    [line] = report.behind(data)
+    mixed = "mixed, tok/s (llama.cpp 2.50x, openvino 1.08x)"
+    assert line == f"- 137M Llama: start (openvino 2.00x); {mixed}."
+    [line] = report.behind(data, 1)
+    assert line.endswith("mixed, tok/s (llama.cpp 2.50x).")
     assert report.gate_grid({"engines": titles, "records": records})[-1].endswith("| 0.93 |")
 
 
@@ -203,6 +210,39 @@ def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Pa
     with pytest.raises(RuntimeError, match="ended with 3: no such model"), started:
         pass
     assert memory_bytes(tree(os.getpid())) > 10 << 20
+
+
+def halted(server: Started) -> bool:
+    stat = Path(f"/proc/{server.process.pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) -> None:
+    serve = "import sys; from compare.worker_http import *; Front(int(sys.argv[1])); forever()"
+    made: list[str] = []
+
+    def make(engine: Engine, model: str) -> Started:
+        made.append(f"{engine.name} {model}")
+        command = [sys.executable, "-c", serve, str(port := free_port())]
+        environment = {"PYTHONPATH": str(ROOT / "scripts")}
+        return Started(command, environment, f"http://127.0.0.1:{port}", tmp_path / "log")
+
+    one, other = Engine("one", "One"), Engine("other", "Other")
+    with Servers(make) as servers:
+        with servers.awake(one, "tiny") as (first, is_new):
+            assert is_new and compare_engines.ask(first.url + "/health") == {}
+        with servers.awake(other, "tiny") as (second, is_new):
+            assert is_new and halted(first) and not halted(second)
+        with servers.awake(one, "tiny") as (again, is_new):
+            assert again is first and not is_new and halted(second)
+            assert compare_engines.ask(first.url + "/health") == {}
+        first.process.kill()
+        first.process.wait()
+        with servers.awake(one, "tiny") as (third, is_new):
+            assert is_new and third is not first
+        with servers.awake(one, "small"):
+            assert not second.is_alive and not third.is_alive
+    assert made == ["one tiny", "other tiny", "one tiny", "one small"]
 
 
 def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -126,6 +126,22 @@ class Started:
         while not self._is_over.wait(LOOK_S):
             self.peak_bytes = max(self.peak_bytes, memory_bytes(tree(self.process.pid)))
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def pause(self) -> None:
+        """It and all it started do nothing until `go_on`; connections stay."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, sign: signal.Signals) -> None:
+        for pid in tree(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, sign)
+
     def cpu_seconds(self) -> float:
         """Spent so far by the server and all it started."""
         return cpu_seconds(tree(self.process.pid))
@@ -137,10 +153,9 @@ class Started:
         pids = tree(self.process.pid)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, sign)
-                except ProcessLookupError:
-                    continue
+                    os.kill(pid, signal.SIGCONT)  # or a paused one would not hear it
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:

@@ -46,6 +46,10 @@ GATES = (
     ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
     ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
     ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "small")),
+    ("trace, over Transformers padded static", "trace", "transformers", 1.0, ("wide-bf16",)),
+    ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
+    ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
+    ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
 )
 # Of logits of about unit size; a wrong model is off by far more.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
@@ -159,16 +163,13 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
     """One row a ratio, one column a model."""
-    found = {(gate.words, gate.model): gate for gate in gates(data)}
-    models = [model for model in models_of(data) if any(m == model for _, m in found)]
+    found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
+    models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)
     lines = [f"| output tokens/s, ratio | goal | {titles} |", "|---" * (2 + len(models)) + "|"]
-    for words in dict.fromkeys(words for words, _ in found):
-        cells, wanted = [], 0.0
-        for model in models:
-            gate = found.get((words, model))
-            wanted = gate.wanted if gate else wanted
-            cells.append("-" if gate is None else gate.shown if gate.is_met else _missed(gate))
+    for words, wanted in dict.fromkeys(key[:2] for key in found):
+        row = [found.get((words, wanted, model)) for model in models]
+        cells = ["-" if g is None else g.shown if g.is_met else _missed(g) for g in row]
         lines.append(f"| {words} | {wanted:g} | {' | '.join(cells)} |")
     return lines if models else []
 
@@ -177,28 +178,40 @@ def _missed(gate: Gate) -> str:
     return f"**not met**: {gate.shown}"
 
 
-def behind(data: dict[str, Any]) -> list[str]:
-    """One line a model: in what others are ahead of ours, and how many times."""
+def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
+    """One line a model: in what others are ahead of ours, who, and how many times.
+
+    Args:
+        data: the results.
+        rivals: of so many, the farthest ahead; None for all.
+    """
     lines = []
     for model in models_of(data):
         losses = []
         for part, name, heading, *_ in COLUMNS:
-            rivals = [
-                (factor, f"{data['engines'][rival]['title']} {factor:.2f}x")
+            leads = {
+                data["engines"][rival]["title"]: _lead(data, model, rival, part, name)
                 for rival in engines_of(data, model)
-                if rival != OURS and (factor := _lead(data, model, rival, part, name)) > LEVEL
-            ]
-            if rivals:
-                words = ", ".join(shown for _, shown in sorted(rivals, reverse=True))
-                losses.append(f"{heading.partition(',')[0]} ({words})")
+                if rival != OURS
+            }
+            ahead = sorted((-lead, title) for title, lead in leads.items() if lead > LEVEL)
+            if ahead:
+                shown = ", ".join(f"{title} {_times(-lead)}" for lead, title in ahead[:rivals])
+                losses.append(f"{heading.partition(', ms')[0].replace(', s', '')} ({shown})")
         if losses:
             lines.append(f"- {MODEL_TITLES[model]}: {'; '.join(losses)}.")
     return lines
 
 
-def behind_words(data: dict[str, Any]) -> list[str]:
-    lines = behind(data)
-    return ["Where others are ahead of jaxserve, and how many times:", "", *lines] if lines else []
+def _times(factor: float) -> str:
+    return f"{factor:.2f}x" if factor < 10 else f"{factor:.0f}x"
+
+
+def behind_words(data: dict[str, Any], rivals: int | None = None) -> list[str]:
+    lines = behind(data, rivals)
+    who = "the farthest of those" if rivals == 1 else "those"
+    head = f"Where jaxserve is behind, with {who} ahead of it and how many times they are better:"
+    return [head, "", *lines] if lines else []
 
 
 def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: str) -> float:
@@ -312,7 +325,7 @@ def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str
         "",
         *(gate_grid(data) or ["Nothing in it can be held against a goal yet."]),
         "",
-        *behind_words(data),
+        *behind_words(data, 1),
         "",
         *(f"![{Path(image).stem}]({image})" for image in images),
         END,
