@@ -23,7 +23,10 @@ class OpenVino(Engine):
         ),
     )
     version_of: tuple[str, ...] = ("openvino-genai", "optimum-intel")
-    settings: str = "ContinuousBatchingPipeline; KV cache and arithmetic in the weights' precision"
+    settings: str = (
+        "ContinuousBatchingPipeline, prompts in chunks, a request a row; KV cache and arithmetic "
+        "in the weights' precision"
+    )
 
     def _folder(self, setting: Setting) -> Path:
         return setting.folder / "converted" / f"{setting.model.name}-openvino"
