@@ -77,7 +77,12 @@ ONCE = ("agreement", "serve", "curve", "schedules")
 REPEATS = {"wide-bf16": 1}
 # Once, or not at all, so that the whole stays short. What a goal asks is kept.
 SELDOM = dict.fromkeys(("transformers-cb", "llama.cpp", "vllm", "openvino"), ("trace",))
-NEVER = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
+NEVER = {
+    "transformers": ("mixed", "curve"),
+    "transformers-cb": ("mixed", "curve", "serve", "single"),
+}
+# Only on some models.
+PLACES = {"transformers-cb": ("wide", "tiny", "tiny-bf16")}
 GOES_ON = 3
 
 
@@ -116,9 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
-    parser.add_argument("--batches", default="16,32", help="rows of the compared schedules")
+    parser.add_argument("--batches", default="16", help="rows of the compared schedules")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trace", type=int, default=64, help="requests of the Azure trace")
+    parser.add_argument("--trace", type=int, default=96, help="requests of the Azure trace")
     parser.add_argument("--mixed", type=int, default=64, help="requests of mixed lengths")
     parser.add_argument("--single", type=int, default=3, help="requests one after another")
     parser.add_argument("--served", type=int, default=40, help="requests under load")
@@ -197,6 +202,8 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
                 once = (*ONCE, *SELDOM.get(engine.name, ()))
                 names = [n for n in names if n in wanted and not (repeat and n in once)]
                 names = [n for n in names if n not in NEVER.get(engine.name, ())]
+                if model not in PLACES.get(engine.name, (model,)):
+                    names = []
                 key = {"model": model, "engine": engine.name, "repeat": repeat}
                 names = [n for n in names if not results.has(key | {"part": n})]
                 if names and "missing" not in results.data["engines"].get(engine.name, {}):

@@ -76,6 +76,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 @pytest.mark.parametrize(("speed", "verdict"), [(99.9, "**not met**"), (100.0, "met")])
 def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
     data = {
+        "settings": {"trace": 64},
         "engines": {"jaxserve": {"title": "jaxserve"}, "vllm": {"title": "vLLM"}},
         "records": [record("jaxserve", 0, speed), record("vllm", 0, 100.0)],
     }
@@ -87,28 +88,34 @@ def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
 def test_readmes_grid_has_a_column_a_model_and_marks_what_is_not_met() -> None:
     records = [record("jaxserve", 0, 80.0), record("llama.cpp", 0, 100.0)]
     records += [r | {"model": "wide-bf16"} for r in (record("jaxserve", 0, 120.0), records[1])]
-    lines = report.gate_grid({"engines": {}, "records": records})
+    settings = {"trace": 64}
+    lines = report.gate_grid({"settings": settings, "engines": {}, "records": records})
     assert lines[0] == "| output tokens/s, ratio | goal | 137M Llama | 137M Llama, bf16 |"
     assert lines[2:] == ["| mixed, over llama.cpp's server | 1 | **not met**: 0.80 | 1.20 |"]
-    assert report.gate_grid({"engines": {}, "records": []}) == []
+    assert report.gate_grid({"settings": settings, "engines": {}, "records": []}) == []
 
 
 def test_the_report_says_where_others_are_ahead() -> None:
     """In speeds as in times, by repeats; a goal that is met hides no loss."""
-    titles = {name: {"title": name} for name in ("jaxserve", "openvino", "vllm")}
+    titles = {name: {"title": name} for name in ("jaxserve", "openvino", "vllm", "llama.cpp")}
     records = [record("jaxserve", 0, 100.0), record("openvino", 0, 108.0), record("vllm", 0, 99.0)]
     starts = {"jaxserve": 3.0, "openvino": 1.5, "vllm": 30.0}
     for engine, seconds in starts.items():
         made = record(engine, 0, 0.0, "start") | {"seconds": seconds}
         records.append(made | {"peak_bytes": 2**30})
     records.append(record("llama.cpp", 0, 250.0))
-    data = {"engines": titles | {"llama.cpp": {"title": "llama.cpp"}}, "records": records}
+    data = {
+        "settings": {"trace": 64},
+        "engines": titles | {"llama.cpp": {"title": "llama.cpp"}},
+        "records": records,
+    }
     [line] = report.behind(data)
     mixed = "mixed, tok/s (llama.cpp 2.50x, openvino 1.08x)"
     assert line == f"- 137M Llama: start (openvino 2.00x); {mixed}."
     [line] = report.behind(data, 1)
     assert line.endswith("mixed, tok/s (llama.cpp 2.50x).")
-    assert report.gate_grid({"engines": titles, "records": records})[-1].endswith("| 0.93 |")
+    shown = report.gate_grid(data)
+    assert "| mixed, over OpenVINO GenAI | 0.9 | 0.93 |" in shown
 
 
 def test_a_models_name_tells_its_dtype() -> None:
@@ -123,6 +130,15 @@ def test_the_table_says_who_answers_otherwise(gap: float, verdict: str) -> None:
     [_, _, line] = report.agreement_table({"engines": {"vllm": {"title": "V"}}, "records": [made]})
     cells = f"7 of 8 tokens | 1 of 2 | {gap:.2g} at token 2 | {gap:.2g} | {verdict} |"
     assert line == f"| V | 137M Llama | {cells}"
+
+
+def test_goals_of_schedules_are_held_against_the_whole_trace_only() -> None:
+    table = {f"{name} 16": {"output_throughput": s} for name, s in (("continuous", 12), ("S0", 5))}
+    made = record("jaxserve-schedules", 0, 0.0, "schedules") | {"schedules": table}
+    data = {"settings": {"trace": 512}, "engines": {}, "records": [made]}
+    [gate] = report.gates(data)
+    assert (gate.wanted, gate.found[0], gate.is_met) == (2.4, 2.4, True)
+    assert report.gates(data | {"settings": {"trace": 96}}) == []
 
 
 def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
