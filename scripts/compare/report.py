@@ -265,7 +265,8 @@ def _engine_lines(data: dict[str, Any]) -> list[str]:
             lines.append(f"- {engine['title']}: **not installed**: {engine['missing']}")
             continue
         known = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
-        lines.append(f"- {engine['title']}: {known or 'version not known'}; {engine['settings']}")
+        words = "; ".join(filter(None, (known, engine["settings"])))
+        lines.append(f"- {engine['title']}: {words}")
     failed = [r for r in data["records"] if "error" in r]
     for record in failed:
         title = data["engines"].get(record["engine"], {}).get("title", record["engine"])
