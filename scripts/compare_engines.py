@@ -82,7 +82,10 @@ NEVER = {
     "transformers-cb": ("mixed", "curve", "serve", "single"),
 }
 # Only on some models.
-PLACES = {"transformers-cb": ("wide", "tiny", "tiny-bf16")}
+PLACES = {
+    "transformers-cb": ("wide", "tiny", "tiny-bf16"),
+    "jaxserve-schedules": ("wide", "deep", "tiny"),
+}
 GOES_ON = 3
 
 
@@ -194,7 +197,8 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
     for model in options.models.split(","):
         for repeat in range(min(options.repeats, REPEATS.get(model, options.repeats))):
             engines = engines_of(options)
-            engines = engines[repeat % len(engines) :] + engines[: repeat % len(engines)]
+            first = -repeat % len(engines)
+            engines = engines[first:] + engines[:first]
             for engine in engines:
                 names = [*PARTS_OF[model]]
                 if isinstance(engine, JaxserveSchedules):
@@ -260,18 +264,17 @@ class Comparison:
             self._options.threads,
         )
 
-    def prepare(self) -> None:
+    def prepare(self, tasks: list[Task]) -> None:
         """Start everything once: what is installed, converted and compiled then is kept."""
-        for engine in engines_of(self._options):
-            for model in self._options.models.split(","):
-                if isinstance(engine, Url):
-                    continue
-                self.say(f"{engine.title}: {model}")
-                try:
-                    with self.start(engine, model) as process:
-                        self.say(f"  first start took {process.start_seconds:.1f} s")
-                except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
-                    self.say(f"  {error}")
+        for task in tasks:
+            if task.repeat or isinstance(task.engine, Url):
+                continue
+            self.say(f"{task.engine.title}: {task.model}")
+            try:
+                with self.start(task.engine, task.model) as process:
+                    self.say(f"  first start took {process.start_seconds:.1f} s")
+            except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
+                self.say(f"  {error}")
 
     def measure_all(self, tasks: list[Task]) -> None:
         """As many as there is time for."""
@@ -362,7 +365,7 @@ def main() -> int:
         results.data["command"] = plain(" ".join(["python", *sys.argv]))
     comparison = Comparison(options, results)
     if options.prepare:
-        comparison.prepare()
+        comparison.prepare(tasks)
         return 0
     comparison.measure_all(tasks)
     if not options.write:
