@@ -76,7 +76,9 @@ ONCE = ("agreement", "serve", "curve", "schedules")
 # Of so many at most, so that an hour's half is enough for all; the last model takes what is left.
 REPEATS = {"wide-bf16": 1}
 # Once, or not at all, so that the whole stays short. What a goal asks is kept.
-SELDOM = dict.fromkeys(("transformers-cb", "llama.cpp", "vllm", "openvino"), ("trace",))
+SELDOM: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("transformers-cb", "llama.cpp", "vllm", "openvino"), ("trace",)
+)
 NEVER = {
     "transformers": ("mixed", "curve"),
     "transformers-cb": ("mixed", "curve", "serve", "single"),
@@ -334,7 +336,7 @@ class Comparison:
             try:
                 record = PARTS[name](subject, plan)
             except RuntimeError as error:
-                record = {"error": str(error)}
+                record: dict[str, Any] = {"error": str(error)}
             if subject.process is not None:
                 record["peak_bytes"] = subject.process.peak_bytes
             record["took_seconds"] = round(time.monotonic() - begin, 1)
