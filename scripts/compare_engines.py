@@ -7,8 +7,9 @@
     python scripts/compare_engines.py --url vllm=http://10.0.0.7:8000 --engines jaxserve
     python scripts/compare_engines.py --write                    table, plots and README only
 
-Every engine runs as a server process with `--threads` threads, started anew for each repeat, and
-is asked by the same client over HTTP: prompts as token ids, greedy, the end of sequence ignored.
+Every engine runs as a server process with `--threads` threads, is asked by the same client over
+HTTP (prompts as token ids, greedy, the end of sequence ignored), and is stopped while another is
+measured, so that they take turns in every repeat though each is started once a model.
 Engines without such a server get a small one (scripts/compare/worker_http.py). First their greedy
 answers are judged by Transformers in float64; then start-up, single stream, offline throughput,
 latency under load and memory are measured. Engines are installed on first use, each in an
@@ -18,7 +19,6 @@ environment of its own in the user's cache folder; one that cannot be is named w
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-from compare import parts, report, workloads
+from compare import parts, report, verdicts
 from compare.checkpoint import config_of, random_checkpoint
-from compare.engine import WORKERS, Engine, Setting
+from compare.engine import Engine, Setting
 from compare.engine_jaxserve import Jaxserve, JaxserveSchedules
 from compare.engine_llamacpp import LlamaCpp
 from compare.engine_openvino import OpenVino
@@ -41,7 +41,8 @@ from compare.environments import NotInstalled, cache_folder, python_of, versions
 from compare.parts import PARTS, Plan, Subject
 from compare.process import Started
 from compare.results import Results, plain
-from compare.shapes import SHAPES
+from compare.servers import Servers
+from compare.shapes import BFLOAT16, SHAPES, dtype_of, shape_of
 from compare.workloads import MAX_LEN
 from serving_process import ask, free_port
 
@@ -62,21 +63,37 @@ ENGINES: dict[str, Engine] = {
 # What each model is for; `schedules` is for one engine, which does nothing else.
 PARTS_OF = {
     "wide": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+    "wide-bf16": ("agreement", "single", "trace"),
     "small": ("agreement", "single", "mixed"),
+    "small-bf16": ("agreement", "single", "mixed"),
     "deep": ("agreement", "single", "trace", "mixed"),
     "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
+    "tiny-bf16": ("agreement", "single", "mixed"),
 }
-# One repeat tells enough: answers do not change, and these are for plots.
-ONCE = ("agreement", "serve", "curve")
-# Far behind and slow: once, or not at all, so that the whole stays short. What a gate asks is kept.
-SELDOM = {"transformers-cb": ("trace",)}
-NEVER = {"transformers": ("mixed",), "transformers-cb": ("mixed",)}
+# One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
+# compares schedules on more requests.
+ONCE = ("agreement", "serve", "curve", "schedules")
+# Of so many at most, so that an hour's half is enough for all; the last model takes what is left.
+REPEATS = {"wide-bf16": 1}
+# Once, or not at all, so that the whole stays short. What a goal asks is kept.
+SELDOM: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("transformers-cb", "llama.cpp", "vllm", "openvino"), ("trace",)
+)
+NEVER = {
+    "transformers": ("mixed", "curve"),
+    "transformers-cb": ("mixed", "curve", "serve", "single"),
+}
+# Only on some models.
+PLACES = {
+    "transformers-cb": ("wide", "tiny", "tiny-bf16"),
+    "jaxserve-schedules": ("wide", "deep", "tiny"),
+}
 GOES_ON = 3
 
 
 @dataclass
 class Task:
-    """One start of one engine, and what is to be measured on it."""
+    """One turn of one engine, and what is to be measured in it."""
 
     model: str
     engine: Engine
@@ -87,7 +104,11 @@ class Task:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--models", default="wide,small", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--models",
+        default="small,wide-bf16,wide",
+        help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16",
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument(
         "--url",
@@ -103,12 +124,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="ENGINE=PATH",
         help="an interpreter that has the engine, instead of an own environment",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
-    parser.add_argument("--batches", default="16,32", help="rows of the compared schedules")
+    parser.add_argument("--batches", default="16", help="rows of the compared schedules")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trace", type=int, default=64, help="requests of the Azure trace")
+    parser.add_argument("--trace", type=int, default=96, help="requests of the Azure trace")
     parser.add_argument("--mixed", type=int, default=64, help="requests of mixed lengths")
     parser.add_argument("--single", type=int, default=3, help="requests one after another")
     parser.add_argument("--served", type=int, default=40, help="requests under load")
@@ -141,13 +161,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What records must have in common to be compared."""
-    names = "dtype threads rows batches trace mixed single served rate goodput crowds".split()
+    names = "threads rows batches trace mixed single served rate goodput crowds".split()
     return {name: getattr(options, name) for name in names}
 
 
 def plan_of(options: argparse.Namespace, model: str) -> Plan:
     return Plan(
-        vocabulary=config_of(model)["vocab_size"],
+        vocabulary=config_of(shape_of(model))["vocab_size"],
         rows=options.rows,
         trace=options.trace,
         mixed=options.mixed,
@@ -176,10 +196,11 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
     """Engines take turns, in another order in every repeat; what was measured is left out."""
     tasks = []
     wanted = options.parts.split(",")
-    for repeat in range(options.repeats):
-        engines = engines_of(options)
-        engines = engines[repeat % len(engines) :] + engines[: repeat % len(engines)]
-        for model in options.models.split(","):
+    for model in options.models.split(","):
+        for repeat in range(min(options.repeats, REPEATS.get(model, options.repeats))):
+            engines = engines_of(options)
+            first = -repeat % len(engines)
+            engines = engines[first:] + engines[:first]
             for engine in engines:
                 names = [*PARTS_OF[model]]
                 if isinstance(engine, JaxserveSchedules):
@@ -187,6 +208,8 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
                 once = (*ONCE, *SELDOM.get(engine.name, ()))
                 names = [n for n in names if n in wanted and not (repeat and n in once)]
                 names = [n for n in names if n not in NEVER.get(engine.name, ())]
+                if model not in PLACES.get(engine.name, (model,)):
+                    names = []
                 key = {"model": model, "engine": engine.name, "repeat": repeat}
                 names = [n for n in names if not results.has(key | {"part": n})]
                 if names and "missing" not in results.data["engines"].get(engine.name, {}):
@@ -200,6 +223,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results = options, results
         self._begin = time.monotonic()
+        self._servers = Servers(self.start)
         self._given = {n: Path(p) for n, _, p in (pair.partition("=") for pair in options.python)}
 
     def is_over(self) -> bool:
@@ -215,11 +239,11 @@ class Comparison:
         if isinstance(engine, JaxserveSchedules):
             rows = max(map(int, options.batches.split(",")))
         return Setting(
-            model=random_checkpoint(model, folder / "models"),
+            model=random_checkpoint(shape_of(model), folder / "models"),
             rows=rows,
             max_len=MAX_LEN,
             threads=options.threads,
-            dtype=options.dtype,
+            dtype=dtype_of(model),
             folder=folder,
         )
 
@@ -239,23 +263,33 @@ class Comparison:
             engine.environment(python, setting),
             f"http://127.0.0.1:{port}",
             cache_folder() / f"{engine.name}.log",
+            self._options.threads,
         )
 
-    def prepare(self) -> None:
+    def prepare(self, tasks: list[Task]) -> None:
         """Start everything once: what is installed, converted and compiled then is kept."""
-        for engine in engines_of(self._options):
-            for model in self._options.models.split(","):
-                if isinstance(engine, Url):
-                    continue
-                self.say(f"{engine.title}: {model}")
-                try:
-                    with self.start(engine, model) as process:
-                        self.say(f"  first start took {process.start_seconds:.1f} s")
-                except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
-                    self.say(f"  {error}")
+        for task in tasks:
+            if task.repeat or isinstance(task.engine, Url):
+                continue
+            self.say(f"{task.engine.title}: {task.model}")
+            try:
+                with self.start(task.engine, task.model) as process:
+                    self.say(f"  first start took {process.start_seconds:.1f} s")
+            except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
+                self.say(f"  {error}")
+
+    def measure_all(self, tasks: list[Task]) -> None:
+        """As many as there is time for."""
+        with self._servers:
+            for number, task in enumerate(tasks):
+                if self.is_over():
+                    return
+                if "missing" not in self._results.data["engines"].get(task.engine.name, {}):
+                    self.say(f"turn {number + 1} of {len(tasks)}")
+                    self.measure(task)
 
     def measure(self, task: Task) -> None:
-        """All parts of one start; what fails is recorded and does not end the run."""
+        """All parts of one turn; what fails is recorded and does not end the run."""
         engine, results = task.engine, self._results
         key = {"model": task.model, "engine": engine.name, "repeat": task.repeat}
         self.say(f"{engine.title}: {task.model}, repeat {task.repeat + 1}")
@@ -265,10 +299,11 @@ class Comparison:
                 self._note(engine, {})
                 self._parts(task, Subject(engine.base_url, served, engine.extra, None), key)
                 return
-            with self.start(engine, task.model) as process:
-                self.say(f"  ready after {process.start_seconds:.1f} s")
-                start = {"part": "start", "seconds": round(process.start_seconds, 2)}
-                results.add(key | start)
+            with self._servers.awake(engine, task.model) as (process, is_new):
+                if is_new:
+                    self.say(f"  ready after {process.start_seconds:.1f} s")
+                    start = {"part": "start", "seconds": round(process.start_seconds, 2)}
+                    results.add(key | start)
                 served = ask(process.url + "/v1/models")["data"][0]["id"]
                 self._parts(task, Subject(process.url, served, engine.extra, process), key)
         except NotInstalled as reason:
@@ -301,7 +336,7 @@ class Comparison:
             try:
                 record = PARTS[name](subject, plan)
             except RuntimeError as error:
-                record = {"error": str(error)}
+                record: dict[str, Any] = {"error": str(error)}
             if subject.process is not None:
                 record["peak_bytes"] = subject.process.peak_bytes
             record["took_seconds"] = round(time.monotonic() - begin, 1)
@@ -311,49 +346,13 @@ class Comparison:
             self.say(f"  {name} took {record['took_seconds']} s  {shown}")
 
     def judge(self) -> None:
-        """Logit gaps of every answer that has none yet, by Transformers in float64."""
-        waiting = [
-            record
-            for record in self._results.records
-            if record["part"] == "agreement" and "alone" in record and "gaps" not in record
-        ]
-        if not waiting:
-            return
-        judge = ENGINES["transformers"]
+        """Logit gaps of every answer that has none yet."""
         try:
-            python = python_of(judge, self._given)
+            python = python_of(ENGINES["transformers"], self._given)
         except NotInstalled as reason:
             self.say(f"answers are not judged: {reason}")
             return
-        for model in sorted({record["model"] for record in waiting}):
-            records = [record for record in waiting if record["model"] == model]
-            self.say(f"judging the answers of {len(records)} engines, {model}")
-            self._judge(python, model, records)
-
-    def _judge(self, python: Path, model: str, records: list[dict[str, Any]]) -> None:
-        works = workloads.agreement(config_of(model)["vocab_size"])
-        # Engines mostly agree, so that each answer is judged once.
-        answers = {
-            (tuple(work.prompt), tuple(tokens)): []
-            for record in records
-            for way in ("alone", "together")
-            for work, tokens in zip(works, record[way], strict=True)
-        }
-        asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
-        folder = random_checkpoint(model, cache_folder() / "models")
-        command = [str(python), str(WORKERS / "judge.py"), str(folder), str(self._options.threads)]
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, check=True
-        )
-        verdicts = dict(zip(answers, json.loads(done.stdout), strict=True))
-        for record in records:
-            gaps = [
-                gap
-                for way in ("alone", "together")
-                for work, tokens in zip(works, record[way], strict=True)
-                for gap in verdicts[tuple(work.prompt), tuple(tokens)]
-            ]
-            self._results.add(record | {"gaps": [float(f"{gap:.3g}") for gap in gaps]})
+        verdicts.judge(self._results, python, self._options.threads, self.say)
 
 
 def main() -> int:
@@ -368,13 +367,9 @@ def main() -> int:
         results.data["command"] = plain(" ".join(["python", *sys.argv]))
     comparison = Comparison(options, results)
     if options.prepare:
-        comparison.prepare()
+        comparison.prepare(tasks)
         return 0
-    for number, task in enumerate(tasks):
-        if comparison.is_over():
-            break
-        comparison.say(f"start {number + 1} of {len(tasks)}")
-        comparison.measure(task)
+    comparison.measure_all(tasks)
     if not options.write:
         comparison.judge()
     report.write(results.data, options.json)

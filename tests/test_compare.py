@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 import compare_engines
 from compare import report, workloads
 from compare.checkpoint import random_checkpoint
+from compare.engine import Engine
 from compare.parts import spans
 from compare.process import Started, memory_bytes, tree
 from compare.results import Results, chosen, middle, ratio
+from compare.servers import Servers
+from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
 from jaxserve.engine.text import Tokenizer
 from jaxserve.models import read_model_config
@@ -73,12 +77,51 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 @pytest.mark.parametrize(("speed", "verdict"), [(99.9, "**not met**"), (100.0, "met")])
 def test_gates_name_what_is_not_met(speed: float, verdict: str) -> None:
     data = {
+        "settings": {"trace": 64},
         "engines": {"jaxserve": {"title": "jaxserve"}, "vllm": {"title": "vLLM"}},
         "records": [record("jaxserve", 0, speed), record("vllm", 0, 100.0)],
     }
     [line] = report.gate_table(data)[2:]
     assert line.startswith("| mixed, over vLLM's CPU build, 137M Llama | ")
     assert line.endswith(f"| 1 | {verdict} |")
+
+
+def test_readmes_grid_has_a_column_a_model_and_marks_what_is_not_met() -> None:
+    records = [record("jaxserve", 0, 80.0), record("llama.cpp", 0, 100.0)]
+    records += [r | {"model": "wide-bf16"} for r in (record("jaxserve", 0, 120.0), records[1])]
+    settings = {"trace": 64}
+    lines = report.gate_grid({"settings": settings, "engines": {}, "records": records})
+    assert lines[0] == "| output tokens/s, ratio | goal | 137M Llama | 137M Llama, bf16 |"
+    assert lines[2:] == ["| mixed, over llama.cpp's server | 1 | **not met**: 0.80 | 1.20 |"]
+    assert report.gate_grid({"settings": settings, "engines": {}, "records": []}) == []
+
+
+def test_the_report_says_where_others_are_ahead() -> None:
+    """In speeds as in times, by repeats; a goal that is met hides no loss."""
+    titles = {name: {"title": name} for name in ("jaxserve", "openvino", "vllm", "llama.cpp")}
+    records = [record("jaxserve", 0, 100.0), record("openvino", 0, 108.0), record("vllm", 0, 99.0)]
+    starts = {"jaxserve": 3.0, "openvino": 1.5, "vllm": 30.0}
+    for engine, seconds in starts.items():
+        made = record(engine, 0, 0.0, "start") | {"seconds": seconds}
+        records.append(made | {"peak_bytes": 2**30})
+    records.append(record("llama.cpp", 0, 250.0))
+    data = {
+        "settings": {"trace": 64},
+        "engines": titles | {"llama.cpp": {"title": "llama.cpp"}},
+        "records": records,
+    }
+    [line] = report.behind(data)
+    mixed = "mixed, tok/s (llama.cpp 2.50x, openvino 1.08x)"
+    assert line == f"- 137M Llama: start (openvino 2.00x); {mixed}."
+    [line] = report.behind(data, 1)
+    assert line.endswith("mixed, tok/s (llama.cpp 2.50x).")
+    shown = report.gate_grid(data)
+    assert "| mixed, over OpenVINO GenAI | 0.9 | 0.93 |" in shown
+
+
+def test_a_models_name_tells_its_dtype() -> None:
+    assert (dtype_of("wide-bf16"), shape_of("wide-bf16")) == ("bfloat16", "wide")
+    assert (dtype_of("wide"), shape_of("wide")) == ("float32", "wide")
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "agrees"), (0.3, "**differs**")])
@@ -88,6 +131,15 @@ def test_the_table_says_who_answers_otherwise(gap: float, verdict: str) -> None:
     [_, _, line] = report.agreement_table({"engines": {"vllm": {"title": "V"}}, "records": [made]})
     cells = f"7 of 8 tokens | 1 of 2 | {gap:.2g} at token 2 | {gap:.2g} | {verdict} |"
     assert line == f"| V | 137M Llama | {cells}"
+
+
+def test_goals_of_schedules_are_held_against_the_whole_trace_only() -> None:
+    table = {f"{name} 16": {"output_throughput": s} for name, s in (("continuous", 12), ("S0", 5))}
+    made = record("jaxserve-schedules", 0, 0.0, "schedules") | {"schedules": table}
+    data = {"settings": {"trace": 512}, "engines": {}, "records": [made]}
+    [gate] = report.gates(data)
+    assert (gate.wanted, gate.found[0], gate.is_met) == (2.4, 2.4, True)
+    assert report.gates(data | {"settings": {"trace": 96}}) == []
 
 
 def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
@@ -175,6 +227,44 @@ def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Pa
     with pytest.raises(RuntimeError, match="ended with 3: no such model"), started:
         pass
     assert memory_bytes(tree(os.getpid())) > 10 << 20
+
+
+def halts(server: Started) -> bool:
+    """Whether it does, soon: a signal takes a moment to arrive."""
+    for _ in range(200):
+        stat = Path(f"/proc/{server.process.pid}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) -> None:
+    serve = "import sys; from compare.worker_http import *; Front(int(sys.argv[1])); forever()"
+    made: list[str] = []
+
+    def make(engine: Engine, model: str) -> Started:
+        made.append(f"{engine.name} {model}")
+        command = [sys.executable, "-c", serve, str(port := free_port())]
+        environment = {"PYTHONPATH": str(ROOT / "scripts")}
+        return Started(command, environment, f"http://127.0.0.1:{port}", tmp_path / "log")
+
+    one, other = Engine("one", "One"), Engine("other", "Other")
+    with Servers(make) as servers:
+        with servers.awake(one, "tiny") as (first, is_new):
+            assert is_new and compare_engines.ask(first.url + "/health") == {}
+        with servers.awake(other, "tiny") as (second, is_new):
+            assert is_new and halts(first)
+        with servers.awake(one, "tiny") as (again, is_new):
+            assert again is first and not is_new and halts(second)
+            assert compare_engines.ask(first.url + "/health") == {}
+        first.process.kill()
+        first.process.wait()
+        with servers.awake(one, "tiny") as (third, is_new):
+            assert is_new and third is not first
+        with servers.awake(one, "small"):
+            assert not second.is_alive and not third.is_alive
+    assert made == ["one tiny", "other tiny", "one tiny", "one small"]
 
 
 def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:

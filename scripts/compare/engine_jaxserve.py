@@ -22,6 +22,8 @@ class Jaxserve(Engine):
             *(str(python), "-m", "jaxserve", "serve", str(setting.model), "--port", str(port)),
             *("--max-num-seqs", str(setting.rows), "--max-model-len", str(setting.max_len)),
             *("--dtype", setting.dtype, "--no-enable-prefix-caching"),
+            # All requests come at once, and waiting is what is measured.
+            *("--max-num-queued-reqs", "65536", "--max-queued-prompt-tokens", "67108864"),
         ]
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:

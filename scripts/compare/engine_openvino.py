@@ -23,20 +23,24 @@ class OpenVino(Engine):
         ),
     )
     version_of: tuple[str, ...] = ("openvino-genai", "optimum-intel")
-    settings: str = "ContinuousBatchingPipeline; KV cache and arithmetic in the weights' precision"
+    settings: str = (
+        "ContinuousBatchingPipeline, prompts in chunks, a request a row; KV cache and arithmetic "
+        "in the weights' precision"
+    )
+
+    def _folder(self, setting: Setting) -> Path:
+        return setting.folder / "converted" / f"{setting.model.name}-openvino"
 
     def prepare(self, python: Path, setting: Setting) -> None:
-        """Written with optimum-intel; OpenVINO chooses its arithmetic when it runs."""
-        if (setting.converted / "openvino" / "done").exists():
+        """Written once, in float32: OpenVINO rounds weights to the arithmetic it is asked for."""
+        folder = self._folder(setting)
+        if (folder / "done").exists():
             return
-        folder = setting.converted / "openvino"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        formats = {"float32": "fp32", "bfloat16": "bf16"}
         export = [str(python.parent / "optimum-cli"), "export", "openvino"]
         subprocess.run(
             [
                 *(*export, "--model", str(setting.model), "--task", "text-generation-with-past"),
-                *("--weight-format", formats[setting.dtype], str(folder)),
+                *("--weight-format", "fp32", str(folder)),
             ],
             check=True,
             capture_output=True,
@@ -45,5 +49,5 @@ class OpenVino(Engine):
         (folder / "done").touch()
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
-        folder = str(setting.converted / "openvino")
+        folder = str(self._folder(setting))
         return worker(python, "worker_openvino.py", setting, port, "--converted", folder)

@@ -56,7 +56,9 @@ class Subject:
 
     def target(self) -> Target:
         extra = {"temperature": 0, "ignore_eos": True} | self.extra
-        return Target(self.url + "/v1/completions", self.model, extra=extra)
+        # A kept connection may be closed by the server just as the next request goes out.
+        headers = {"connection": "close"}
+        return Target(self.url + "/v1/completions", self.model, extra=extra, headers=headers)
 
     def load(
         self,

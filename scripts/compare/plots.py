@@ -48,6 +48,11 @@ def _with(data: dict[str, Any], part: str) -> list[tuple[str, str, Record]]:
     return []
 
 
+def _legend(figure: Any, axis: Any) -> None:
+    lines, titles = axis.get_legend_handles_labels()
+    figure.legend(lines, titles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+
+
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
@@ -74,7 +79,7 @@ def curve(data: dict[str, Any], path: Path) -> None:
         axis.set_ylim(0, None)
     axes[0].set_ylabel("output tokens a second")
     axes[1].set_ylabel("time per output token, ms (median)")
-    axes[0].legend(frameon=False, fontsize=7)
+    _legend(figure, axes[0])
     _save(figure, path)
 
 
@@ -98,7 +103,7 @@ def latency(data: dict[str, Any], path: Path) -> None:
                 axis.plot(np.maximum(values, 0.1), share, color=color, label=title, lw=1.4)
         axis.set(xlabel=label, ylabel="share", ylim=(0, 1), xscale="log")
         axis.xaxis.set_minor_formatter("")
-    axes[-1].legend(frameon=False, fontsize=7, loc="lower right")
+    _legend(figure, axes[0])
     _save(figure, path)
 
 

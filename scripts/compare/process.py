@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,6 +56,7 @@ class Started:
         environment: variables to add to ours.
         url: without /v1; /health is asked until it answers.
         log: file for what it writes.
+        threads: how many cores it may use; all of ours by default.
 
     Attributes:
         start_seconds: from the start of the process to the first answer of /health.
@@ -64,8 +65,16 @@ class Started:
         RuntimeError: on entering, with the end of the log: it did not come up.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path):
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        url: str,
+        log: Path,
+        threads: int | None = None,
+    ) -> None:
         self._command, self._environment = command, environment
+        self._cores = sorted(os.sched_getaffinity(0))[:threads]
         self.url, self._log = url, log
         self._stack = ExitStack()
         self._is_over = threading.Event()
@@ -85,6 +94,8 @@ class Started:
             env=os.environ | self._environment,
             start_new_session=True,
         )
+        # Before it makes threads: some engines have no setting for their number.
+        os.sched_setaffinity(self.process.pid, self._cores)
         self._stack.callback(self._stop)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -115,6 +126,22 @@ class Started:
         while not self._is_over.wait(LOOK_S):
             self.peak_bytes = max(self.peak_bytes, memory_bytes(tree(self.process.pid)))
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def pause(self) -> None:
+        """It and all it started do nothing until `go_on`; connections stay."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, sign: signal.Signals) -> None:
+        for pid in tree(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, sign)
+
     def cpu_seconds(self) -> float:
         """Spent so far by the server and all it started."""
         return cpu_seconds(tree(self.process.pid))
@@ -126,10 +153,9 @@ class Started:
         pids = tree(self.process.pid)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, sign)
-                except ProcessLookupError:
-                    continue
+                    os.kill(pid, signal.SIGCONT)  # or a paused one would not hear it
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compare import plots
 from compare.results import Record, chosen, middle, ratio
+from compare.shapes import dtype_of
 
 BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
 OURS = "jaxserve"
 MODEL_TITLES = {
     "wide": "137M Llama",
+    "wide-bf16": "137M Llama, bf16",
     "deep": "SmolLM-135M shape",
     "small": "14M Llama",
+    "small-bf16": "14M Llama, bf16",
     "tiny": "tiny Llama",
+    "tiny-bf16": "tiny Llama, bf16",
 }
-# (part, number, heading, unit is a speed: more is better, scale, format)
+# (part, number, heading, scale, format)
 COLUMNS = (
     ("start", "seconds", "start, s", 1.0, ".1f"),
     ("single", "output_throughput", "single stream, tok/s", 1.0, ".1f"),
@@ -31,18 +36,28 @@ COLUMNS = (
     ("serve", "request_goodput", "goodput, req/s", 1.0, ".2f"),
     (None, "peak_bytes", "peak memory, MiB", 2.0**-20, ".0f"),
 )
-# (words, part, number, rival, wanted ratio at least, model or None for any)
+# Of the others less is better.
+SPEEDS = ("output_throughput", "output_tokens_per_cpu_second", "request_goodput")
+# (words, part, rival, wanted ratio at least, models or None for any)
 GATES = (
-    ("trace, over Transformers padded static", "trace", "transformers", 4.0, "wide"),
-    ("single stream, over Transformers", "single", "transformers", 1.5, "wide"),
+    ("trace, over Transformers padded static", "trace", "transformers", 4.0, ("wide",)),
+    ("single stream, over Transformers", "single", "transformers", 1.5, ("wide",)),
     ("mixed, over vLLM's CPU build", "mixed", "vllm", 1.0, None),
     ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
     ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
-    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, "wide"),
+    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "small")),
+    ("trace, over Transformers padded static", "trace", "transformers", 1.0, ("wide-bf16",)),
+    ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
+    ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
+    ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
 )
-# Of logits of about unit size in float32; a wrong model is off by far more.
-ROUNDING = 1e-3
+# Of logits of about unit size; a wrong model is off by far more.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+# Less than this is no lead.
+LEVEL = 1.02
 S0_GATES = {16: 2.4, 32: 3.1}
+# Requests that these are about; the answers of the trace's first ones are shorter than the rest.
+S0_TRACE = 512
 
 
 def _span(found: tuple[float, float, float] | None, form: str, scale: float = 1.0) -> str:
@@ -93,21 +108,38 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
     return lines
 
 
-def gates(data: dict[str, Any]) -> list[tuple[str, str, float, float | None]]:
-    """(what, measured with spread, wanted, median) of every ratio that there are numbers for."""
+@dataclass(frozen=True)
+class Gate:
+    """A ratio that is to be reached; `found` is (median, least, most) of what was measured."""
+
+    words: str
+    model: str
+    wanted: float
+    found: tuple[float, float, float]
+
+    @property
+    def shown(self) -> str:
+        return _span(self.found, ".2f")
+
+    @property
+    def is_met(self) -> bool:
+        return self.found[0] >= self.wanted
+
+
+def gates(data: dict[str, Any]) -> list[Gate]:
+    """Every ratio that there are numbers for."""
     rows = []
     records = data["records"]
     for model in models_of(data):
-        title = MODEL_TITLES[model]
-        for rows_, wanted in S0_GATES.items():
-            found = _schedule_gain(chosen(records, model, "jaxserve-schedules", "schedules"), rows_)
+        for count, wanted in S0_GATES.items() if data["settings"]["trace"] >= S0_TRACE else ():
+            found = _schedule_gain(chosen(records, model, "jaxserve-schedules", "schedules"), count)
             if found:
-                words = f"continuous over padded static (S0), {rows_} rows, {title}"
-                rows.append((words, _span(found, ".2f"), wanted, found[0]))
+                words = f"trace, continuous over padded static (S0), {count} rows"
+                rows.append(Gate(words, model, wanted, found))
         for words, part, rival, wanted, only in GATES:
             found = ratio(records, model, (OURS, rival), part, "output_throughput")
-            if found and only in (None, model):
-                rows.append((f"{words}, {title}", _span(found, ".2f"), wanted, found[0]))
+            if found and (only is None or model in only):
+                rows.append(Gate(words, model, wanted, found))
     return rows
 
 
@@ -122,11 +154,78 @@ def _schedule_gain(records: list[Record], rows: int) -> tuple[float, float, floa
 
 
 def gate_table(data: dict[str, Any]) -> list[str]:
+    """One row a ratio and model."""
     lines = ["| output tokens/s, ratio | measured | wanted | |", "|---|---|---|---|"]
-    for words, shown, wanted, found in gates(data):
-        verdict = "met" if found is not None and found >= wanted else "**not met**"
-        lines.append(f"| {words} | {shown} | {wanted:g} | {verdict} |")
+    for gate in gates(data):
+        verdict = "met" if gate.is_met else "**not met**"
+        words = f"{gate.words}, {MODEL_TITLES[gate.model]}"
+        lines.append(f"| {words} | {gate.shown} | {gate.wanted:g} | {verdict} |")
     return lines if len(lines) > 2 else []
+
+
+def gate_grid(data: dict[str, Any]) -> list[str]:
+    """One row a ratio, one column a model."""
+    found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
+    models = [model for model in models_of(data) if any(key[2] == model for key in found)]
+    titles = " | ".join(MODEL_TITLES[model] for model in models)
+    lines = [f"| output tokens/s, ratio | goal | {titles} |", "|---" * (2 + len(models)) + "|"]
+    for words, wanted in dict.fromkeys(key[:2] for key in found):
+        row = [found.get((words, wanted, model)) for model in models]
+        cells = ["-" if g is None else g.shown if g.is_met else _missed(g) for g in row]
+        lines.append(f"| {words} | {wanted:g} | {' | '.join(cells)} |")
+    return lines if models else []
+
+
+def _missed(gate: Gate) -> str:
+    return f"**not met**: {gate.shown}"
+
+
+def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
+    """One line a model: in what others are ahead of ours, who, and how many times.
+
+    Args:
+        data: the results.
+        rivals: of so many, the farthest ahead; None for all.
+    """
+    lines = []
+    for model in models_of(data):
+        losses = []
+        for part, name, heading, *_ in COLUMNS:
+            leads = {
+                data["engines"][rival]["title"]: _lead(data, model, rival, part, name)
+                for rival in engines_of(data, model)
+                if rival != OURS
+            }
+            ahead = sorted((-lead, title) for title, lead in leads.items() if lead > LEVEL)
+            if ahead:
+                shown = ", ".join(f"{title} {_times(-lead)}" for lead, title in ahead[:rivals])
+                losses.append(f"{heading.partition(', ms')[0].replace(', s', '')} ({shown})")
+        if losses:
+            lines.append(f"- {MODEL_TITLES[model]}: {'; '.join(losses)}.")
+    return lines
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f}x" if factor < 10 else f"{factor:.0f}x"
+
+
+def behind_words(data: dict[str, Any], rivals: int | None = None) -> list[str]:
+    lines = behind(data, rivals)
+    who = "the farthest of those" if rivals == 1 else "those"
+    head = f"Where jaxserve is behind, with {who} ahead of it and how many times they are better:"
+    return [head, "", *lines] if lines else []
+
+
+def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: str) -> float:
+    """How many times better the rival's number is than ours; 0 where one of them is missing."""
+    if part is not None:
+        found = ratio(data["records"], model, (rival, OURS), part, name)
+    else:
+        ours, theirs = (_number(data, model, engine, part, name) for engine in (OURS, rival))
+        found = (theirs[0] / ours[0],) if ours and theirs else None
+    if found is None or not found[0]:
+        return 0.0
+    return found[0] if name in SPEEDS else 1 / found[0]
 
 
 def agreement_table(data: dict[str, Any]) -> list[str]:
@@ -154,7 +253,7 @@ def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record
             length = len(gaps) // (2 * answers)
             cells[2] = f"{gaps[place]:.2g} at token {place % length + 1}"
             cells[3] = f"{max(gaps):.2g}"
-        cells[4] = "agrees" if max(gaps) < ROUNDING else "**differs**"
+        cells[4] = "agrees" if max(gaps) < ROUNDING[dtype_of(model)] else "**differs**"
     title = data["engines"][engine]["title"]
     return f"| {title} | {MODEL_TITLES[model]} | {' | '.join(cells)} |"
 
@@ -166,7 +265,8 @@ def _engine_lines(data: dict[str, Any]) -> list[str]:
             lines.append(f"- {engine['title']}: **not installed**: {engine['missing']}")
             continue
         known = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
-        lines.append(f"- {engine['title']}: {known or 'version not known'}; {engine['settings']}")
+        words = "; ".join(filter(None, (known, engine["settings"])))
+        lines.append(f"- {engine['title']}: {words}")
     failed = [r for r in data["records"] if "error" in r]
     for record in failed:
         title = data["engines"].get(record["engine"], {}).get("title", record["engine"])
@@ -177,7 +277,7 @@ def _engine_lines(data: dict[str, Any]) -> list[str]:
 def _words(data: dict[str, Any]) -> str:
     settings, machine = data["settings"], data["machine"]
     return (
-        f"{settings['dtype']}, {settings['threads']} threads, {settings['rows']} rows; "
+        f"{settings['threads']} threads, {settings['rows']} rows; "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {data['date']}"
     )
 
@@ -199,6 +299,8 @@ def table(data: dict[str, Any]) -> str:
         "## Ratios",
         "",
         *gate_table(data),
+        "",
+        *behind_words(data),
     ]
     for model in models_of(data):
         text += ["", f"## {MODEL_TITLES[model]}", "", *model_table(data, model)]
@@ -224,7 +326,9 @@ def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str
         f"All of it, with versions, spread and latencies: `{results}`.",
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
         "",
-        *(gate_table(data) or ["Nothing in it can be held against a goal yet."]),
+        *(gate_grid(data) or ["Nothing in it can be held against a goal yet."]),
+        "",
+        *behind_words(data, 1),
         "",
         *(f"![{Path(image).stem}]({image})" for image in images),
         END,

@@ -104,7 +104,9 @@ def ratio(
     records: list[Record], model: str, pair: tuple[str, str], part: str, name: str
 ) -> tuple[float, float, float] | None:
     """(median, least, most) of one engine's number over another's, repeat by repeat."""
-    ours = {r["repeat"]: r[name] for r in chosen(records, model, pair[0], part)}
-    theirs = {r["repeat"]: r[name] for r in chosen(records, model, pair[1], part)}
-    ratios = [ours[n] / theirs[n] for n in sorted(ours.keys() & theirs.keys()) if theirs[n]]
+    ours, theirs = (
+        {r["repeat"]: r[name] for r in chosen(records, model, engine, part) if r.get(name)}
+        for engine in pair
+    )
+    ratios = [ours[n] / theirs[n] for n in sorted(ours.keys() & theirs.keys())]
     return (statistics.median(ratios), min(ratios), max(ratios)) if ratios else None

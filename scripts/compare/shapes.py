@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# A model's name is that of its shape, with this behind it where engines run it in bfloat16.
+BFLOAT16 = "-bf16"
+
 COMMON = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -48,3 +51,12 @@ SHAPES = {
         "num_key_value_heads": 3,
     },
 }
+
+
+def shape_of(model: str) -> str:
+    return model.removesuffix(BFLOAT16)
+
+
+def dtype_of(model: str) -> str:
+    """Of weights, activations and KV cache; the checkpoint itself holds float32."""
+    return "bfloat16" if model.endswith(BFLOAT16) else "float32"

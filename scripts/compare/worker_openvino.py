@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import openvino
 import openvino_genai
@@ -42,9 +44,15 @@ def main() -> None:
     )
     front = Front(options.port)
     running: list[tuple[Job, openvino_genai.GenerationHandle]] = []
+    waiting: deque[Job] = deque()
     number = 0
     while True:
-        for job in front.waiting() if running else [front.jobs.get(), *front.waiting()]:
+        if not (running or waiting):
+            waiting.append(front.jobs.get())
+        waiting.extend(front.waiting())
+        # With prompts in chunks the pipeline itself takes as many as its cache holds.
+        while waiting and len(running) < options.rows:
+            job = waiting.popleft()
             prompt = openvino.Tensor(np.array([job.prompt], np.int64))
             running.append((job, pipeline.add_request(number, prompt, wanted(job))))
             number += 1

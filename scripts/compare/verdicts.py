@@ -1,0 +1,55 @@
+"""Logit gaps of the answers that engines gave, by Transformers in float64 (judge.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from compare import workloads
+from compare.checkpoint import config_of, random_checkpoint
+from compare.engine import WORKERS
+from compare.environments import cache_folder
+from compare.results import Record, Results
+from compare.shapes import shape_of
+
+
+def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
+    """Adds `gaps` to every record of answers that has none yet."""
+    waiting = [
+        record
+        for record in results.records
+        if record["part"] == "agreement" and "alone" in record and "gaps" not in record
+    ]
+    for model in sorted({record["model"] for record in waiting}):
+        records = [record for record in waiting if record["model"] == model]
+        say(f"judging the answers of {len(records)} engines, {model}")
+        _judge(results, python, threads, records)
+
+
+def _judge(results: Results, python: Path, threads: int, records: list[Record]) -> None:
+    shape = shape_of(records[0]["model"])
+    works = workloads.agreement(config_of(shape)["vocab_size"])
+    # Engines mostly agree, so that each answer is judged once.
+    answers = {
+        (tuple(work.prompt), tuple(tokens)): []
+        for record in records
+        for way in ("alone", "together")
+        for work, tokens in zip(works, record[way], strict=True)
+    }
+    asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
+    folder = random_checkpoint(shape, cache_folder() / "models")
+    command = [str(python), str(WORKERS / "judge.py"), str(folder), str(threads)]
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
+    verdicts = dict(zip(answers, json.loads(done.stdout), strict=True))
+    for record in records:
+        gaps = [
+            gap
+            for way in ("alone", "together")
+            for work, tokens in zip(works, record[way], strict=True)
+            for gap in verdicts[tuple(work.prompt), tuple(tokens)]
+        ]
+        results.add(record | {"gaps": [float(f"{gap:.3g}") for gap in gaps]})
