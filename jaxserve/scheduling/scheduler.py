@@ -18,9 +18,11 @@ from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.ragged import each
 from jaxserve.scheduling.results import StepResult, draws_of
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.together import BESIDE_WAITING, awaits_token, would_part
 from jaxserve.scheduling.waiting import WaitingQueue
 
 
@@ -86,8 +88,7 @@ class Scheduler:
 
     def running_sequences(self) -> list[Sequence]:
         """The running sequences, best rank first."""
-        sequences = (self.slots.sequences[slot] for slot in self._running.tolist())
-        return [s for s in sequences if s is not None]
+        return [self.slots.sequences[slot] for slot in self._running.tolist()]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -134,9 +135,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens - int(take.sum())
         if not preempted:
             take = self._admit(take, budget)
-        rows = take > 0
-        slots, take = self._running[rows], take[rows]
-        return self._plan(slots, take, 1) if len(slots) else None
+        slots, take = self._running[take > 0], take[take > 0]
+        if not len(slots) or would_part(self.slots, self._running, slots, take):
+            return None
+        return self._plan(slots, take, 1)
 
     def _plan(self, slots: np.ndarray, take: np.ndarray, num_steps: int) -> StepPlan:
         """A plan of these rows; from now on they count as computed."""
@@ -161,6 +163,8 @@ class Scheduler:
         running, table = self._running, self.slots
         length = table.num_known[running] + table.num_pending[running]
         left = table.stop_length[running] - length
+        if table.num_guided and (is_waiting := awaits_token(table, running)).any():
+            left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
         slots = running[left > 0]
         alone = table.is_guided[slots] | (table.asks[slots] & (Ask.SCORES | Ask.PROMPT_LOGPROBS))
         if not len(slots) or alone.any():
@@ -182,7 +186,7 @@ class Scheduler:
         if total > self.pool.num_free:
             return False
         if total:
-            owner, nth = _each(slots, held, held + counts)
+            owner, nth = each(slots, held, held + counts)
             table.page_table[owner, nth] = self.pool.allocate(total)
             table.num_pages[slots] = held + counts
         return True
@@ -206,7 +210,7 @@ class Scheduler:
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
-            need[table.is_guided[running] & (table.num_pending[running] > 0)] = 0
+            need[awaits_token(table, running)] = 0
         if int(need.sum()) <= self.max_num_batched_tokens:
             return need
         extra = np.maximum(need - 1, 0)
@@ -325,7 +329,7 @@ class Scheduler:
             table.num_pending[slots] -= 1
             owners = slots
         else:
-            owners, where = _each(slots, known, known + draws.counts)
+            owners, where = each(slots, known, known + draws.counts)
             table.tokens[owners, where] = draws.tokens
             table.num_known[slots] = known + draws.counts
             table.num_pending[slots] -= draws.counts
@@ -368,7 +372,7 @@ class Scheduler:
         if not len(slots):
             return
         self._make_keys(slots, full)
-        owner, nth = _each(slots, first, full)
+        owner, nth = each(slots, first, full)
         table.num_published[slots] = full
         self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
 
@@ -391,10 +395,3 @@ class Scheduler:
     def check(self) -> None:
         """Verify every invariant of pages, slots and counters; AssertionError names the first."""
         check(self.pool, self.slots, self.waiting, self._running)
-
-
-def _each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every (slot, n) with first <= n < last, slot by slot, as two arrays."""
-    counts = last - first
-    owner = np.repeat(slots, counts)
-    return owner, np.arange(len(owner)) + np.repeat(last - np.cumsum(counts), counts)
