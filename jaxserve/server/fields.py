@@ -105,8 +105,9 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
     if form is None or form.type == "text":
         if asked is None:
             return None
-        given = msgspec.structs.asdict(asked)
-        if given.pop("structural_tag") is not None:
+        every = msgspec.structs.asdict(asked)
+        given = {name: value for name, value in every.items() if value is not None}
+        if "structural_tag" in given:
             raise InvalidRequest("structured_outputs.structural_tag is not supported", NAME)
         return StructuredOutputsParams(**given)
     if asked is not None:

@@ -44,8 +44,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     structural_tag: Any = None
 
 
