@@ -252,4 +252,4 @@ def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
     for number in range(MAX_CACHED + 50):
         grammars.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
     assert len(grammars._known) <= MAX_CACHED
-    assert grammars._bytes == sum(len(text) for _, text in grammars._known)
+    assert grammars._bytes == sum(len(key[1]) for key in grammars._known)
