@@ -183,6 +183,9 @@ def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
     body = {"input": "hello", "temperature": 1, "seed": 3, "max_output_tokens": 200}
     response = server.request("/v1/responses", body | {"text": {"format": form}}).json()
     assert set(json.loads(response["output"][0]["content"][0]["text"])) == {"ok", "word"}
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "foo"}}}
+    message = refuse(server, CHAT, {"response_format": bad})["message"]
+    assert message == "response_format: Invalid type: foo"
     choice = {"structured_outputs": {"choice": ["left", "right"]}}
     text = server.request(TEXT, GOOD[TEXT] | more | choice).json()["choices"][0]["text"]
     assert text in ("left", "right")
