@@ -19,6 +19,12 @@ MAX_CHOICE_CHARS = 4096
 
 Form = Literal["json", "json_object", "regex", "choice", "grammar"]
 NAME = "structured_outputs"
+# Keywords whose entries are schemas by name, and those whose content is no schema.
+_OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const", "default", "examples"))
+_FORMATS = frozenset(
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,11 @@ class StructuredOutputsParams:
         regex: a regular expression that the whole text matches; no backreferences, no
             look-around.
         choice: texts, one of which is the answer.
-        grammar: a context-free grammar in Lark's syntax.
+        grammar: a context-free grammar in Lark's syntax, or in GBNF's (`root ::= ...`).
+        whitespace_pattern: what may stand between the parts of a JSON text, as a regular
+            expression; None for up to 16 spaces and line ends.
+        disable_any_whitespace: nothing stands between them.
+        disable_additional_properties: objects of the schema that name properties hold no others.
 
     Raises:
         InvalidRequest: none or several of them, or one that is larger than the limits. Whether
@@ -44,6 +54,9 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Listing[str] | None = field(default=None, hash=False)
     grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in Form.__args__ if getattr(self, name) not in (None, False)]
@@ -53,14 +66,46 @@ class StructuredOutputsParams:
                 f"{NAME} takes exactly one of {', '.join(Form.__args__)}, got {said}", NAME
             )
         form: Form = given[0]
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{NAME}.{name} must be true or false", NAME)
+        if self.whitespace_pattern is not None:
+            _text("whitespace_pattern", MAX_REGEX_CHARS)(self.whitespace_pattern)
+        text = _TEXTS[form](getattr(self, form))
+        if form == "json":
+            text = json.dumps(plain_schema(json.loads(text), self.disable_additional_properties))
         object.__setattr__(self, "form", form)
-        object.__setattr__(self, "text", _TEXTS[form](getattr(self, form)))
+        object.__setattr__(self, "text", text)
 
     form: Form = "json"
     text: str = ""
 
 
-def _problem(form: Form, message: str) -> InvalidRequest:
+def plain_schema(schema: Any, closes: bool = False) -> Any:
+    """A schema as the compiler of grammars wants it: a format that it does not know says nothing
+    about a value, as JSON Schema has it.
+
+    Args:
+        closes: objects that name properties hold no others.
+    """
+    if isinstance(schema, list):
+        return [plain_schema(one, closes) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _OF_NAMES and isinstance(value, dict):
+            made[name] = {key: plain_schema(one, closes) for key, one in value.items()}
+        elif name in _VALUES:
+            made[name] = value
+        elif name != "format" or not isinstance(value, str) or value in _FORMATS:
+            made[name] = plain_schema(value, closes)
+    if closes and isinstance(made.get("properties"), dict):
+        made["additionalProperties"] = False
+    return made
+
+
+def _problem(form: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{NAME}.{form} {message}", NAME)
 
 
@@ -100,7 +145,7 @@ def _check_size(schema: Any) -> None:
     raise _problem("json", f"takes at most {MAX_SCHEMA_DEPTH} levels")
 
 
-def _text(form: Form, most: int) -> Any:
+def _text(form: str, most: int) -> Any:
     def check(value: Any) -> str:
         if not isinstance(value, str) or not 1 <= len(value) <= most:
             raise _problem(form, f"must be a text of 1 to {most} characters")

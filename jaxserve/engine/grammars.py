@@ -8,6 +8,7 @@ imported where a form is asked for, and nothing else needs it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -24,6 +25,11 @@ MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
 # Between the parts of a JSON text; without a bound small models go on with spaces for ever.
 _SPACE = r"[ \n]{0,16}"
+
+# How a rule begins in GBNF, which Lark writes with a colon.
+_GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
+# Its translation takes time by the square of its length: 0.4 s for this.
+_MAX_GBNF_CHARS = 8192
 
 # Tokens that are let through together where any such text may stand. For words in a regex that is
 # two thirds of the time of a mask, beside the library's own groups for JSON.
@@ -105,7 +111,7 @@ class Grammars:
         self._made: Any = None
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Constraint | str] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], Constraint | str] = OrderedDict()
         self._bytes = 0
 
     def tokenizer(self) -> Any:
@@ -132,7 +138,7 @@ class Grammars:
         Raises:
             InvalidRequest: it has no meaning, or no text of this vocabulary satisfies it.
         """
-        key = (params.form, params.text)
+        key = (params.form, params.text, *_space(params).items())
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -157,14 +163,14 @@ class Grammars:
             return _first_line(str(error))
         return constraint if constraint.words.any() else "no text satisfies it"
 
-    def _remember(self, key: tuple[str, str], found: Constraint | str) -> None:
+    def _remember(self, key: tuple[Any, ...], found: Constraint | str) -> None:
         with self._lock:
             if key not in self._known:
                 self._known[key] = found
                 self._bytes += len(key[1])
             while len(self._known) > MAX_CACHED or self._bytes > MAX_CACHED_BYTES:
-                (_, text), _ = self._known.popitem(last=False)
-                self._bytes -= len(text)
+                key, _ = self._known.popitem(last=False)
+                self._bytes -= len(key[1])
 
 
 def grammars_of(tokenizer: Tokenizer | None, limits: Limits) -> Grammars | None:
@@ -181,16 +187,32 @@ def _first_line(message: str) -> str:
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
+def _space(params: StructuredOutputsParams) -> dict[str, Any]:
+    """What may stand between the parts of a JSON text, in llguidance's words."""
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    pattern = params.whitespace_pattern
+    return {"whitespace_pattern": _SPACE if pattern is None else pattern}
+
+
 def grammar_source(params: StructuredOutputsParams) -> str:
-    """The form in llguidance's language."""
-    from llguidance import LLMatcher
+    """The form in llguidance's language.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from llguidance import LLMatcher, grammar_from
 
     if params.form in ("json", "json_object"):
         schema = params.text if params.form == "json" else {"type": "object"}
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_space(params))
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":
         options = " | ".join(json.dumps(one) for one in json.loads(params.text))
         return LLMatcher.grammar_from_lark(f"start: {options}")
+    if _GBNF.search(params.text):
+        if len(params.text) > _MAX_GBNF_CHARS:
+            raise ValueError(f"takes at most {_MAX_GBNF_CHARS} characters in GBNF")
+        return grammar_from("gbnf", params.text)
     return LLMatcher.grammar_from_lark(params.text)

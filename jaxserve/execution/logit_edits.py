@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxserve.execution.sampler_state import WORD_BITS, SamplerState
 from jaxserve.request import Ask
@@ -25,7 +26,13 @@ def edited(logits: Array, batch: Any, state: SamplerState) -> Array:
     columns, amounts = (jnp.concatenate(parts, axis=1) for parts in zip(*changes, strict=True))
     columns = jnp.where(columns >= 0, columns, logits.shape[1])
     rows = jnp.arange(logits.shape[0])[:, None]
-    logits = logits.at[rows, columns].add(amounts.astype(logits.dtype), mode="drop")
+    # On CPU this scatter takes several times as long as all the rest, whatever it changes: guided
+    # rows alone need none of it.
+    logits = lax.cond(
+        jnp.any(columns < logits.shape[1]),
+        lambda: logits.at[rows, columns].add(amounts.astype(logits.dtype), mode="drop"),
+        lambda: logits,
+    )
     return _penalized(logits, batch, state)
 
 

@@ -22,6 +22,7 @@ from jaxserve.scheduling.ragged import each
 from jaxserve.scheduling.results import StepResult, draws_of
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.together import BESIDE_WAITING, awaits_token, would_part
 from jaxserve.scheduling.waiting import WaitingQueue
 from jaxserve.scheduling.windows import most_pages
 
@@ -88,8 +89,7 @@ class Scheduler:
 
     def running_sequences(self) -> list[Sequence]:
         """The running sequences, best rank first."""
-        sequences = (self.slots.sequences[slot] for slot in self._running.tolist())
-        return [s for s in sequences if s is not None]
+        return [self.slots.sequences[slot] for slot in self._running.tolist()]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -140,9 +140,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens - int(take.sum())
         if not preempted:
             take = self._admit(take, budget)
-        rows = take > 0
-        slots, take = self._running[rows], take[rows]
-        return self._plan(slots, take, 1) if len(slots) else None
+        slots, take = self._running[take > 0], take[take > 0]
+        if not len(slots) or would_part(self.slots, self._running, slots, take):
+            return None
+        return self._plan(slots, take, 1)
 
     def _plan(self, slots: np.ndarray, take: np.ndarray, num_steps: int) -> StepPlan:
         """A plan of these rows; from now on they count as computed."""
@@ -167,6 +168,8 @@ class Scheduler:
         running, table = self._running, self.slots
         length = table.num_known[running] + table.num_pending[running]
         left = table.stop_length[running] - length
+        if table.num_guided and (is_waiting := awaits_token(table, running)).any():
+            left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
         slots = running[left > 0]
         alone = table.is_guided[slots] | (table.asks[slots] & (Ask.SCORES | Ask.PROMPT_LOGPROBS))
         if not len(slots) or alone.any():
@@ -212,7 +215,7 @@ class Scheduler:
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
-            need[table.is_guided[running] & (table.num_pending[running] > 0)] = 0
+            need[awaits_token(table, running)] = 0
         if int(need.sum()) <= self.max_num_batched_tokens:
             return need
         extra = np.maximum(need - 1, 0)

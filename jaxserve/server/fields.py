@@ -11,7 +11,7 @@ import msgspec
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.protocol import Sampling
-from jaxserve.structured import StructuredOutputsParams
+from jaxserve.structured import NAME, StructuredOutputsParams
 
 # Fields that are known and not served yet, each with the values that ask for nothing and pass.
 # A field leaves this table when the engine can do it.
@@ -105,7 +105,11 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
     if form is None or form.type == "text":
         if asked is None:
             return None
-        return StructuredOutputsParams(**msgspec.structs.asdict(asked))
+        every = msgspec.structs.asdict(asked)
+        given = {name: value for name, value in every.items() if value is not None}
+        if "structural_tag" in given:
+            raise InvalidRequest("structured_outputs.structural_tag is not supported", NAME)
+        return StructuredOutputsParams(**given)
     if asked is not None:
         raise InvalidRequest(
             "response_format and structured_outputs exclude each other", "response_format"

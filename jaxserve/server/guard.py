@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -256,8 +257,9 @@ def _renamed(error: Exception, renamed: Mapping[str, str]) -> ApiError:
     problem = as_api_error(error)
     name = renamed.get(problem.param or "")
     if name is not None and isinstance(error, InvalidRequest):
-        if problem.message.startswith(f"{problem.param} "):
-            problem.message = name + problem.message[len(problem.param or "") :]
+        # The field at the start, with or without a part of it that only the engine's has.
+        field = rf"{re.escape(problem.param or '')}(\.\w+)?(?=[ :])"
+        problem.message = re.sub(rf"\A{field}", lambda _: name, problem.message)
         problem.param = name
     return problem
 

@@ -43,6 +43,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: Any = None
 
 
 class Sampling(msgspec.Struct, kw_only=True):

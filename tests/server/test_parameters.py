@@ -154,6 +154,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (
         *({}, {"regex": "("}, {"regex": "a", "json_object": True}, {"json": "{"}, {"choice": []}),
         *({"regex": "a" * 5000}, {"grammar": "start: nothing"}, {"json": {"type": 5}}, "json"),
+        *({"structural_tag": "{}"}, {"json": "{}", "disable_any_whitespace": "yes"}),
     ),
 }
 
@@ -182,9 +183,17 @@ def test_an_answer_has_the_form_that_was_asked_for(server: Server) -> None:
     body = {"input": "hello", "temperature": 1, "seed": 3, "max_output_tokens": 200}
     response = server.request("/v1/responses", body | {"text": {"format": form}}).json()
     assert set(json.loads(response["output"][0]["content"][0]["text"])) == {"ok", "word"}
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "foo"}}}
+    message = refuse(server, CHAT, {"response_format": bad})["message"]
+    assert message == "response_format: Invalid type: foo"
     choice = {"structured_outputs": {"choice": ["left", "right"]}}
     text = server.request(TEXT, GOOD[TEXT] | more | choice).json()["choices"][0]["text"]
     assert text in ("left", "right")
+    small = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    tight = {"json": small, "disable_any_whitespace": True, "disable_additional_properties": True}
+    asked = GOOD[TEXT] | more | {"structured_outputs": tight | {"regex": None}}
+    text = server.request(TEXT, asked).json()["choices"][0]["text"]
+    assert text in ('{"ok":true}', '{"ok":false}')
 
 
 def test_settings_of_the_sampler_are_obeyed(server: Server) -> None:

@@ -258,6 +258,49 @@ def test_thoughts_end_with_their_budget_and_then_the_form_holds(narrow: Server) 
     assert hidden["choices"][0]["message"]["content"] == message["content"]
 
 
+def streamed(server: Server, asked: dict[str, Any]) -> dict[str, str]:
+    """The fields of a streamed message, each joined; a call's arguments are one of them."""
+    message: dict[str, str] = {"content": "", "reasoning": "", "arguments": ""}
+    for event in server.request(CHAT, asked | {"stream": True}).events():
+        delta = {} if event == "[DONE]" else event["choices"][0]["delta"]
+        for name in ("content", "reasoning"):
+            message[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls") or []:
+            message["arguments"] += call["function"].get("arguments") or ""
+    return message
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_schema_holds_after_the_thoughts(narrow: Server, seed: int) -> None:
+    sure = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    sure["additionalProperties"] = False
+    asked = THINKING | {"seed": seed, "max_tokens": 110, "thinking_token_budget": 6}
+    asked["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"name": "sure", "schema": sure},
+    }
+    choice = narrow.request(CHAT, asked).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "stop" and message["reasoning"]
+    jsonschema.validate(json.loads(message["content"]), sure)
+    said = streamed(narrow, asked)
+    assert (said["content"], said["reasoning"]) == (message["content"], message["reasoning"])
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_forced_calls_come_after_the_thoughts(narrow: Server, choice: Any) -> None:
+    asked = THINKING | {"max_tokens": 160, "thinking_token_budget": 6}
+    asked |= {"tools": [TOOL, OTHER], "tool_choice": choice, "parallel_tool_calls": False}
+    message = narrow.request(CHAT, asked).json()["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    assert message["reasoning"] and message["content"] is None
+    if call["function"]["name"] == "plan":
+        fits(call["function"]["arguments"])
+    said = streamed(narrow, asked)
+    assert said["reasoning"] == message["reasoning"] and not said["content"]
+    assert said["arguments"] == call["function"]["arguments"]
+
+
 def test_a_budget_changes_nothing_before_it_is_spent(narrow: Server) -> None:
     free = narrow.request(CHAT, THINKING | {"return_token_ids": True, "ignore_eos": True}).json()
     ids = free["choices"][0]["token_ids"]

@@ -102,6 +102,49 @@ def test_a_grammar_of_ones_own(grammars: Grammars, pieces: list[bytes]) -> None:
         assert text is None or text.count("(") == text.count(")")
 
 
+def test_a_grammar_in_gbnf(grammars: Grammars, pieces: list[bytes]) -> None:
+    source = 'root ::= digit ("+" digit)*  # a sum\ndigit ::= [0-9]{1,3} | "x"'
+    compiled = grammars.compile(StructuredOutputsParams(grammar=source))
+    texts = [draw(compiled.copy(), pieces, seed) for seed in range(20)]
+    assert any(texts)
+    assert all(re.fullmatch(r"(\d{1,3}|x)(\+(\d{1,3}|x))*", text) for text in texts if text)
+
+
+def one_boolean(grammars: Grammars, pieces: list[bytes], **options: Any) -> set[str]:
+    """Finished texts of an object whose property `a` is a boolean."""
+    form = StructuredOutputsParams(json=BOOLEAN, **options)
+    drawn = {draw(grammars.compile(form), pieces, seed, most=60) for seed in range(40)}
+    return {text for text in drawn if text is not None}
+
+
+BOOLEAN: Schema = {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "type": "object"}
+
+
+def test_space_and_further_properties_as_asked(grammars: Grammars, pieces: list[bytes]) -> None:
+    free = one_boolean(grammars, pieces)
+    assert any(" " in text or "\n" in text for text in free)
+    assert any(len(json.loads(text)) > 1 for text in free)
+    plain = one_boolean(
+        grammars, pieces, disable_any_whitespace=True, disable_additional_properties=True
+    )
+    assert plain == {'{"a":true}', '{"a":false}'}
+    spaced = one_boolean(
+        grammars, pieces, whitespace_pattern="-?", disable_additional_properties=True
+    )
+    assert {re.sub("-", "", text) for text in spaced} == plain and any("-" in t for t in spaced)
+
+
+def test_a_format_that_is_not_known_says_nothing(grammars: Grammars, pieces: list[bytes]) -> None:
+    path: Schema = {"type": "string", "format": "path", "pattern": "^[ab]{2}$"}
+    compiled = grammars.compile(StructuredOutputsParams(json=path))
+    assert draw(compiled, pieces, 0) in {f'"{one}{two}"' for one in "ab" for two in "ab"}
+    fixed = {"const": {"format": "path"}}
+    text = draw(grammars.compile(StructuredOutputsParams(json=fixed)), pieces, 0)
+    assert text is not None and json.loads(text) == {"format": "path"}
+    named: Schema = {"type": "object", "properties": {"format": {"const": 1}}}
+    assert StructuredOutputsParams(json=named).text == json.dumps(named)
+
+
 def test_any_object(grammars: Grammars, pieces: list[bytes]) -> None:
     compiled = grammars.compile(StructuredOutputsParams(json_object=True))
     texts = [draw(compiled.copy(), pieces, seed) for seed in range(20)]
@@ -163,6 +206,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choice": "ab"}, "list of texts"),
     ({"grammar": "start: missing"}, "unknown name"),
     ({"grammar": ""}, "1 to 65536"),
+    ({"grammar": "root ::= missing"}, "'missing' not found"),
+    ({"grammar": "root ::= " + "(" * 4000}, "structured_outputs.grammar"),
+    ({"grammar": 'root ::= "a"' + " " * 9000}, "at most 8192 characters in GBNF"),
+    ({"json": {"type": "object"}, "whitespace_pattern": "("}, "unclosed group"),
+    ({"json": {"type": "object"}, "whitespace_pattern": 3}, "1 to 4096"),
+    ({"json": {"type": "object"}, "disable_any_whitespace": 3}, "true or false"),
     ({"json_object": 3}, "must be true"),
 ]
 
@@ -203,4 +252,4 @@ def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
     for number in range(MAX_CACHED + 50):
         grammars.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
     assert len(grammars._known) <= MAX_CACHED
-    assert grammars._bytes == sum(len(text) for _, text in grammars._known)
+    assert grammars._bytes == sum(len(key[1]) for key in grammars._known)

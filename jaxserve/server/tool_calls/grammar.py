@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.structured import plain_schema
 
 MAX_CALLS = 16
 # Between the parts of the arguments; without a bound small models go on with spaces for ever.
@@ -50,7 +51,7 @@ def bare(schema: Any) -> Any:
 
 def _arguments(function: Function) -> dict[str, Any]:
     """The schema of a function's arguments: an object with the properties that are named."""
-    schema = {"type": "object", **bare(function.schema)}
+    schema = {"type": "object", **plain_schema(bare(function.schema))}
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema
