@@ -21,7 +21,7 @@ from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
-from jaxserve.scheduling.windows import longest
+from jaxserve.scheduling.windows import longest_held
 from jaxserve.weights import random_weights
 from jaxserve.weights.quantize import FORMS
 
@@ -112,7 +112,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     weights_seconds = time.perf_counter() - started
     runner = Runner(config, model_config, model, cache=programs)
     runner.stages["weights"] = weights_seconds
-    capacity = longest(
+    capacity = longest_held(
         runner.num_pages - 1,
         config.block_size,
         model_config.layers.window,

@@ -17,7 +17,9 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
     return min(pages, -(-(window + 2 * chunk) // page_size) + 1)
 
 
-def longest(num_pages: int, page_size: int, window: int | None, chunk: int, length: int) -> int:
+def longest_held(
+    num_pages: int, page_size: int, window: int | None, chunk: int, length: int
+) -> int:
     """Most tokens, at most `length`, of a sequence that so many pages hold."""
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length
