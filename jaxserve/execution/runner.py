@@ -98,7 +98,8 @@ class Runner:
         self.model_config = model_config
         self.vocab_size = model_config.vocab_size
         platform = jax.default_backend()
-        self.max_steps = config.num_scheduler_steps or default_steps(platform)
+        dtype = model.norm.scale[...].dtype
+        self.max_steps = config.num_scheduler_steps or default_steps(platform, dtype)
         self._greedy_decode = platform == "gpu" if greedy_decode is None else greedy_decode
         self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
         self.plan = BucketPlan.of(self.buckets)
@@ -109,7 +110,7 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         self._graphdef, state = nnx.split(model)
         self._leaves, self._treedef = jax.tree.flatten(state)
-        self.kv_dtype = kv_dtype(config.kv_cache_dtype, model.norm.scale[...].dtype)
+        self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, platform)
         self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
         self.page_bytes = page_bytes(model_config, config.block_size, self.kv_dtype)
         self.store = open_store(cache, config, model_config, self._leaves)

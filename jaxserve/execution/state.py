@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
+from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
 from jaxserve.scheduling.scores import Scores
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
@@ -45,9 +46,15 @@ for _type in (DeviceState, StepOutput):
     )
 
 
-def kv_dtype(asked: str, activations: Any) -> Any:
-    """The dtype of pages for a setting of `kv_cache_dtype`."""
-    return jnp.dtype(jnp.float8_e4m3fn if asked == "fp8" else activations)
+def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
+    """The dtype of pages for a setting of `kv_cache_dtype`.
+
+    On CPU 16-bit keys and values are kept as the same numbers in float32: XLA there scatters into
+    16-bit floats by converting the whole cache, in every step.
+    """
+    if asked == "fp8":
+        return jnp.dtype(jnp.float8_e4m3fn)
+    return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
