@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import NAME, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
@@ -187,7 +190,7 @@ def _first_line(message: str) -> str:
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
-def _space(params: StructuredOutputsParams) -> dict[str, Any]:
+def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
     """What may stand between the parts of a JSON text, in llguidance's words."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}

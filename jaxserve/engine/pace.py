@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 # Whoever arrives waits for the launch that runs and for the one behind it.
-LAUNCH_SECONDS = 0.01
+LAUNCH_SECONDS = 0.02
 # Of a new measurement in the estimate.
 _WEIGHT = 0.25
 

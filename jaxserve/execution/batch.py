@@ -90,14 +90,21 @@ def unpack(words: Array, num_tokens: int, num_rows: int) -> StepBatch:
     """What `pack` made for a bucket of these sizes: views on the host, parts in a program."""
     parts = _parts(words, num_tokens, num_rows)
     view = None if isinstance(words, np.ndarray) else lax.bitcast_convert_type
-    settings = Settings.of(parts.settings, view)
+    tokens, positions, row_of_token, targets = parts.tokens
+    kv_len, slots, sample_index, sample_slots = parts.rows
     return StepBatch(
-        *parts.tokens,
-        *parts.rows,
-        parts.query_start,
-        parts.num_steps[0],
-        parts.page_table,
-        **settings._asdict(),
+        tokens=tokens,
+        positions=positions,
+        row_of_token=row_of_token,
+        targets=targets,
+        kv_len=kv_len,
+        slots=slots,
+        sample_index=sample_index,
+        sample_slots=sample_slots,
+        query_start=parts.query_start,
+        num_steps=parts.num_steps[0],
+        page_table=parts.page_table,
+        **Settings.of(parts.settings, view)._asdict(),
     )
 
 

@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -64,7 +65,7 @@ class SharedFile:
     def __init__(self) -> None:
         self._lock = Lock()
         self._shard: Shard | None = None
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def close(self) -> None:
         file, self._file = self._file, None
