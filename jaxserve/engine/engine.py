@@ -73,15 +73,10 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
         self.grammars = grammars_of(loaded.tokenizer, loaded.limits)
-        assert self.config.max_num_seqs and self.config.max_model_len
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
-        self.slots = SlotTable(
-            self.config.max_num_seqs,
-            self.config.max_model_len,
-            self.config.block_size,
-            self.runner.model_config.layers.window,
-        )
+        self.slots = loaded.slot_table()
         self.scheduler = scheduler(self.config, self.pool, self.slots)
+        self.scheduler.token_sizes = self.runner.buckets.token_sizes
         self._live: dict[Sequence, Live] = {}
         self._by_request: dict[str, list[Live]] = {}
         self._in_flight: InFlight | None = None

@@ -21,6 +21,7 @@ from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.windows import longest_held
 from jaxserve.weights import random_weights
 from jaxserve.weights.quantize import FORMS
@@ -42,6 +43,12 @@ class Loaded:
     limits: Limits
     default_sampling: SamplingParams
     max_new_tokens: int | None = None
+
+    def slot_table(self) -> SlotTable:
+        """An empty one for the configuration and the model's window."""
+        config, window = self.config, self.runner.model_config.layers.window
+        assert config.max_num_seqs and config.max_model_len
+        return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
 
 
 def choose_dtype(asked: str, declared: str, platform: str) -> Any:

@@ -12,8 +12,7 @@ from jax import lax
 from jaxserve.execution.buckets import Bucket
 from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.settings import Settings
-from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+from jaxserve.scheduling.slot_table import NO_TOKEN, Settings, SlotTable
 
 Array = Any
 

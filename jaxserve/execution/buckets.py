@@ -106,6 +106,11 @@ class BucketSet:
     def __iter__(self):
         yield from dict.fromkeys((*self._decode, *self._greedy, *self._mixed))
 
+    @property
+    def token_sizes(self) -> np.ndarray:
+        """Padded sizes of steps with rows of several tokens, ascending."""
+        return self._token_sizes
+
     def __len__(self) -> int:
         return sum(1 for _ in self)
 

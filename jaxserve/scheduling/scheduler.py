@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Ask, FinishReason
+from jaxserve.scheduling.fitting import fitted
 from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -69,6 +70,8 @@ class Scheduler:
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.max_running = slots.num_slots
+        # Padded sizes of steps, ascending, which chunks are cut to fill; none: as they come.
+        self.token_sizes = np.zeros(0, np.int64)
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -140,10 +143,14 @@ class Scheduler:
         budget = self.max_num_batched_tokens - int(take.sum())
         if not preempted:
             take = self._admit(take, budget)
+        take = self._fitted(take)
         slots, take = self._running[take > 0], take[take > 0]
         if not len(slots) or would_part(self.slots, self._running, slots, take):
             return None
         return self._plan(slots, take, 1)
+
+    def _fitted(self, take: np.ndarray) -> np.ndarray:
+        return fitted(take, self.token_sizes)
 
     def _plan(self, slots: np.ndarray, take: np.ndarray, num_steps: int) -> StepPlan:
         """A plan of these rows; from now on they count as computed."""

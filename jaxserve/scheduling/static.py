@@ -82,6 +82,9 @@ class StaticScheduler(Scheduler):
             return plan
         return padding if plan is None else _joined(plan, padding)
 
+    def _fitted(self, take: np.ndarray) -> np.ndarray:
+        return take
+
     def _most_pages(self, length: int) -> int:
         return -(-length // self.pool.page_size)
 

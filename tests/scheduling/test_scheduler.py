@@ -6,6 +6,7 @@ from harness import DRAWN, Served, prompt
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
+from jaxserve.scheduling.fitting import fitted
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
@@ -47,6 +48,27 @@ def test_the_budget_is_kept_and_every_running_row_advances(lag):
         last = [s for s in served.running if s.slot not in plan.slots]
         assert not last or lag  # only those whose last token is in flight
     served.run()
+
+
+@pytest.mark.parametrize(
+    ("take", "sizes", "cut"),
+    [
+        ([1, 1, 38], [16, 32, 64], [1, 1, 30]),  # 24 of padding against 8 tokens later
+        ([1, 1, 46], [16, 32, 64], [1, 1, 46]),  # nearer to 64
+        ([20, 1, 5, 12], [16, 32, 64], [20, 1, 5, 6]),
+        ([27, 1, 3, 4], [16, 32, 64], [27, 1, 3, 1]),
+        ([29, 1, 3, 3], [16, 32, 64], [29, 1, 1, 1]),
+        ([1] * 33, [16, 32, 64], [1] * 33),  # decodes alone
+        ([1] * 31 + [2], [16, 32, 64], [1] * 32),
+        ([1, 7], [16, 32], [1, 7]),
+        ([32, 0], [16, 32], [32, 0]),
+        ([40], [], [40]),
+    ],
+)
+def test_chunks_are_cut_to_the_nearer_size_below(take, sizes, cut):
+    taken = np.array(take, np.int32)
+    assert fitted(taken, np.array(sizes, np.int64)).tolist() == cut
+    assert taken.tolist() == take
 
 
 def test_the_budget_must_reach_the_number_of_slots():
