@@ -24,6 +24,7 @@ class Jaxserve(Engine):
             *("--dtype", setting.dtype, "--no-enable-prefix-caching"),
             # All requests come at once, and waiting is what is measured.
             *("--max-num-queued-reqs", "65536", "--max-queued-prompt-tokens", "67108864"),
+            *("--queue-timeout", "3600", "--request-timeout", "3600"),
         ]
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
