@@ -216,7 +216,9 @@ def schedulers() -> dict[str, tuple[MakeScheduler, int]]:
 
 def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: int) -> Timing:
     """Queue every request at once, each with the trace's output length, and run them all."""
-    parts = replace(loaded, config=replace(loaded.config, max_num_seqs=num_slots))
+    # One step a launch, as static batching takes them: the schedules alone shall differ.
+    config = replace(loaded.config, max_num_seqs=num_slots, num_scheduler_steps=1)
+    parts = replace(loaded, config=config)
     engine = Engine(parts, scheduler=make)
     received = 0
 
