@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -157,11 +157,11 @@ def test_an_engine_that_stands_still_is_noticed(llm: AsyncLLM) -> None:
         assert llm.thread.standstill() == 0.0
         stream = llm.open([llm.request("one", SAMPLED)])
         await stream.take()
-        blocked = asyncio.get_running_loop().run_in_executor(
-            None, llm.thread.call, lambda: time.sleep(0.3)
-        )
-        await asyncio.sleep(0.25)
-        assert llm.thread.standstill() > 0.1
+        over = threading.Event()
+        blocked = asyncio.get_running_loop().run_in_executor(None, llm.thread.call, over.wait)
+        while llm.thread.standstill() <= 0.1:
+            await asyncio.sleep(0.001)
+        over.set()
         await blocked
         await read(stream)
         while llm.thread.standstill():

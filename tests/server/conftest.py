@@ -12,7 +12,7 @@ KEYS = ("first-key", "second-key")
 @pytest.fixture(scope="session")
 def main_server() -> Iterator[Server]:
     """The bundled model, with short times for slow clients."""
-    times = "--header-timeout 1.5 --body-timeout 1.5 --write-timeout 1.5"
+    times = "--header-timeout 3 --body-timeout 3 --write-timeout 4"
     buffers = "--max-unread-tokens 64 --send-buffer-bytes 4096"
     slow = [*times.split(), *buffers.split()]
     with Server([*SMALL, *slow]) as server:
@@ -32,15 +32,35 @@ def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def slow_server() -> Iterator[Server]:
+    """As the main server, where what runs can be seen to."""
+    with Server(SMALL, module="tests.server.slow") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def slow_canary(slow_server: Server) -> Canary:
+    return Canary(slow_server)
+
+
+@pytest.fixture
+def slow(slow_server: Server, slow_canary: Canary) -> Iterator[Server]:
+    """The slow server, which must be as it was after each test."""
+    yield slow_server
+    slow_canary.check()
+
+
+@pytest.fixture(scope="session")
 def narrow_server() -> Iterator[Server]:
-    """One slot, a short queue, short deadlines, keys, and no unknown fields."""
+    """One slot with slow steps, a short queue, keys, and no unknown fields."""
     narrow = (
-        "--max-num-queued-reqs 2 --max-queued-prompt-tokens 64 --queue-timeout 0.15 "
-        "--request-timeout 0.8 --max-connections 24 --strict --max-num-seqs 1 --decode-sizes 1 "
+        "--max-num-queued-reqs 2 --max-queued-prompt-tokens 64 "
+        "--max-connections 24 --strict --max-num-seqs 1 --decode-sizes 1 "
         "--allowed-origins http://app.example --reasoning-parser qwen3 --tool-call-parser hermes"
     )
     keys = [part for key in KEYS for part in ("--api-key", key)]
-    with Server([*SMALL, *narrow.split(), *keys], key=KEYS[0]) as server:
+    arguments = [*SMALL, *narrow.split(), *keys]
+    with Server(arguments, key=KEYS[0], module="tests.server.slow") as server:
         yield server
 
 

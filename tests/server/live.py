@@ -57,16 +57,18 @@ class Server:
     """A running `jaxserve serve`. Use it as a context manager.
 
     Attributes:
+        module: what is run: `tests.server.slow` leaves time to look at requests while they run.
         log: lines that it wrote to standard error.
     """
 
     arguments: list[str]
     key: str | None = None
+    module: str = "jaxserve"
     log: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve", "serve", *self.arguments],
+            [sys.executable, "-m", self.module, "serve", *self.arguments],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,45 +16,45 @@ from tests.server.live import SMALL, Server, read_all, read_stream, status_of
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_decode_ends_the_request(server: Server, stream: bool) -> None:
-    before = ended(server, "length"), ended(server, "abort")
-    with server.open_stream(LONG | {"stream": stream}):
-        server.wait_for("num_requests_running", lambda value: value == 1)
-        drawn = server.metric("generation_tokens_total")
-        server.wait_for("generation_tokens_total", lambda value: value > drawn + 5)
-    server.wait_until_idle()
-    assert (ended(server, "length"), ended(server, "abort")) == (before[0], before[1] + 1)
+def test_leaving_in_decode_ends_the_request(slow: Server, stream: bool) -> None:
+    before = ended(slow, "length"), ended(slow, "abort")
+    with slow.open_stream(LONG | {"stream": stream}):
+        slow.wait_for("num_requests_running", lambda value: value == 1)
+        drawn = slow.metric("generation_tokens_total")
+        slow.wait_for("generation_tokens_total", lambda value: value > drawn + 5)
+    slow.wait_until_idle()
+    assert (ended(slow, "length"), ended(slow, "abort")) == (before[0], before[1] + 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_prefill_ends_the_request(server: Server, stream: bool) -> None:
+def test_leaving_in_prefill_ends_the_request(slow: Server, stream: bool) -> None:
     for _ in range(5):
         fields = {"prompt": [7] * 630, "max_tokens": 9, "stream": stream, "cache_salt": str(_)}
-        server.open_stream(fields).close()
-    server.wait_until_idle()
+        slow.open_stream(fields).close()
+    slow.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_the_queue_ends_the_request(server: Server, stream: bool) -> None:
-    running = [server.open_stream(STREAM) for _ in range(2)]
-    server.wait_for("num_requests_running", lambda value: value >= 1)
-    waiting = [server.open_stream(LONG | {"stream": stream, "n": 4}) for _ in range(6)]
-    server.wait_for("num_requests_waiting", lambda value: value >= 8)
-    for one in waiting:
-        one.close()
-    server.wait_for("num_requests_waiting", lambda value: value == 0)
-    assert all(b"200 OK" in one.recv(1000) for one in running)
-    for one in running:
-        one.close()
+def test_leaving_the_queue_ends_the_request(slow: Server, stream: bool) -> None:
+    fields = LONG | {"stream": stream, "n": 4}
+    with ExitStack() as stay, ExitStack() as leave:
+        running = [stay.enter_context(slow.open_stream(STREAM)) for _ in range(2)]
+        slow.wait_for("num_requests_running", lambda value: value >= 1)
+        for _ in range(6):
+            leave.enter_context(slow.open_stream(fields))
+        slow.wait_for("num_requests_waiting", lambda value: value >= 8)
+        leave.close()
+        slow.wait_for("num_requests_waiting", lambda value: value == 0)
+        assert all(b"200 OK" in one.recv(1000) for one in running)
 
 
-def test_leaving_while_preempted(server: Server) -> None:
+def test_leaving_while_preempted(slow: Server) -> None:
     """Four of these fit the cache at their start, and only one at its end."""
-    before = server.metric("num_preemptions_total")
-    streams = [server.open_stream(LONG | {"cache_salt": str(n)}) for n in range(4)]
-    server.wait_for("num_preemptions_total", lambda value: value > before)
-    for one in streams:
-        one.close()
+    before = slow.metric("num_preemptions_total")
+    with ExitStack() as leave:
+        for n in range(4):
+            leave.enter_context(slow.open_stream(LONG | {"cache_salt": str(n)}))
+        slow.wait_for("num_preemptions_total", lambda value: value > before)
 
 
 def test_leaving_at_the_end(server: Server) -> None:
@@ -87,12 +88,12 @@ def test_a_slow_reader_gets_everything(server: Server) -> None:
     assert texts == [choice["text"] for choice in whole]
 
 
-def test_short_requests_are_served_beside_a_long_prompt(server: Server) -> None:
-    with server.open_stream(STREAM | {"prompt": [9] * 400, "max_tokens": 200}):
-        server.wait_for("num_requests_running", lambda value: value == 1)
+def test_short_requests_are_served_beside_a_long_prompt(slow: Server) -> None:
+    with slow.open_stream(STREAM | {"prompt": [9] * 400, "max_tokens": 200}):
+        slow.wait_for("num_requests_running", lambda value: value == 1)
         for _ in range(3):
-            assert server.complete("a", 2).status == 200
-        assert server.metric("num_requests_running") == 1
+            assert slow.complete("a", 2).status == 200
+        assert slow.metric("num_requests_running") == 1
 
 
 def test_clients_with_one_id_do_not_meet(server: Server) -> None:
@@ -158,10 +159,13 @@ def test_requests_cannot_add_time_series(server: Server) -> None:
 
 
 def test_what_the_queue_cannot_hold_is_refused(narrow: Server) -> None:
-    streams = [narrow.open_stream(STREAM) for _ in range(3)]
-    narrow.wait_for("num_requests_waiting", lambda value: value == 2)
-    refused = narrow.metric("request_refused_total")
-    try:
+    with ExitStack() as leave:
+        leave.enter_context(narrow.open_stream(STREAM))
+        narrow.wait_for("num_requests_running", lambda value: value == 1)
+        for _ in range(2):
+            leave.enter_context(narrow.open_stream(STREAM))
+        narrow.wait_for("num_requests_waiting", lambda value: value == 2)
+        refused = narrow.metric("request_refused_total")
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
             messages = [{"role": "user", "content": "a"}]
             body = {"prompt": "a"} if path == "/v1/completions" else {"messages": messages}
@@ -172,38 +176,34 @@ def test_what_the_queue_cannot_hold_is_refused(narrow: Server) -> None:
         assert narrow.metric("request_refused_total") == refused + 4
         assert narrow.request("/ready").status == 503
         assert narrow.request("/health").status == 200
-    finally:
-        for one in streams:
-            one.close()
 
 
 def test_prompt_tokens_in_the_queue_are_bounded(narrow: Server) -> None:
-    streams = [narrow.open_stream(STREAM)]
-    narrow.wait_for("num_requests_running", lambda value: value == 1)
-    streams.append(narrow.open_stream(STREAM | {"prompt": [6] * 60}))
-    narrow.wait_for("num_requests_waiting", lambda value: value == 1)
-    answer = narrow.complete([7] * 60)
-    assert answer.status == 429 and "prompt tokens" in answer.error["message"]
-    for one in streams:
-        one.close()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_waiting_too_long_is_answered(narrow: Server, stream: bool) -> None:
-    with narrow.open_stream(STREAM | {"n": 2}) as first:
+    with narrow.open_stream(STREAM):
         narrow.wait_for("num_requests_running", lambda value: value == 1)
-        answer = narrow.complete([5], stream=stream)
-        assert answer.status == 503 and answer.error["code"] == "queue_timeout"
-        assert b"200 OK" in first.recv(100)
+        with narrow.open_stream(STREAM | {"prompt": [6] * 60}):
+            narrow.wait_for("num_requests_waiting", lambda value: value == 1)
+            answer = narrow.complete([7] * 60)
+    assert answer.status == 429 and "prompt tokens" in answer.error["message"]
 
 
-def test_taking_too_long_is_answered(narrow: Server) -> None:
-    answer = narrow.request("/v1/completions", LONG | {"n": 3})
-    assert answer.status == 504 and answer.error["code"] == "request_timeout"
-    answer = narrow.request("/v1/completions", STREAM | {"n": 3})
-    assert answer.status == 200
-    *_, error, done = answer.events()
-    assert error["error"]["code"] == "request_timeout" and done == "[DONE]"
+def test_what_takes_too_long_is_answered() -> None:
+    """Waiting longer than allowed, then running: one request holds the only slot meanwhile."""
+    times = "--queue-timeout 0.3 --request-timeout 3 --max-num-seqs 1 --decode-sizes 1"
+    with Server([*SMALL, *times.split()], module="tests.server.slow") as server:
+        for stream in (False, True):
+            with server.open_stream(STREAM | {"n": 2}) as first:
+                server.wait_for("num_requests_running", lambda value: value == 1)
+                answer = server.complete([5], stream=stream)
+                assert answer.status == 503 and answer.error["code"] == "queue_timeout"
+                assert b"200 OK" in first.recv(100)
+            server.wait_until_idle()
+        answer = server.request("/v1/completions", LONG | {"n": 3})
+        assert answer.status == 504 and answer.error["code"] == "request_timeout"
+        answer = server.request("/v1/completions", STREAM | {"n": 3})
+        assert answer.status == 200
+        *_, error, done = answer.events()
+        assert error["error"]["code"] == "request_timeout" and done == "[DONE]"
 
 
 def test_keys_do_not_share_prefixes(narrow: Server) -> None:

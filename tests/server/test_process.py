@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import signal
-import time
+import threading
 from collections.abc import Iterator
 
 import httpx2
@@ -56,14 +56,15 @@ def test_a_stalled_engine_is_unhealthy_until_it_moves(app: App) -> None:
     async def scene() -> None:
         thread = app.models.all[0].llm.thread
         assert (await get(app, "/health"))[0] == 200
-        stall = asyncio.get_running_loop().run_in_executor(
-            None, thread.call, lambda: time.sleep(0.8)
-        )
-        await asyncio.sleep(0.5)
+        over = threading.Event()
+        stall = asyncio.get_running_loop().run_in_executor(None, thread.call, over.wait)
+        while (await get(app, "/health"))[0] == 200:
+            await asyncio.sleep(0.01)
         for path in ("/health", "/ready"):
             status, answer = await get(app, path)
             assert status == 503 and answer["error"]["code"] == "stalled"
         assert (await get(app, "/version"))[0] == 200
+        over.set()
         await stall
         while (await get(app, "/health"))[0] != 200:
             await asyncio.sleep(0.01)
