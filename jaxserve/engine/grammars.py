@@ -156,7 +156,8 @@ class Parsing:
             for row, matcher in enumerate(matchers)
             if accepted[row] and not matcher.is_stopped()
         ]
-        llguidance.numpy.fill_next_token_bitmask_par(self._executor, going, masks)
+        if going:
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, going, masks)
         for one, is_accepted, mask in zip(parsers, accepted, masks, strict=True):
             one._taken = _Taken(is_accepted, mask)
 

@@ -194,6 +194,7 @@ def test_tokens_taken_together_are_as_taken_alone(grammars: Grammars) -> None:
         {"json": '{"type": "object"}'},
         {"regex": r"[a-z]{3}"},
         {"choice": ["ab", "abc"]},
+        {"choice": ["a"]},
         # Every text has very many readings.
         {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
     ]
@@ -213,6 +214,9 @@ def test_tokens_taken_together_are_as_taken_alone(grammars: Grammars) -> None:
             if isinstance(outcome, str) or outcome[0]:  # over: begins again
                 together[row], alone[row] = starts[row].copy(), starts[row].copy()
     assert seen == {True, False, "error"}
+    ends = [grammars.compile(StructuredOutputsParams(choice=["a"])) for _ in range(4)]
+    parsing.take(step_of(ends, [int(allowed(ends[0])[0])] * 4), [])
+    assert all(row.advance(int(allowed(row)[0])) for row in ends)
 
 
 def deep(levels: int) -> Schema:
