@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-if TYPE_CHECKING:
-    from jaxserve.engine.grammars import Constraint
 
 # Tokens that may be drawn before the host has seen the newest: two launches of the most steps.
 # From there to the end of the budget a row waits for each token.
@@ -50,7 +48,7 @@ class Inner(Protocol):
     words: np.ndarray
 
     @property
-    def parser(self) -> Constraint | None: ...
+    def parser(self) -> Any: ...
 
     def advance(self, token: int) -> bool: ...
 
@@ -100,7 +98,7 @@ class ThinkingConstraint:
         self._settle()
 
     @property
-    def parser(self) -> Constraint | None:
+    def parser(self) -> Any:
         """Of the next token: the inner one's after the thoughts, none before."""
         return None if self._inner is None or self._phase != "after" else self._inner.parser
 
