@@ -35,9 +35,10 @@ class _Cast:
     check: bool
 
     def move(self, target: np.ndarray, source: np.ndarray) -> None:
-        np.copyto(target, source, casting="unsafe")
         if self.widens:
-            np.left_shift(target, 16, out=target)
+            np.left_shift(source, np.uint32(16), out=target, dtype=np.uint32)
+        else:
+            np.copyto(target, source, casting="unsafe")
 
     def accepts(self, values: np.ndarray) -> bool:
         return not self.check or all_finite(values)
