@@ -38,12 +38,9 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "head_dim", "embed"): 2,
     }
 )
-# Likewise, a matrix for each expert, which are the first dimension.
-EXPERTS: Mapping[LogicalAxes, int] = MappingProxyType(
-    {
-        ("experts", "embed", "gate_up", "mlp"): 1,
-        ("experts", "mlp", "embed"): 1,
-    }
+# Likewise; the first dimension is the expert, the second the input of its matrix.
+EXPERTS: frozenset[LogicalAxes] = frozenset(
+    {("experts", "embed", "gate_up", "mlp"), ("experts", "mlp", "embed")}
 )
 
 
