@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.linear import matmul
 from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SeveralWeights
-from jaxserve.models.weight_table import dimensions
+from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights import load_weights, random_weights
-from jaxserve.weights.expert_codes import quantized_experts
+from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.loading import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from tests.models.tiny_models import PagedRunner, relative_error
@@ -229,6 +230,20 @@ def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
         np.testing.assert_allclose(in_full(value).reshape(whole.shape), whole, rtol=1e-6, atol=1e-7)
         if kept:
             assert value.values.nbytes <= whole.size * (1.25 if form == "fp8_blocks" else 0.5)
+
+
+def test_experts_with_zero_points_and_without_lie_side_by_side():
+    """As where all zero points of one expert are the middle of the range."""
+    rng = np.random.default_rng(0)
+    first, second = (quantize(rng.normal(size=(64, 6)).astype(np.float32), "int4") for _ in "ab")
+    codes = [dataclasses.replace(first, zeros=None), second]
+    names = [WeightName(f"{index}", "M D -> D M", "down", (index,)) for index in range(2)]
+    parts = list(zip(names, codes, strict=True))
+    got = fused_experts(parts[::-1], (2, 64, 6), {"D": 64, "M": 6})
+    want = np.stack([one.dequantized() for one in codes])
+    np.testing.assert_allclose(in_full(got), want, rtol=1e-6)
+    others = [(names[0], quantize(want[0], "int8")), parts[1]]
+    assert fused_experts(others, (2, 64, 6), {"D": 64, "M": 6}) is None
 
 
 def test_scales_of_the_cache_are_read_where_it_is_fp8(tmp_path):
