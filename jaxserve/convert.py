@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxserve.config import EngineConfig
 from jaxserve.options import CommandError, add_fields, given
 
-FIELDS = ("dtype", "tokenizer", "skip_tokenizer_init", "revision", "download_dir")
+FIELDS = ("dtype", "quantization", "tokenizer", "skip_tokenizer_init", "revision", "download_dir")
 
 
 def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:

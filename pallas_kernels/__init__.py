@@ -22,6 +22,7 @@ from pallas_kernels.ops import (
     paged_decode_attention,
     ragged_paged_attention,
 )
+from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "grouped_matmul",
     "kv_write",
     "paged_decode_attention",
+    "quantized_grouped_matmul",
     "quantized_matmul",
     "ragged_paged_attention",
 ]

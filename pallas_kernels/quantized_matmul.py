@@ -17,16 +17,19 @@ the kernel in ``triton_quantized_matmul`` dequantizes in registers.
 
 from __future__ import annotations
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import triton_quantized_matmul
 from pallas_kernels.implementation import target_platform
 from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
 
 BLOCK_COLUMNS = 256
 """Of the loop on CPU: fewer make too much of its overhead, more leave the cache."""
+
+Described = jax.Array | jax.ShapeDtypeStruct
 
 IMPLEMENTATIONS = ("auto", "triton", "triton_interpret", "xla")
 
@@ -68,13 +71,14 @@ def quantized_matmul(
     Raises:
         ValueError: naming the argument at fault and what is allowed.
     """
-    _check(x, values, scales, zeros, form, implementation)
+    check(x, values, scales, zeros, form, implementation)
     if implementation == "auto":
         suits = target_platform() == "gpu" and x.dtype.itemsize <= 4
         implementation = "triton" if suits else "xla"
     if implementation == "xla":
         return _in_blocks(x, values, scales, zeros, form)
-    return triton_quantized_matmul.quantized_matmul(
+    kernels = importlib.import_module("pallas_kernels.triton_quantized_matmul")
+    return kernels.quantized_matmul(
         x, values, scales, zeros, form=form, interpret=implementation == "triton_interpret"
     )
 
@@ -92,13 +96,9 @@ def _in_blocks(
         def cut(array: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(array, at, width, axis=1)
 
-        weights = decode(cut(values), form, wide)
-        scale = cut(scales).astype(wide)
-        zero = None if zeros is None else cut(zeros).astype(wide) - _offset(form)
-        if scale.shape[0] == 1 and zero is None:
-            return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide)) * scale
-        weights = [_scaled(weight, scale, zero) for weight in weights]
-        return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide))
+        return block_product(
+            inputs, cut(values), cut(scales), None if zeros is None else cut(zeros), form
+        )
 
     if width == columns:
         return block(0)
@@ -109,6 +109,23 @@ def _in_blocks(
 
     out = jnp.zeros((x.shape[0], columns), wide)
     return lax.fori_loop(0, -(-columns // width), body, out)
+
+
+def block_product(
+    inputs: list[jax.Array],
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    form: str,
+) -> jax.Array:
+    """Activations, as `halves` gives them and as wide as they accumulate, times some outputs."""
+    wide = inputs[0].dtype
+    weights, scale = decode(values, form, wide), scales.astype(wide)
+    zero = None if zeros is None else zeros.astype(wide) - _offset(form)
+    if scale.shape[0] == 1 and zero is None:
+        return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide)) * scale
+    weights = [_scaled(weight, scale, zero) for weight in weights]
+    return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide))
 
 
 def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
@@ -122,14 +139,15 @@ def _offset(form: str) -> int:
     return 8 if form == "int4" else 0
 
 
-def _check(
-    x: jax.Array,
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+def check(
+    x: Described,
+    values: Described,
+    scales: Described,
+    zeros: Described | None,
     form: str,
     implementation: str,
 ) -> None:
+    """Raise ValueError, naming the argument at fault, for a call that cannot be."""
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; allowed: {', '.join(FORMS)}")
     if implementation not in IMPLEMENTATIONS:

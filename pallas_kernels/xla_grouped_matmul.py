@@ -24,12 +24,16 @@ def tile_rows(rows: int, groups: int) -> int:
     return min(fitting, MOST_ROWS)
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Rows by group times each group's matrix; arguments as the public operation's."""
-    rows, inputs = x.shape
-    groups, _, outputs = w.shape
-    exact = jnp.promote_types(x.dtype, jnp.float32)
-    size = tile_rows(rows, groups)
+def row_tiles(
+    group_sizes: jax.Array, rows: int, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cut the groups' rows into tiles of at most ``size`` rows of one group.
+
+    Returns:
+        i32[tiles] the group and i32[tiles] the first row of each tile, and how many tiles there
+        are; entries past that number mean nothing.
+    """
+    groups = group_sizes.shape[0]
     end = jnp.cumsum(group_sizes)
     tiles = -(-group_sizes // size)
     last = jnp.cumsum(tiles)
@@ -38,7 +42,17 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     group = jnp.searchsorted(last, item, side="right", method="scan_unrolled")
     group = jnp.minimum(group, groups - 1).astype(jnp.int32)
     first = (end - group_sizes)[group] + (item - (last - tiles)[group]) * size
-    first, zero = first.astype(jnp.int32), jnp.int32(0)
+    return group, first.astype(jnp.int32), last[-1]
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Rows by group times each group's matrix; arguments as the public operation's."""
+    rows, inputs = x.shape
+    groups, _, outputs = w.shape
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    size = tile_rows(rows, groups)
+    group, first, count = row_tiles(group_sizes, rows, size)
+    zero = jnp.int32(0)
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -54,5 +68,6 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
         return lax.dynamic_update_slice(out, y, (first[tile], zero)), w
 
     out = jnp.zeros((rows + size, outputs), exact)
-    out, _ = lax.fori_loop(0, last[-1], body, (out, w))
-    return jnp.where((jnp.arange(rows) < end[-1])[:, None], out[:rows], 0).astype(x.dtype)
+    out, _ = lax.fori_loop(0, count, body, (out, w))
+    owned = jnp.arange(rows) < group_sizes.sum()
+    return jnp.where(owned[:, None], out[:rows], 0).astype(x.dtype)

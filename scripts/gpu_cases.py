@@ -121,3 +121,34 @@ def quantized_cases() -> list[QuantizedCase]:
     found.append(QuantizedCase("int4", "float16", 64, 4096, 28672, 128, True))
     found.append(QuantizedCase("int8", "float32", 2048, 4096, 4096))
     return [*found, QuantizedCase("int4", "float32", 7, 264, 200, 24)]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedGroupedCase:
+    """Experts of a model to compile, quantized as at load or as AWQ has them."""
+
+    form: str
+    experts: GroupedCase
+    group: int = 0
+    zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        case, scales = self.experts, f" g{self.group}" if self.group else ""
+        kind = f"{self.form}{scales}{' zeros' if self.zeros else ''}"
+        return f"quantized_grouped_matmul {kind} {case.dtype} {case.model} {case.rows} rows"
+
+
+def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
+    """The experts of `grouped_cases`: every form for one model, int4 for the others."""
+    found = []
+    for case in grouped_cases():
+        first = case.model.startswith("Qwen")
+        if first or case.dtype == "float32":
+            found += [QuantizedGroupedCase(form, case) for form in ("int8", "fp8")]
+        # 2880 inputs are padded to whole groups of 32 only; AWQ's are mostly of 128.
+        group = 24 if case.model == "uneven" else 32
+        found.append(QuantizedGroupedCase("int4", case, group, zeros=True))
+        if first:
+            found.append(QuantizedGroupedCase("int4", case, 128))
+    return found

@@ -29,9 +29,11 @@ from gpu_cases import (
     Case,
     GroupedCase,
     QuantizedCase,
+    QuantizedGroupedCase,
     cases,
     grouped_cases,
     quantized_cases,
+    quantized_grouped_cases,
 )
 
 DEVICE_KIND = "NVIDIA H200"
@@ -289,6 +291,31 @@ def compile_quantized(case: QuantizedCase, dumps: Dumps) -> dict[str, Any]:
     return dict(as_row(case.name, analyse(executable, dumps, shape, ("quantized_matmul",))))
 
 
+def compile_quantized_grouped(case: QuantizedGroupedCase, dumps: Dumps) -> dict[str, Any]:
+    """Compile one grouped product with quantized matrices; see `compile_quantized`."""
+    size = case.experts
+    rows = size.D // 2 if case.form == "int4" else size.D
+    groups = size.D // case.group if case.group else 1
+    code = jnp.int8 if case.form == "int8" else jnp.uint8
+    kinds = [(jnp.dtype(size.dtype), (size.rows, size.D)), (code, (size.E, rows, size.F))]
+    kinds += [(jnp.bfloat16 if case.group else jnp.float32, (size.E, groups, size.F))]
+    kinds += [(jnp.uint8, (size.E, groups, size.F))] * case.zeros + [(jnp.int32, (size.E,))]
+
+    def call(x, values, scales, *rest):
+        *zeros, sizes = rest
+        return pallas_kernels.quantized_grouped_matmul(
+            *(x, values, scales, zeros[0] if zeros else None, sizes),
+            form=case.form,
+            implementation="triton",
+        )
+
+    dumps.clear()
+    arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in kinds)
+    executable = compile_for_h200(call, arrays)
+    shape = (size.E, size.D, size.F)
+    return dict(as_row(case.name, analyse(executable, dumps, shape, ("quantized_grouped_matmul",))))
+
+
 def compile_step(name: str, T: int, R: int, dumps: Dumps) -> dict[str, Any]:
     """Compile the engine's whole step for Llama-3.1-8B in bfloat16, contexts of 4096."""
     model = gpu_models.MODELS["8b"]
@@ -306,6 +333,10 @@ def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
     jobs = [(case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()]
     jobs += [(case.name, lambda c=case: compile_grouped(c, dumps)) for case in grouped_cases()]
     jobs += [(case.name, lambda c=case: compile_quantized(c, dumps)) for case in quantized_cases()]
+    jobs += [
+        (case.name, lambda c=case: compile_quantized_grouped(c, dumps))
+        for case in quantized_grouped_cases()
+    ]
     for name, T, R in (("step 8b decode 64 rows", 64, 64), ("step 8b mixed 2048 tokens", 2048, 64)):
         jobs.append((name, lambda n=name, t=T, r=R: compile_step(n, t, r, dumps)))
     rows: list[dict[str, Any]] = []

@@ -1,12 +1,14 @@
 """What quantization costs and gains: bits, bytes, perplexity, accuracy, speed.
 
-    python scripts/quantization_table.py [--part quality] [--part speed] [--examples 20]
+    python scripts/quantization_table.py [--part quality] [--part speed] [--part experts]
+        [--examples 20]
 
 Quality is that of the bundled model on held-out examples of its tasks: perplexity of the answers'
 tokens after their prompts, and the share that greedy decoding gets right. Speed is that of decode
 steps of a random Llama of 4 layers, 768 wide, in float32, at 1 and 16 rows with 64 cached tokens
-each, all modes taking turns; its ratio is to unquantized weights. Embedding and output projection
-are not quantized, in either model; bits are those of what is. Writes quantization.json and .md in
+each, all modes taking turns; its ratio is to unquantized weights. The part "experts" does the same
+with a mixture of 32 experts of which a token takes 4, in 2 layers. Embedding and output projection
+are not quantized, in any model; bits are those of what is. Writes quantization.json and .md in
 scripts/results; a part that is not run keeps what an earlier run found.
 """
 
@@ -52,6 +54,16 @@ ROWS = (1, 16)
 REPEATS = 15
 # Of bench_offline.py's wide model, so that the blocks are most of it: 28M weights in them.
 SMALLER = {"num_hidden_layers": 4, "vocab_size": 4096}
+MIXTURE = SMALLER | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 # Of a pass over the bundled model.
 MOST_ROWS, MOST_TOKENS, STEP = 16, 192, 1024
 
@@ -165,9 +177,9 @@ def batches(
     yield batch
 
 
-def bench_model(mode: Mode) -> Loaded:
-    """The random model of the speed part, compiled."""
-    shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | SMALLER
+def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
+    """A random model for speed, compiled."""
+    shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
     model_config = ModelConfig.from_dict(shape)
     config = EngineConfig(
         max_num_seqs=max(ROWS),
@@ -190,11 +202,17 @@ def bench_model(mode: Mode) -> Loaded:
     return Loaded(config, runner, None, limits, SamplingParams())
 
 
-def speed() -> list[dict[str, Any]]:
-    """Milliseconds of a decode step for each mode and number of rows, and their ratios."""
-    models = {mode.name: bench_model(mode) for mode in MODES}
+def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[str, Any]]:
+    """Milliseconds of a decode step for each mode and number of rows, and their ratios.
+
+    Args:
+        modes: the first is what the others are compared with.
+        change: what the model has otherwise than bench_offline.py's wide one.
+        name_of: stands before "weight_bytes", "step_ms" and "speed" in what is returned.
+    """
+    models = {mode.name: bench_model(mode, change) for mode in modes}
     found: list[dict[str, Any]] = [
-        {"mode": name, "bench_weight_bytes": loaded.runner.weight_bytes}
+        {"mode": name, f"{name_of}_weight_bytes": loaded.runner.weight_bytes}
         for name, loaded in models.items()
     ]
     for rows in ROWS:
@@ -210,11 +228,11 @@ def speed() -> list[dict[str, Any]]:
                 loaded.runner.read(loaded.runner.submit(plan, slots))
                 if repeat >= 2:
                     times[name].append(time.perf_counter() - started)
-        base = statistics.median(times[MODES[0].name])
+        base = statistics.median(times[modes[0].name])
         for row in found:
             seconds = statistics.median(times[row["mode"]])
-            row[f"step_ms_{rows}"] = seconds * 1e3
-            row[f"speed_{rows}"] = base / seconds
+            row[f"{name_of}_step_ms_{rows}"] = seconds * 1e3
+            row[f"{name_of}_speed_{rows}"] = base / seconds
     return found
 
 
@@ -225,16 +243,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         "`python scripts/quantization_table.py`; two shared CPU cores. Quality: the bundled model",
         "on held-out examples. Speed: decode steps of a random Llama of 4 layers, 768 wide, over",
-        "those in float32.",
+        "those in float32; of experts, of a random mixture of 2 layers.",
         "",
         "| mode | bits a weight | bytes, bundled | bytes, random | KV bytes a token, bundled "
-        "| perplexity | accuracy | speed, 1 row | speed, 16 rows |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| perplexity | accuracy | speed, 1 row | speed, 16 rows | bytes, experts | 1 row "
+        "| 16 rows |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     columns = (
         ("bits_a_weight", ".2f"), ("weight_bytes", ",d"), ("bench_weight_bytes", ",d"),
-        ("kv_bytes_a_token", ",d"), ("perplexity", ".4f"), ("accuracy", ".1%"), ("speed_1", ".2f"),
-        ("speed_16", ".2f"),
+        ("kv_bytes_a_token", ",d"), ("perplexity", ".4f"), ("accuracy", ".1%"),
+        ("bench_speed_1", ".2f"), ("bench_speed_16", ".2f"), ("experts_weight_bytes", ",d"),
+        ("experts_speed_1", ".2f"), ("experts_speed_16", ".2f"),
     )  # fmt: skip
     for row in rows:
         cells = [format(row[key], form) if key in row else "-" for key, form in columns]
@@ -244,10 +264,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", action="append", choices=("quality", "speed"))
+    parser.add_argument("--part", action="append", choices=("quality", "speed", "experts"))
     parser.add_argument("--examples", type=int, default=20, help="of each task")
     arguments = parser.parse_args()
-    parts = arguments.part or ["quality", "speed"]
+    parts = arguments.part or ["quality", "speed", "experts"]
     path = RESULTS / "quantization.json"
     rows = {row["mode"]: row for row in json.loads(path.read_text())} if path.exists() else {}
     rows = {mode.name: rows.get(mode.name, {"mode": mode.name}) for mode in MODES}
@@ -255,7 +275,9 @@ def main() -> int:
     for mode in MODES if "quality" in parts else ():
         rows[mode.name] |= quality(mode, tasks)
         print(rows[mode.name], file=sys.stderr, flush=True)
-    for row in speed() if "speed" in parts else ():
+    for row in speed(MODES, SMALLER, "bench") if "speed" in parts else ():
+        rows[row["mode"]] |= row
+    for row in speed(MODES[:4], MIXTURE, "experts") if "experts" in parts else ():
         rows[row["mode"]] |= row
     path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
     text = table(list(rows.values()))

@@ -11,9 +11,9 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.gguf_text import gguf_tokenizer
-from jaxserve.engine.loading import placed_dtype
+from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
-from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
 
@@ -28,7 +28,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     """Write the model of `config`, placed and in its dtype, with everything that serving needs.
 
     Args:
-        config: says which model, and its dtype.
+        config: says which model, its dtype and quantization.
         to: a folder that does not exist yet; it appears once it is whole and verified.
         on_progress: told how far the weights have come.
 
@@ -38,22 +38,24 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     if to.exists() or to.is_symlink():  # before the work
         raise CheckpointError(f"{to}: exists already")
     source = find_source(config, on_progress)
-    if source.model_config.quantization is not None:
-        raise UnsupportedModel(
-            f"{source.path}: quantized checkpoints (FP8, AWQ, GPTQ) cannot be "
-            "converted; serve this one from its own folder"
-        )
+    model_config = source.model_config
+    quantization = choose_quantization(config.quantization, model_config)
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     dtype = placed_dtype(config, source, platform)
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
-    values = parameter_values(source.load(source.model_config, dtype, on_progress))
+    # Scales of an fp8 cache are kept for whoever will want one; latent attention has none.
+    kv_scales = model_config.latent is None
+    model = source.load(model_config, dtype, on_progress, quantization, kv_scales)
+    values = parameter_values(model)
+    del model  # `write_converted` empties `values`
     write_converted(
         values,
-        source.model_config,
+        model_config,
         to,
         lambda folder: _write_extra(folder, source, config),
         str(dtype),
+        quantization or source.fixed_quantization,
     )
 
 

@@ -105,6 +105,9 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     programs = None if cache is None else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=source.path)
+    if config.quantization is None and config.load_format != "dummy":
+        made: Any = source.fixed_quantization
+        config = replace(config, quantization=made)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
     dtype = placed_dtype(config, source, platform)

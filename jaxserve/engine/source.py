@@ -53,6 +53,11 @@ class Source:
         """The dtype of parameters that were placed before; None where they are cast on load."""
         return self.weights.dtype if isinstance(self.weights, ConvertedModel) else None
 
+    @property
+    def fixed_quantization(self) -> str | None:
+        """What parameters were quantized to before they were placed, if they were."""
+        return self.weights.quantization if isinstance(self.weights, ConvertedModel) else None
+
     def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
         """The one that is asked for, or the model's own.
 
@@ -80,15 +85,16 @@ class Source:
 
         Raises:
             CheckpointError: the files are not right.
-            UnsupportedModel: a converted folder is to be quantized.
+            UnsupportedModel: a converted folder is to be quantized, or otherwise than it is.
         """
         if isinstance(self.weights, ConvertedModel):
-            if quantization is not None:
+            made = self.fixed_quantization
+            if quantization not in (None, made):
                 raise UnsupportedModel(
-                    f"{self.path}: a converted folder cannot be quantized; use the checkpoint "
-                    "that it was made of"
+                    f"{self.path}: was converted {f'to {made}' if made else 'in full'} and cannot "
+                    f"be quantized to {quantization}; convert the checkpoint that it was made of"
                 )
-            return load_converted(self.weights, model_config)
+            return load_converted(self.weights, model_config, kv_scales=kv_scales)
         return load_weights(
             self.weights,
             model_config,

@@ -19,6 +19,7 @@ from jaxserve.models.expert_fields import Experts
 from jaxserve.models.layers import Design, GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
+from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.routing import Router, route
 from pallas_kernels import grouped_matmul
 
@@ -83,15 +84,9 @@ class SparseMLP(nnx.Module):
         sizes = (expert[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
         owner = expert[order]
-        gate_up = self.gate_up[...]
-        rows = grouped_matmul(
-            x[order // each],
-            gate_up.reshape(*gate_up.shape[:2], -1),
-            sizes,
-            implementation=implementation,
-        ).reshape(-1, *gate_up.shape[2:])  # [T * C, 2, M]
-        hidden = self._activated(_biased(rows, self.gate_up_bias, owner))
-        rows = grouped_matmul(hidden, self.down[...], sizes, implementation=implementation)
+        rows = _product(x[order // each], self.gate_up[...], sizes, implementation)
+        hidden = self._activated(_biased(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
+        rows = _product(hidden, self.down[...], sizes, implementation)
         rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
         rows = rows.astype(weights.dtype)
         return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
@@ -103,6 +98,20 @@ class SparseMLP(nnx.Module):
         alpha, limit = self.experts.alpha, self.experts.limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def _product(
+    x: Float[Array, "A I"],
+    w: Float[Array, "E I ..."] | QuantizedExperts,
+    sizes: Int32[Array, " E"],
+    implementation: str,
+) -> Float[Array, "A ..."]:
+    """Rows sorted by expert, each times the matrix of its own; see `grouped_matmul`."""
+    if isinstance(w, QuantizedExperts):
+        return w.grouped(x, sizes, implementation)
+    flat = w.reshape(*w.shape[:2], -1)
+    y = grouped_matmul(x, flat, sizes, implementation=implementation)
+    return y.reshape(-1, *w.shape[2:])
 
 
 def _biased(

@@ -1,8 +1,9 @@
 """Weights that are stored quantized and multiplied as they are.
 
-Quantized are the matrices of the blocks: the projections of attention and of the gated MLP. The
-embedding, the output projection, norms and biases keep their dtype, as they do in vLLM: a tied
-table serves two purposes, and the output projection decides between close logits.
+Quantized are the matrices of the blocks: the projections of attention, latent or not, of the gated
+MLP and of every expert. The embedding, the output projection, routers, norms and biases keep their
+dtype, as they do in vLLM: a tied table serves two purposes, the output projection decides between
+close logits, and a router between close experts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.paged import LogicalAxes
-from pallas_kernels import quantized_matmul
+from pallas_kernels import quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.quantized_codes import codes_a_row
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -29,7 +31,16 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "group", "head_dim", "embed"): 3,
         ("embed", "gate_up", "mlp"): 1,
         ("mlp", "embed"): 1,
+        # Latent attention.
+        ("embed", "latent"): 1,
+        ("latent", "kv_heads", "head_dim"): 1,
+        ("embed", "kv_heads", "head_dim"): 1,
+        ("kv_heads", "head_dim", "embed"): 2,
     }
+)
+# Likewise; the first dimension is the expert, the second the input of its matrix.
+EXPERTS: frozenset[LogicalAxes] = frozenset(
+    {("experts", "embed", "gate_up", "mlp"), ("experts", "mlp", "embed")}
 )
 
 
@@ -65,9 +76,7 @@ class QuantizedWeight:
         """x times the weight, in at least float32."""
         if self.order is not None:
             x = jnp.take(x, self.order, axis=1)
-        rows = self.values.shape[0] * (2 if self.form == "int4" else 1)
-        if rows > self.inputs:
-            x = jnp.pad(x, ((0, 0), (0, rows - self.inputs)))
+        x = _padded(x, self.values.shape[0] * codes_a_row(self.form))
         y = quantized_matmul(x, self.values, self.scales, self.zeros, form=self.form)
         return y.reshape(x.shape[0], *self.outputs)
 
@@ -100,7 +109,49 @@ class SeveralWeights:
         return out
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """A matrix for each of E experts, as `pallas_kernels.quantized_grouped_matmul` takes them.
+
+    Attributes:
+        values: the codes, [E, I, O], or uint8 [E, I / 2, O] for int4; see `QuantizedWeight`.
+        scales: [E, groups, O].
+        zeros: zero points, where the format has them.
+        form: "int8", "fp8" or "int4".
+        inputs: how many inputs there are, padding not counted.
+        outputs: the shape that the outputs have in the model; their product is O.
+    """
+
+    values: Array
+    scales: Float[Array, "E groups O"]
+    zeros: UInt8[Array, "E groups O"] | None
+    form: str = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+
+    def __getitem__(self, index: EllipsisType) -> Self:
+        """Itself, as of a QuantizedWeight."""
+        return self
+
+    def grouped(
+        self, x: Float[Array, "A I"], sizes: Int32[Array, " E"], implementation: str
+    ) -> Float[Array, " A *outputs"]:
+        """Rows sorted by expert, each times the matrix of its own, in x's dtype."""
+        x = _padded(x, self.values.shape[1] * codes_a_row(self.form))
+        y = quantized_grouped_matmul(
+            *(x, self.values, self.scales, self.zeros, sizes),
+            form=self.form,
+            implementation=implementation,
+        )
+        return y.reshape(x.shape[0], *self.outputs)
+
+
 Quantized = QuantizedWeight | SeveralWeights
+
+
+def _padded(x: Array, inputs: int) -> Array:
+    return x if x.shape[1] == inputs else jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
 
 
 def flat_shape(shape: tuple[int, ...], contract: int) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Folders that `jaxserve convert` writes: a model's placed parameters, kept by Orbax.
 
-`jaxserve.json` lists every file with its size, and every parameter with its shape, dtype and
-digest. It is the last file written, and the folder gets its name only then, so a folder with that
-file is whole, unless it was damaged later, which shows.
+`jaxserve.json` lists every file with its size, every array with its shape, dtype and digest, and
+how those of quantized parameters belong together (`stored_trees.py`). It is the last file written,
+and the folder gets its name only then, so a folder with that file is whole, unless it was damaged
+later, which shows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from jaxserve.models.config_fields import Fields
 from jaxserve.models.strict_json import read_object
 from jaxserve.weights.checkpoint import listed
 from jaxserve.weights.loading import filled, parameters_of
+from jaxserve.weights.placing import scales_of, scales_parameter
+from jaxserve.weights.quantize import FORMS
+from jaxserve.weights.stored_trees import abstract_parameter, forms, named_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -37,6 +41,7 @@ FORMAT = 1
 MAX_CARD_BYTES = 64 << 20
 MAX_FILES = 1 << 17
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+CODES = ("int8", "uint8", "int32")  # of quantized parameters
 
 # The sharding of a parameter, given its path and shape.
 ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -54,14 +59,19 @@ class ConvertedModel:
     """What a converted folder says of itself, and of which files it consists.
 
     Attributes:
-        dtype: of the parameters.
-        parameters: by path.
+        dtype: of the parameters, but quantized ones.
+        parameters: each array by name.
+        forms: of the quantized parameters, by path.
+        quantization: what they were quantized to while they were read; None if nothing was, also
+            where the checkpoint was quantized already.
         files: below the folder, and their sizes.
     """
 
     directory: Path
     dtype: str
     parameters: Mapping[str, _Parameter]
+    forms: Mapping[str, Any]
+    quantization: str | None
     files: Mapping[str, int]
 
 
@@ -71,11 +81,12 @@ def is_converted(directory: Path) -> bool:
 
 
 def write_converted(
-    values: dict[str, Array],
+    values: dict[str, Any],
     config: ModelConfig,
     directory: Path,
     extra: Callable[[Path], None],
     dtype: str,
+    quantization: str | None = None,
 ) -> None:
     """Write a model's parameters and what `extra` writes beside them, all or nothing.
 
@@ -86,7 +97,8 @@ def write_converted(
         config: of the model.
         directory: must not exist.
         extra: writes configuration and tokenizer into a folder.
-        dtype: of the parameters.
+        dtype: of the parameters, but quantized ones.
+        quantization: what they were quantized to while they were read.
 
     Raises:
         CheckpointError: the folder exists, cannot be written, or what was read back differs.
@@ -100,17 +112,21 @@ def write_converted(
         partial.mkdir()
         try:
             extra(partial)
+            arrays = named_arrays(values)
             with _orbax().StandardCheckpointer() as checkpointer:
-                checkpointer.save(partial / WEIGHTS, values)
+                checkpointer.save(partial / WEIGHTS, arrays)
             card = {
                 "format": FORMAT,
                 "dtype": dtype,
-                "parameters": {path: asdict(one) for path, one in _describe(values).items()},
+                "parameters": {name: asdict(one) for name, one in _describe(arrays).items()},
+                "forms": forms(values),
+                "quantization": quantization,
                 "files": _files(partial),
             }
             _sync_all(partial)
             _write_synced(partial / CARD, json.dumps(card, indent=1))
             values.clear()
+            arrays.clear()
             load_converted(open_converted(partial), config)
             os.rename(partial, directory)
             _sync(directory.parent)
@@ -137,6 +153,13 @@ def open_converted(directory: Path) -> ConvertedModel:
         fields.refuse("format", f"{FORMAT}; convert the model again")
     dtype = fields.choice("dtype", DTYPES)
     described, files = fields.take("parameters"), fields.take("files")
+    # Neither is in a card of a version that could not keep quantized parameters.
+    quantized = fields.take("forms") if fields.mentions("forms") else {}
+    quantization = fields.take("quantization")
+    if quantization not in (None, *FORMS):
+        fields.refuse("quantization", f"null or one of {', '.join(FORMS)}")
+    if not isinstance(quantized, dict):
+        fields.refuse("forms", "an object")
     fields.finish()
     if fields.problems:
         raise CheckpointError(f"{card}: " + "; ".join(fields.problems))
@@ -151,11 +174,16 @@ def open_converted(directory: Path) -> ConvertedModel:
             if files[name] != found[name]
         ]
         raise CheckpointError(f"{card}: its list is not what the folder holds: {listed(wrong)}")
-    return ConvertedModel(directory, dtype, _parameters(card, described), found)
+    parameters = _parameters(card, described)
+    return ConvertedModel(directory, dtype, parameters, quantized, quantization, found)
 
 
 def load_converted(
-    converted: ConvertedModel, config: ModelConfig, sharding_of: ShardingOf | None = None
+    converted: ConvertedModel,
+    config: ModelConfig,
+    sharding_of: ShardingOf | None = None,
+    *,
+    kv_scales: bool = False,
 ) -> Decoder:
     """The model of a converted folder, every parameter placed where it belongs and verified.
 
@@ -163,14 +191,16 @@ def load_converted(
         converted: the folder.
         config: what it should hold.
         sharding_of: by default, everything goes to JAX's default device.
+        kv_scales: take over the scales for a cache in fp8, if it has them.
 
     Raises:
         CheckpointError: parameters that are not those of `config`, or differ from what was written.
     """
     where, dtype = converted.directory, jnp.dtype(converted.dtype)
     model = abstract_model(config, dtype)
+    tree = _abstract_tree(converted, model)
     expected = {
-        path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in parameters_of(model).items()
+        name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_arrays(tree).items()
     }
     held = {path: (one.shape, one.dtype) for path, one in converted.parameters.items()}
     if held != expected:
@@ -192,7 +222,37 @@ def load_converted(
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
     _verify(where, values, converted.parameters)
-    return filled(model, values)
+    # In the tree's own order, which is not that of the names.
+    structure = jax.tree.structure(tree)
+    values = structure.unflatten([values[name] for name in expected])
+    scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
+    model = filled(model, values)
+    if kv_scales:
+        for path, value in scales.items():
+            scales_of(model)[path].kv_scales = scales_parameter(value)
+    return model
+
+
+def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
+    """The parameters that the folder must hold, with shapes in place of arrays."""
+    parameters = parameters_of(model)
+    tree: dict[str, Any] = {
+        path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+        for path, leaf in parameters.items()
+    }
+    shapes = {path: (one.shape, one.dtype) for path, one in converted.parameters.items()}
+    for path, form in converted.forms.items():
+        try:
+            if path not in parameters:
+                raise ValueError(f"{path[:200]} is no parameter of config.json's model")
+            tree[path] = abstract_parameter(path, form, parameters[path], shapes)
+        except ValueError as error:
+            raise CheckpointError(f"{converted.directory / CARD}: forms: {error}") from error
+    kv_heads = model.config.num_key_value_heads
+    for path in scales_of(model):
+        if path in shapes:
+            tree[path] = jax.ShapeDtypeStruct((2, kv_heads), jnp.float32)
+    return tree
 
 
 def _orbax() -> Any:
@@ -249,7 +309,7 @@ def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
             sound = all(type(size) is int for size in shape) and isinstance(sha256, str)
         except (TypeError, KeyError):
             sound = False
-        if not sound or dtype not in DTYPES:
+        if not sound or dtype not in (*DTYPES, *CODES):
             raise CheckpointError(f"{card}: {path[:200]!r} needs a shape, a dtype and a sha256")
         found[path] = _Parameter(tuple(shape), dtype, sha256)
     return found

@@ -21,11 +21,11 @@ def fused(
     Parts that are grouped alike become one matrix; those that are not stay apart.
     """
     outputs = shape[contract:]
-    pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
-    if all(_alike(pieces[0], piece) for piece in pieces):
-        return _joined(parts, pieces, outputs).placed(outputs)
+    if all(_alike(parts[0][1], codes) for _, codes in parts):
+        return joined(parts, contract, dims, outputs).placed(outputs)
     weights, places = [], []
-    for (part, _), piece in zip(parts, pieces, strict=True):
+    for part, codes in parts:
+        piece = _arranged(part, codes, contract, dims)
         places.append(_place(part, outputs))
         weights.append(piece.placed((piece.values.shape[1],)))
     return SeveralWeights(tuple(weights), tuple(places), outputs)
@@ -55,7 +55,12 @@ def _alike(one: Codes, other: Codes) -> bool:
     return np.array_equal(one.order, other.order)
 
 
-def _joined(parts: Sequence[Part], pieces: Sequence[Codes], outputs: tuple[int, ...]) -> Codes:
+def joined(
+    parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
+) -> Codes:
+    """One matrix of parts that are grouped alike, its outputs in the model's order."""
+    pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
+
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
         whole = np.empty((len(arrays[0]), *outputs), arrays[0].dtype)
         for (part, _), array in zip(parts, arrays, strict=True):

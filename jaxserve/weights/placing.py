@@ -13,7 +13,8 @@ from flax import nnx
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
-from jaxserve.models.quantized import PROJECTIONS, flat_shape
+from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fusing import dequantized, fused
 from jaxserve.weights.packed import Sorted, kv_scale_of
 from jaxserve.weights.quantize import quantize
@@ -29,11 +30,18 @@ def contracted(parameter: nnx.Param[Any]) -> int | None:
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
 
 
+def holds_experts(parameter: nnx.Param[Any]) -> bool:
+    """Whether a parameter is a matrix for each expert, which may be quantized."""
+    return parameter.get_metadata()["axes"] in EXPERTS
+
+
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
     """`place`, for matrices of the blocks preceded by their quantization to `form`."""
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:
         contract = contracted(parameters[path])
+        if form is not None and holds_experts(parameters[path]):
+            return quantized_experts(values, form)
         if form is None or contract is None:
             return place(path, values)
         flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
@@ -51,7 +59,8 @@ def read_packed(
 ) -> dict[str, Any]:
     """The parameters that a checkpoint holds quantized, by path.
 
-    Those that jaxserve keeps in full (an output projection, say) are dequantized. `report` is told
+    Those that jaxserve keeps in full (an output projection, say) are dequantized, and experts that
+    cannot be kept side by side. `report` is told
     the bytes of every parameter that has been read.
 
     Raises:
@@ -72,11 +81,15 @@ def read_packed(
         parts = [(weight, codes[weight.name]) for weight in weights]
         parameter = parameters[path]
         contract = contracted(parameter)
-        if contract is None:
+        kept: Any = None
+        if contract is not None:
+            kept = fused(parts, parameter.shape, contract, dims)
+        elif holds_experts(parameter):
+            kept = fused_experts(parts, parameter.shape, dims)
+        if kept is None:
             whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
-            values[path] = place(path, whole)
-        else:
-            values[path] = fused(parts, parameter.shape, contract, dims)
+            kept = place(path, whole)
+        values[path] = kept
         report(sum(checkpoint.packed[name].num_bytes for name in codes))
     return values
 
@@ -103,8 +116,20 @@ def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
             )
         if attention.kv_scales is None:
             kv_heads = model.config.num_key_value_heads
-            attention.kv_scales = nnx.Param(
-                jnp.ones((2, kv_heads), jnp.float32), axes=("key_value", "kv_heads")
-            )
+            attention.kv_scales = scales_parameter(jnp.ones((2, kv_heads), jnp.float32))
         row = 0 if kind == "k" else 1
         attention.kv_scales[...] = attention.kv_scales[...].at[row].set(value.item())
+
+
+def scales_parameter(values: Any) -> nnx.Param[Any]:
+    """float32[2, K] as the scales of a layer's cache: of its keys, of its values."""
+    return nnx.Param(values, axes=("key_value", "kv_heads"))
+
+
+def scales_of(model: Decoder) -> dict[str, Attention]:
+    """Where a layer's scales would be, by the path that they have as a parameter."""
+    return {
+        f"layers.{index}.attention.kv_scales": layer.attention
+        for index, layer in enumerate(model.layers)
+        if isinstance(layer.attention, Attention)
+    }

@@ -71,11 +71,11 @@ class Codes:
         out[self.order] = numbers
         return out
 
-    def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
-        """Padded to whole groups, packed, and on JAX's default device."""
+    def packed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Codes padded to whole groups, two a byte for int4; scales; zero points."""
         values, inputs = self.values, len(self.values)
         groups, missing = len(self.scales), len(self.scales) * self.group - inputs
-        neutral, zeros = 8 if self.form == "int4" else 0, self.zeros
+        neutral = 8 if self.form == "int4" else 0
         if missing:
             # What stands for zero in a group with zero points of its own does not matter: the
             # activations are padded with zeros.
@@ -85,13 +85,18 @@ class Codes:
                 assert groups == 1
                 values = np.pad(values, ((0, 1), (0, 0)), constant_values=neutral)
             values = values[0::2] | values[1::2] << 4
+        return values, self.scales, self.zeros
+
+    def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
+        """Packed, and on JAX's default device."""
+        values, scales, zeros = self.packed()
         return QuantizedWeight(
             jnp.asarray(values),
-            jnp.asarray(self.scales),
+            jnp.asarray(scales),
             None if zeros is None else jnp.asarray(zeros),
             None if self.order is None else jnp.asarray(self.order),
             self.form,
-            inputs,
+            len(self.values),
             outputs,
         )
 

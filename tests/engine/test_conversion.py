@@ -13,11 +13,15 @@ from jaxserve import LLM, EngineConfig, UnsupportedModel
 from jaxserve.cli import main
 from jaxserve.engine.loading import load
 from jaxserve.engine.source import find_source
+from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.weights import parameter_values
 from tests.engine.conftest import GREEDY
 from tests.engine.test_gguf_text import byte_level
 from tests.engine.test_start import SMALL
 from tests.weights.gguf_files import Type, random_tensors, raw_config, write_gguf
+from tests.weights.packing import save
+from tests.weights.test_quantized import EXPERTS
+from tests.weights.test_quantized import checkpoint as quantized_checkpoint
 
 
 def test_a_converted_folder_serves_the_same(llm, checkpoint: Path, tmp_path: Path, capsys) -> None:
@@ -60,6 +64,34 @@ def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
     assert all(np.asarray(got[p]).tobytes() == np.asarray(want[p]).tobytes() for p in want)
     text = "the cat<|user|> sat"
     assert after.tokenizer(config).encode(text) == [0, *backend.encode(text).ids]
+
+
+@pytest.mark.parametrize("form", ["int4", "awq"])
+def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> None:
+    """As they are placed: whoever loads them gets the same trees, and no other quantization."""
+    folder, plain = quantized_checkpoint(tmp_path / "awq", "awq", EXPERTS)
+    asked = form if form == "int4" else None
+    if asked is not None:
+        folder = save(tmp_path / "plain", EXPERTS, plain)
+    to = tmp_path / "to"
+    options = ["--skip-tokenizer-init", *(["--quantization", asked] if asked else [])]
+    assert main(["convert", str(folder), str(to), *options]) == 0
+    sources = [find_source(EngineConfig(model=path)) for path in (folder, to)]
+    float32 = np.dtype(np.float32)
+    want, got = (
+        parameter_values(source.load(source.model_config, float32, None, asked))
+        for source in sources
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert isinstance(got["layers.0.mlp.down"], QuantizedExperts)
+    again = EngineConfig(model=to, quantization="int8", skip_tokenizer_init=True, **SMALL)
+    with pytest.raises(UnsupportedModel, match="int8"):
+        load(again)
+    capsys.readouterr()
+    assert main(["convert", str(to), str(tmp_path / "b"), "--quantization", "int8", *options[:1]])
+    assert "int8" in capsys.readouterr().err
 
 
 def test_nothing_is_converted_into_nothing(tmp_path: Path, capsys) -> None:

@@ -63,6 +63,36 @@ def test_a_step_of_one_row_holds_no_weight_in_full_precision():
     assert 0 <= MATRICES * BITS["int8"] / 8 - (runner.weight_bytes - PLAIN_BYTES) < MATRICES / 16
 
 
+# Four experts, each matrix as large as the smallest one of a projection, and latent attention.
+EXPERTS: dict[str, Any] = RAW | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+
+
+def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
+    config = ModelConfig.from_dict(EXPERTS)
+    settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
+    model = random_weights(config, np.float32, 0, "int4")
+    runner = Runner(settings.resolve("cpu", 64), config, model)
+    check_program(runner._compile(Bucket(4, 4, True, greedy=True), num_pages=8))
+    attention = 512 * (8 * 64 + 544 + 8 * 96 + 8 * 64)
+    plain = PLAIN_BYTES + 4 * (512 + 512 * 4)  # norm of the latent, router
+    codes = (attention + 5 * 3 * 512 * 512) * BITS["int4"] / 8
+    assert abs(runner.weight_bytes - plain - codes) < codes / 100
+
+
 def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ from pallas_kernels import (
     grouped_matmul,
     kv_write,
     paged_decode_attention,
+    quantized_grouped_matmul,
     ragged_paged_attention,
     reference,
 )
@@ -113,4 +114,30 @@ def test_grouped_matmul(dtype: str, shape: tuple[int, int], rows: int) -> None:
     x = x.at[int(sizes.sum()) :].set(jnp.nan)
     w = jnp.where((sizes == 0)[:, None, None], jnp.nan, w)
     actual = grouped_matmul(x, w, sizes, implementation="triton")
+    assert_close(actual, expected, x.dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 700])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_quantized_grouped_matmul(dtype: str, form: str, rows: int) -> None:
+    """Against plain JAX; scales of groups without rows, and rows of no group, are NaN."""
+    rng, groups, inputs, outputs = np.random.default_rng(rows), 9, 288, 200
+    codes = rng.integers(0, 112, (groups, inputs // (2 if form == "int4" else 1), outputs))
+    values = jnp.asarray(codes, jnp.int8 if form == "int8" else jnp.uint8)
+    scales = rng.uniform(1e-4, 1e-3, (groups, 9 if form == "int4" else 1, outputs))
+    zeros = jnp.full(scales.shape, 7, jnp.uint8) if form == "int4" else None
+    x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
+    sizes = jnp.asarray(
+        rng.multinomial(rows, rng.dirichlet(np.ones(groups + 1) / 3))[:-1], jnp.int32
+    )
+    scales = jnp.asarray(scales, jnp.float32)
+    wide = x.astype(jnp.float32), values, scales, zeros, sizes
+    with jax.default_matmul_precision("highest"):
+        expected = quantized_grouped_matmul(*wide, form=form, implementation="xla")
+    x = x.at[int(sizes.sum()) :].set(jnp.nan)
+    scales = jnp.where((sizes == 0)[:, None, None], jnp.nan, scales)
+    actual = quantized_grouped_matmul(
+        *(x, values, scales, zeros, sizes), form=form, implementation="triton"
+    )
     assert_close(actual, expected, x.dtype)

@@ -9,24 +9,28 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import read_model_config
+from jaxserve.models import ModelConfig, read_model_config
 from jaxserve.weights import (
     load_converted,
     load_weights,
     open_converted,
     parameter_values,
+    random_weights,
     write_converted,
 )
 from jaxserve.weights.converted import CARD, WEIGHTS
 from tests.weights.conftest import RAW
 from tests.weights.gguf_files import random_tensors
+from tests.weights.test_quantized import DEEPSEEK, checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,9 +48,9 @@ def copy_config(source: Path, folder: Path) -> None:
     shutil.copyfile(source / "config.json", folder / "config.json")
 
 
-def restore(folder: Path) -> dict[str, np.ndarray]:
+def restore(folder: Path) -> dict[str, Any]:
     model = load_converted(open_converted(folder), read_model_config(folder))
-    return {path: np.asarray(value) for path, value in parameter_values(model).items()}
+    return jax.tree.map(np.asarray, parameter_values(model))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -59,6 +63,94 @@ def test_every_bit_comes_back(single, tmp_path, dtype):
     for path, value in want.items():
         assert got[path].dtype == value.dtype and got[path].tobytes() == value.tobytes()
     assert [path.name for path in tmp_path.glob(".to*")] == []
+
+
+def write_quantized(directory: Path, kind: str) -> tuple[Path, dict[str, Any], int]:
+    """A converted folder, what it was made of, and how many of its parameters are quantized.
+
+    "int4" has experts and latents in groups with padding; "gptq_act_order" projections whose parts
+    differ, and scales of a cache.
+    """
+    if kind == "int4":
+        raw = DEEPSEEK | {"torch_dtype": "float32"}
+        model = random_weights(ModelConfig.from_dict(raw), jnp.float32, 0, kind)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(raw))
+    else:
+        scale = {"model.layers.0.self_attn.k_scale": np.float32(0.5).reshape(1)}
+        checkpoint(directory, kind, change=lambda tensors: tensors.update(scale))
+        config = read_model_config(directory)
+        model = load_weights(directory, config, jnp.float32, kv_scales=True)
+    values, to = parameter_values(model), directory / "to"
+    want = jax.tree.map(np.asarray, values)
+    asked = kind if kind == "int4" else None
+    write_converted(
+        values, model.config, to, lambda folder: copy_config(directory, folder), "float32", asked
+    )
+    assert not values and open_converted(to).quantization == asked
+    return to, want, {"int4": 16, "gptq_act_order": 4}[kind]
+
+
+@pytest.mark.parametrize("kind", ["int4", "gptq_act_order"])
+def test_every_bit_of_quantized_parameters_comes_back(kind, tmp_path):
+    to, want, count = write_quantized(tmp_path / "from", kind)
+    assert len(open_converted(to).forms) == count
+    config = read_model_config(to)
+    got = parameter_values(load_converted(open_converted(to), config, kv_scales=True))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and np.asarray(one).tobytes() == other.tobytes()
+    scales = "layers.0.attention.kv_scales"
+    assert (scales in want) == (kind != "int4") and scales not in restore(to)
+
+
+def test_damaged_descriptions_of_quantized_parameters(tmp_path):
+    """A card may say anything: it is refused before anything of its sizes is made."""
+    to, _, _ = write_quantized(tmp_path / "from", "gptq_act_order")
+    card = json.loads((to / CARD).read_text())
+    qkv, down = "layers.0.attention.qkv", "layers.0.mlp.down"
+    arrays = f"{qkv}.weights.0."
+
+    def part(place: object, form: object = "int4") -> dict[str, Any]:
+        return {"forms": {qkv: [[form, place], *card["forms"][qkv][1:]]}}
+
+    def described(**changed: object) -> dict[str, Any]:
+        return {"parameters": {arrays + name: value for name, value in changed.items()}}
+
+    def kind(name: str, **changed: object) -> dict[str, object]:
+        return card["parameters"][arrays + name] | changed
+
+    place = card["forms"][qkv][0][1]
+    for change, named in (
+        ({"forms": []}, "forms"),
+        ({"forms": {"norm.scale": "int4"}}, "norm.scale"),
+        ({"forms": {"no.such": "int4"}}, "no.such"),
+        ({"forms": {down: "int3"}}, "int3"),
+        ({"forms": {qkv: "int4"}}, f"{qkv}.values"),
+        ({"forms": {qkv: card["forms"][qkv][:1]}}, "do not fill"),
+        ({"forms": {qkv: [[]]}}, "needs a form"),
+        (part(place, "int3"), "int3"),
+        (part(place[1:]), "needs a form"),
+        (part([[0, 1 << 60], *place[1:]]), "needs a form"),
+        (part([[-1, 1], *place[1:]]), "needs a form"),
+        (described(values=kind("values", shape=[1 << 60, 1])), f"{arrays}values"),
+        (described(scales=kind("scales", shape=[3, 64])), "which does not fit"),
+        (described(scales=kind("scales", dtype="int32")), f"{arrays}scales"),
+        (described(order=kind("order", shape=[1])), f"{arrays}order"),
+        ({"quantization": "int3"}, "quantization"),
+    ):
+        changed = {
+            name: {**card[name], **value} if isinstance(value, dict) else value
+            for name, value in change.items()
+        }
+        (to / CARD).write_text(json.dumps(card | changed))
+        with pytest.raises(CheckpointError) as caught:
+            restore(to)
+        assert str(to) in str(caught.value) and named in str(caught.value), change
+    assert {"forms", "quantization"} < card.keys()
+    (to / CARD).write_text(json.dumps({**card, "forms": {}}))
+    with pytest.raises(CheckpointError, match="not those of config"):
+        restore(to)
 
 
 @pytest.fixture(scope="module")
@@ -172,32 +264,35 @@ import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Mesh
 from jaxserve.models import read_model_config
 from jaxserve.weights import converted, load_converted, open_converted, parameter_values
-whole, to = map(Path, sys.argv[1:])
-config = read_model_config(whole)
+whole, quantized, to = map(Path, sys.argv[1:])
 mesh = Mesh(np.array(jax.devices()), ("x",))
 def sharding_of(path, shape):
     axes = [i for i, size in enumerate(shape) if size % 4 == 0][-1:]
     names = ["x" if i in axes else None for i in range(len(shape))]
     return NamedSharding(mesh, PartitionSpec(*names))
-one = parameter_values(load_converted(open_converted(whole), config))
-many = parameter_values(load_converted(open_converted(whole), config, sharding_of))
-assert all(np.asarray(one[path]).tobytes() == np.asarray(many[path]).tobytes() for path in one)
-assert sum(not value.is_fully_replicated for value in many.values()) > 10
+for folder in (quantized, whole):
+    config = read_model_config(folder)
+    one = parameter_values(load_converted(open_converted(folder), config))
+    many = parameter_values(load_converted(open_converted(folder), config, sharding_of))
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    assert sum(not value.is_fully_replicated for _, value in pairs) > 10
 print("equal", flush=True)
 converted._sync_all = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 converted.write_converted(many, config, to, lambda folder: None, "float32")
 """
 
 
-def test_four_devices_and_a_kill_in_the_middle(whole, tmp_path):
+def test_four_devices_and_a_kill_in_the_middle(whole, tmp_path, tmp_path_factory):
     """Restored to any sharding; killed between the weights and the card, it is not whole."""
+    quantized, _, _ = write_quantized(tmp_path_factory.mktemp("quantized") / "from", "int4")
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(whole), str(tmp_path / "to")],
+        [sys.executable, "-c", PROGRAM, str(whole), str(quantized), str(tmp_path / "to")],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from jaxserve.engine.text import Tokenizer
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.linear import matmul
-from jaxserve.models.quantized import QuantizedWeight, SeveralWeights
-from jaxserve.models.weight_table import dimensions
+from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SeveralWeights
+from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights import load_weights, random_weights
+from jaxserve.weights.expert_codes import fused_experts, quantized_experts
+from jaxserve.weights.loading import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from tests.models.tiny_models import PagedRunner, relative_error
 from tests.weights import packing
@@ -44,6 +47,24 @@ EXPERTS = RAW | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+DEEPSEEK = RAW | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+FP8_CODES = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -178,13 +199,51 @@ def test_stacked_tensors_are_taken_apart(tmp_path):
         np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_of_a_quantized_checkpoint_are_dequantized(tmp_path):
-    directory, plain = checkpoint(tmp_path / "quantized", "fp8_blocks", EXPERTS)
+def in_full(value: Any) -> np.ndarray:
+    """What a parameter stands for, [..., I, O] with all outputs in one."""
+    if not isinstance(value, QuantizedWeight | QuantizedExperts):
+        return np.asarray(value)
+    codes, scales = np.asarray(value.values), np.asarray(value.scales, np.float32)
+    if value.form == "int4":
+        numbers = np.stack([codes & 15, codes >> 4], axis=-2).astype(np.float32)
+        numbers = numbers.reshape(*codes.shape[:-2], -1, codes.shape[-1])
+        zeros = np.full(scales.shape, 8) if value.zeros is None else np.asarray(value.zeros)
+    else:
+        numbers = codes.view(np.int8 if value.form == "int8" else FP8_CODES).astype(np.float32)
+        zeros = np.zeros(scales.shape)
+    each = numbers.shape[-2] // scales.shape[-2]
+    zeros = zeros.astype(np.float32).repeat(each, axis=-2)
+    whole = (numbers - zeros) * scales.repeat(each, axis=-2)
+    return whole[..., : value.inputs, :]
+
+
+@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "gptq", "gptq_act_order"])
+def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
+    """Side by side; in full where inputs have an order of their own."""
+    directory, plain = checkpoint(tmp_path / "quantized", form, EXPERTS)
     got = parameters(load(directory))
     want = parameters(load(packing.save(tmp_path / "plain", EXPERTS, plain)))
-    assert isinstance(got["layers.0.attention.qkv"], QuantizedWeight)
     for name in ("gate_up", "down", "router"):
-        np.testing.assert_allclose(got[f"layers.0.mlp.{name}"], want[f"layers.0.mlp.{name}"])
+        value, whole = got[f"layers.0.mlp.{name}"], want[f"layers.0.mlp.{name}"]
+        kept = name != "router" and form != "gptq_act_order"
+        assert isinstance(value, QuantizedExperts) == kept
+        np.testing.assert_allclose(in_full(value).reshape(whole.shape), whole, rtol=1e-6, atol=1e-7)
+        if kept:
+            assert value.values.nbytes <= whole.size * (1.25 if form == "fp8_blocks" else 0.5)
+
+
+def test_experts_with_zero_points_and_without_lie_side_by_side():
+    """As where all zero points of one expert are the middle of the range."""
+    rng = np.random.default_rng(0)
+    first, second = (quantize(rng.normal(size=(64, 6)).astype(np.float32), "int4") for _ in "ab")
+    codes = [dataclasses.replace(first, zeros=None), second]
+    names = [WeightName(f"{index}", "M D -> D M", "down", (index,)) for index in range(2)]
+    parts = list(zip(names, codes, strict=True))
+    got = fused_experts(parts[::-1], (2, 64, 6), {"D": 64, "M": 6})
+    want = np.stack([one.dequantized() for one in codes])
+    np.testing.assert_allclose(in_full(got), want, rtol=1e-6)
+    others = [(names[0], quantize(want[0], "int8")), parts[1]]
+    assert fused_experts(others, (2, 64, 6), {"D": 64, "M": 6}) is None
 
 
 def test_scales_of_the_cache_are_read_where_it_is_fp8(tmp_path):
@@ -298,24 +357,47 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
     assert (error > 0.8 * bound).any(), "the bound is far from what happens"
 
 
-@functools.cache
-def plain_model() -> Decoder:
-    return random_weights(ModelConfig.from_dict(RAW), np.float32)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("raw", [RAW, DEEPSEEK], ids=["qwen2", "deepseek"])
+def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
+    config = ModelConfig.from_dict(raw)
+    plain = parameters(random_weights(config, np.float32))
+    matrices = (".qkv", ".out", ".gate_up", ".down", ".query", ".query_down", ".up")
+    for path, value in parameters(random_weights(config, np.float32, 0, form)).items():
+        matrix = path.endswith(matrices)
+        assert isinstance(value, QuantizedWeight | QuantizedExperts) == matrix, path
+        if not matrix:
+            np.testing.assert_array_equal(value, plain[path])
+            continue
+        bits = {"int8": 8, "fp8": 8, "int4": 4}[form]
+        rows = value.inputs if form != "int4" else -(-value.inputs // 32) * 32
+        assert value.values.nbytes * 8 == plain[path].size // value.inputs * rows * bits
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_blocks_matrices_are_quantized_and_nothing_else(form):
-    plain = parameters(plain_model())
-    for path, value in parameters(
-        random_weights(plain_model().config, np.float32, 0, form)
-    ).items():
-        matrix = path.endswith((".qkv", ".out", ".gate_up", ".down"))
-        assert isinstance(value, QuantizedWeight) == matrix, path
-        if matrix:
-            bits = {"int8": 8, "fp8": 8, "int4": 4}[form]
-            assert value.values.nbytes * 8 == plain[path].size * bits
-        else:
-            np.testing.assert_array_equal(value, plain[path])
+def test_each_expert_is_quantized_alone(form):
+    """So that the bounds above hold for each one's scales, however large another's are."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 40, 2, 5)).astype(np.float32)
+    values *= np.float32([1e-6, 1, 1e6])[:, None, None, None]
+    got = quantized_experts(values, form)
+    assert got.outputs == (2, 5) and got.scales.shape == (3, 2 if form == "int4" else 1, 10)
+    for expert, whole in zip(values, in_full(got), strict=True):
+        want = quantize(expert.reshape(40, 10), form).dequantized()
+        np.testing.assert_array_equal(whole.reshape(40, 10), want)
+
+
+def test_quantized_experts_and_latents_give_what_they_stand_for(logits):
+    """In int4, with inputs that groups do not divide: as the same model in full does."""
+    model = random_weights(ModelConfig.from_dict(DEEPSEEK), np.float32, 0, "int4")
+    plain = random_weights(model.config, np.float32)
+    whole = {
+        path: jnp.asarray(in_full(value)).reshape(parameters(plain)[path].shape)
+        for path, value in parameters(model).items()
+    }
+    exact = logits(filled(plain, whole))
+    assert relative_error(logits(model), exact) < 1e-5
+    assert relative_error(logits(plain), exact) > 1e-2
 
 
 TURN = """<|bos|><|im_start|>user

@@ -1,0 +1,82 @@
+"""Quantized experts: the codes of each one's matrix, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby
+
+import jax
+import numpy as np
+
+from jaxserve.models.quantized import QuantizedExperts
+from jaxserve.weights.fusing import Part, joined
+from jaxserve.weights.quantize import Codes, quantize
+
+THREADS = 4
+
+
+def quantized_experts(values: np.ndarray, form: str) -> QuantizedExperts:
+    """Every expert's matrix [E, I, outputs...] in "int8", "fp8" or "int4", one at a time a thread.
+
+    Errors are those of `quantize`, with scales for each expert.
+    """
+    count, inputs, *outputs = values.shape
+
+    def codes_of(index: int) -> Codes:
+        flat = values[index].reshape(inputs, -1)
+        return quantize(flat.astype(np.float32, copy=False), form)
+
+    return _stacked(codes_of, count, tuple(outputs))
+
+
+def fused_experts(
+    parts: Sequence[Part], shape: tuple[int, ...], dims: Mapping[str, int]
+) -> QuantizedExperts | None:
+    """A checkpoint's quantized experts as one parameter of `shape`.
+
+    None where they cannot be one: inputs in an order of their own, or experts stored differently.
+    """
+
+    def expert_of(part: Part) -> int:
+        index = part[0].at[0]
+        assert isinstance(index, int)
+        return index
+
+    experts = [
+        [(replace(part, at=part.at[1:] or (...,)), codes) for part, codes in own]
+        for _, own in groupby(sorted(parts, key=expert_of), key=expert_of)
+    ]
+    every = [codes for _, codes in parts]
+    kinds = {(codes.form, codes.group, codes.scales.dtype) for codes in every}
+    sorted_inputs = any(codes.order is not None for codes in every)
+    if sorted_inputs or len(kinds) > 1 or len(experts) != shape[0]:
+        return None
+    zero_points = any(codes.zeros is not None for codes in every)
+
+    def codes_of(index: int) -> Codes:
+        codes = joined(experts[index], 1, dims, shape[2:])
+        return replace(codes, zeros=codes.zeros_or_default()) if zero_points else codes
+
+    return _stacked(codes_of, len(experts), shape[2:])
+
+
+def _stacked(
+    codes_of: Callable[[int], Codes], count: int, outputs: tuple[int, ...]
+) -> QuantizedExperts:
+    first = codes_of(0)
+    packed = first.packed()
+    whole = [None if one is None else np.empty((count, *one.shape), one.dtype) for one in packed]
+
+    def fill(index: int) -> None:
+        arrays = codes_of(index).packed() if index else packed
+        for target, array in zip(whole, arrays, strict=True):
+            if target is not None and array is not None:
+                target[index] = array
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fill, range(count)))
+    values, scales, zeros = (None if one is None else jax.device_put(one) for one in whole)
+    assert values is not None and scales is not None
+    return QuantizedExperts(values, scales, zeros, first.form, len(first.values), outputs)

@@ -1,0 +1,137 @@
+"""The grouped matrix product where every group's matrix is stored quantized, and stays so.
+
+Codes, scales and zero points are those of ``quantized_matmul`` with one more dimension in front,
+the groups of rows: values [E,rows,O], scales and zeros [E,groups,O]. On CPU a loop over tiles of
+rows dequantizes a block of one matrix's outputs at a time, in float32; on a GPU the kernel in
+``triton_quantized_grouped_matmul`` does it in registers. Matrices without rows are never read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, target_platform
+from pallas_kernels.quantized_codes import halves
+from pallas_kernels.quantized_matmul import block_product, check
+from pallas_kernels.xla_grouped_matmul import row_tiles, tile_rows
+
+BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "int4": 128})
+"""Of the loop on CPU, by form. The two that take more to decode are 0.6 to 0.8 times as slow with
+blocks that stay in a nearer cache, at 768 inputs and 2 to 32 rows a tile."""
+
+
+def quantized_grouped_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    form: str,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Rows sorted by group, each times the matrix of its group; see ``grouped_matmul``.
+
+    Args:
+        x: [A,I], bfloat16, float16, float32 or float64.
+        values: the codes, see above and ``quantized_matmul``.
+        scales: [E,groups,O], any float.
+        zeros: uint8 [E,groups,O] or None; of int4 only.
+        group_sizes: i32[E], none negative, together at most A; rows after the last yield zeros.
+        form: "int8", "fp8" or "int4".
+        implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are
+            addressable, and XLA elsewhere.
+
+    Returns:
+        [A,O] of x's dtype; accumulated in float32 (float64 for float64).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    _check(x, values, scales, zeros, group_sizes, form, implementation)
+    # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
+    far = TWO_GIB <= values.size <= FOUR_GIB
+    if implementation == "auto":
+        suits = target_platform() == "gpu" and x.dtype.itemsize <= 4 and not far
+        implementation = "triton" if suits else "xla"
+    if implementation == "xla":
+        return _in_tiles(x, values, scales, zeros, group_sizes, form)
+    if far:
+        raise ValueError(f"values take {values.size} bytes; triton takes no 2 to 4 GiB")
+    kernels = importlib.import_module("pallas_kernels.triton_quantized_grouped_matmul")
+    return kernels.quantized_grouped_matmul(
+        *(x, values, scales, zeros, group_sizes),
+        form=form,
+        interpret=implementation == "triton_interpret",
+    )
+
+
+def _in_tiles(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    form: str,
+) -> jax.Array:
+    """Of each tile of rows a block of columns at a time; the last overlaps the one before."""
+    rows, columns = x.shape[0], values.shape[2]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    size = tile_rows(rows, values.shape[0])
+    group, first, count = row_tiles(group_sizes, rows, size)
+    width = min(BLOCK_COLUMNS[form], columns)
+    blocks, zero = -(-columns // width), jnp.int32(0)
+    inputs = halves(jnp.pad(x, ((0, size), (0, 0))), form)
+
+    def body(turn: jax.Array, out: jax.Array) -> jax.Array:
+        tile = turn // blocks
+        at = jnp.minimum(turn % blocks * width, columns - width)
+
+        def cut(array: jax.Array) -> jax.Array:
+            start, shape = (group[tile], zero, at), (1, array.shape[1], width)
+            return lax.dynamic_slice(array, start, shape)[0]
+
+        some = [
+            lax.dynamic_slice(part, (first[tile], zero), (size, part.shape[1])).astype(wide)
+            for part in inputs
+        ]
+        some_zeros = None if zeros is None else cut(zeros)
+        y = block_product(some, cut(values), cut(scales), some_zeros, form)
+        # What a tile writes past the end of its group, the next group's tile overwrites.
+        return lax.dynamic_update_slice(out, y, (first[tile], at))
+
+    out = jnp.zeros((rows + size, columns), wide)
+    out = lax.fori_loop(jnp.int32(0), count.astype(jnp.int32) * blocks, body, out)
+    owned = jnp.arange(rows) < group_sizes.sum()
+    return jnp.where(owned[:, None], out[:rows], 0).astype(x.dtype)
+
+
+def _check(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    form: str,
+    implementation: str,
+) -> None:
+    if values.ndim != 3 or values.shape[0] < 1:
+        raise ValueError(f"values have shape {values.shape}; expected [E, rows, O]")
+    many = values.shape[0]
+    for name, array in (("scales", scales), ("zeros", zeros)):
+        if array is not None and (array.ndim != 3 or array.shape[0] != many):
+            raise ValueError(f"{name} have shape {array.shape}; expected [{many}, groups, O]")
+
+    def one(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+    check(x, one(values), one(scales), None if zeros is None else one(zeros), form, implementation)
+    if group_sizes.shape != (many,) or group_sizes.dtype != jnp.int32:
+        got = f"{group_sizes.dtype}{list(group_sizes.shape)}"
+        raise ValueError(f"group_sizes are {got}; expected int32[{many}], one a matrix of values")
