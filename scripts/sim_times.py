@@ -46,7 +46,7 @@ class Line:
 
     Attributes:
         fixed, each: the parts.
-        spread: quantiles, evenly spaced, of what was measured over the line.
+        spread: quantiles of what was measured over the line, each for an equal share of it.
     """
 
     fixed: float
@@ -55,7 +55,7 @@ class Line:
 
     def micros(self, amount: float, luck: float | None = None) -> float:
         """At a quantile, or in the mean."""
-        place = np.linspace(0, 1, len(self.spread))
+        place = (np.arange(len(self.spread)) + 0.5) / len(self.spread)
         ratio = np.mean(self.spread) if luck is None else np.interp(luck, place, self.spread)
         return (self.fixed + self.each * amount) * float(ratio)
 
@@ -215,9 +215,9 @@ def table(times: Measured) -> str:
         f"{times.pair_us[name]:>20,.1f}{times.more_us[name]:>16,.0f}"
         for name in times.base_us
     ]
-    lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 of it':>20}")
+    lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
     for name, one in sorted(times.lines.items()):
-        low, high = np.interp([0.1, 0.99], np.linspace(0, 1, len(one.spread)), one.spread)
+        low, high = np.quantile(one.spread, (0.1, 0.99))
         lines.append(
             f"{name:<28}{one.fixed:>12,.0f}{one.each:>22,.2f}{f'{low:.2f} to {high:.2f}':>20}"
         )
