@@ -24,7 +24,9 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from sim_times import Line, Measured, kind_of, num_drawn
 
-QUANTILES = 100
+QUANTILES = 50
+MOST_RANGES = 4
+LEAST_SAMPLES = 40
 MOST_OUTPUT = 64
 
 
@@ -47,8 +49,8 @@ class Samples:
 def line(amounts: list[float], micros: list[float]) -> Line:
     """The line with the least absolute relative error, and quantiles of what is measured over it.
 
-    Both of its parts are at least 0. What took very long once moves neither line nor quantiles
-    much: those lie in the middle of equal shares.
+    Both of its parts are at least 0. What takes long is delayed by less in proportion, so that
+    quantiles are kept for each of several ranges of the amount.
     """
     x, y = np.array(amounts, float), np.maximum(np.array(micros), 0.1)
     columns = [np.ones(len(x)), x] if np.ptp(x) > 0 else [np.ones(len(x))]
@@ -60,8 +62,13 @@ def line(amounts: list[float], micros: list[float]) -> Line:
         parts = [part[0] if column is best[1] else 0.0 for part, column in alone]
     fixed, each = [*parts, 0.0][:2]
     ratios = y / np.maximum(fixed + each * x, 0.1)
-    spread = np.quantile(ratios, (np.arange(QUANTILES) + 0.5) / QUANTILES)
-    return Line(fixed, each, tuple(spread.tolist()))
+    ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
+    edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges))
+    edges = edges[edges < x.max()]
+    member = edges.searchsorted(x)
+    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    spreads = [np.quantile(ratios[member == n], places).tolist() for n in range(len(edges) + 1)]
+    return Line(fixed, each, tuple(map(tuple, spreads)), tuple(edges.tolist()))
 
 
 def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:

@@ -46,33 +46,22 @@ class Line:
 
     Attributes:
         fixed, each: the parts.
-        spread: quantiles of what was measured over the line, each for an equal share of it.
+        spreads: quantiles of what was measured over the line, each for an equal share of it; for
+            each range of the amount.
+        edges: where all ranges but the last end.
     """
 
     fixed: float
     each: float
-    spread: tuple[float, ...] = (1.0,)
+    spreads: tuple[tuple[float, ...], ...] = ((1.0,),)
+    edges: tuple[float, ...] = ()
 
     def micros(self, amount: float, luck: float | None = None) -> float:
         """At a quantile, or in the mean."""
-        place = (np.arange(len(self.spread)) + 0.5) / len(self.spread)
-        ratio = np.mean(self.spread) if luck is None else np.interp(luck, place, self.spread)
+        spread = self.spreads[int(np.searchsorted(self.edges, amount))]
+        place = (np.arange(len(spread)) + 0.5) / len(spread)
+        ratio = np.mean(spread) if luck is None else np.interp(luck, place, spread)
         return (self.fixed + self.each * amount) * float(ratio)
-
-
-def attention_work(plan: StepPlan) -> tuple[int, int]:
-    """Cells that the rows of one token read, and pairs of query and position of the others.
-
-    Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
-    positions in chunks of 256.
-    """
-    ends = plan.lengths.astype(np.int64)
-    single = ends - plan.starts == 1
-    pairs = 0
-    for start, end in zip(plan.starts[~single].tolist(), ends[~single].tolist(), strict=True):
-        tiles = np.minimum(np.arange(start + 32, end + 32, 32), end)
-        pairs += int((-(-tiles // 256)).sum()) * 32 * 256
-    return int(ends[single].sum()), pairs
 
 
 @dataclass(frozen=True)
@@ -217,7 +206,7 @@ def table(times: Measured) -> str:
     ]
     lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
     for name, one in sorted(times.lines.items()):
-        low, high = np.quantile(one.spread, (0.1, 0.99))
+        low, high = np.quantile(np.concatenate(one.spreads), (0.1, 0.99))
         lines.append(
             f"{name:<28}{one.fixed:>12,.0f}{one.each:>22,.2f}{f'{low:.2f} to {high:.2f}':>20}"
         )

@@ -175,6 +175,10 @@ def test_lines_fit_what_was_measured_and_keep_its_spread() -> None:
     wide = line([1] * 100, [10] * 50 + [30] * 50)
     assert wide.micros(1, 0.0) == pytest.approx(10) and wide.micros(1, 1.0) == pytest.approx(30)
     assert wide.micros(1) == pytest.approx(20, rel=0.02)
+    # What takes long is delayed by less in proportion: each range has quantiles of its own.
+    late = line([10] * 80 + [100] * 80, ([10] * 60 + [30] * 20) + [100] * 80)
+    assert late.micros(10, 0.99) == pytest.approx(30)
+    assert late.micros(100, 0.99) == pytest.approx(100)
 
 
 def plan_of(starts: list[int], counts: list[int]) -> StepPlan:
