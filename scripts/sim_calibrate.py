@@ -63,7 +63,7 @@ def line(amounts: list[float], micros: list[float]) -> Line:
     fixed, each = [*parts, 0.0][:2]
     ratios = y / np.maximum(fixed + each * x, 0.1)
     ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
-    edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges))
+    edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges, method="lower"))
     edges = edges[edges < x.max()]
     member = edges.searchsorted(x)
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
