@@ -64,6 +64,21 @@ class Line:
         return (self.fixed + self.each * amount) * float(ratio)
 
 
+def attention_work(plan: StepPlan) -> tuple[int, int]:
+    """Cells that the rows of one token read, and pairs of query and position of the others.
+
+    Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
+    positions in chunks of 256.
+    """
+    ends = plan.lengths.astype(np.int64)
+    single = ends - plan.starts == 1
+    pairs = 0
+    for start, end in zip(plan.starts[~single].tolist(), ends[~single].tolist(), strict=True):
+        tiles = np.minimum(np.arange(start + 32, end + 32, 32), end)
+        pairs += int((-(-tiles // 256)).sum()) * 32 * 256
+    return int(ends[single].sum()), pairs
+
+
 @dataclass(frozen=True)
 class Measured:
     """Step times of one model on one device, by bucket, in microseconds.
