@@ -152,7 +152,7 @@ class Simulation:
     Args:
         setting: of the engine.
         times: of its steps.
-        seed: of how long each launch takes among its like.
+        seed: of how long each part of the loop takes among its like.
     """
 
     def __init__(self, setting: Setting, times: StepTimes, seed: int = 0) -> None:
@@ -229,8 +229,8 @@ class Simulation:
         plan = self.scheduler.schedule(self.pace.steps())
         submitted = None
         if plan is not None:
-            self.now += self.times.before(plan, self._idle)
-            luck = float(self._rng.random())
+            self.now += self.times.before(plan, self._idle, self._rng.random())
+            luck = self._rng.random()
             seconds = self.times.device(plan, self.buckets, self._idle, luck)
             self._device_free = max(self._device_free, self.now) + seconds
             submitted = (plan, self.now, self._device_free)
@@ -253,13 +253,13 @@ class Simulation:
             arrival, _, job = heapq.heappop(self._ready)
             sequence = Sequence(job.request, len(self._records), job.request.prompt_token_ids)
             self._records[sequence] = Record(arrival, sequence.num_prompt)
-            self.now += self.times.request(sequence.num_prompt, self._idle)
+            self.now += self.times.request(sequence.num_prompt, self._idle, self._rng.random())
             self.scheduler.add(sequence)
 
     def _commit(self, plan: StepPlan, submitted: float, done: float, closed: bool) -> None:
         self.now = max(self.now, done)
         self.pace.has_read(submitted, plan.num_steps, self.now)
-        self.now += self.times.after(plan)
+        self.now += self.times.after(plan, self._rng.random())
         shape = (len(plan),) if plan.num_steps == 1 else (plan.num_steps, len(plan))
         drawn, ok = np.full(shape, 7, np.int32), np.ones(shape, bool)
         result = self.scheduler.commit(plan, drawn, ok)

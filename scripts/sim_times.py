@@ -24,10 +24,10 @@ class StepTimes(Protocol):
         luck: from 0 to 1: how long this one takes among its like.
     """
 
-    def request(self, prompt: int, idle: float) -> float: ...
-    def before(self, plan: StepPlan, idle: float) -> float: ...
+    def request(self, prompt: int, idle: float, luck: float) -> float: ...
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
-    def after(self, plan: StepPlan) -> float: ...
+    def after(self, plan: StepPlan, luck: float) -> float: ...
 
 
 def kind_of(name: str, idle: float) -> str:
@@ -56,12 +56,11 @@ class Line:
     spreads: tuple[tuple[float, ...], ...] = ((1.0,),)
     edges: tuple[float, ...] = ()
 
-    def micros(self, amount: float, luck: float | None = None) -> float:
-        """At a quantile, or in the mean."""
+    def micros(self, amount: float, luck: float) -> float:
+        """At a quantile of what was measured."""
         spread = self.spreads[int(np.searchsorted(self.edges, amount))]
         place = (np.arange(len(spread)) + 0.5) / len(spread)
-        ratio = np.mean(spread) if luck is None else np.interp(luck, place, spread)
-        return (self.fixed + self.each * amount) * float(ratio)
+        return (self.fixed + self.each * amount) * float(np.interp(luck, place, spread))
 
 
 def attention_work(plan: StepPlan) -> tuple[int, int]:
@@ -132,14 +131,14 @@ class Measured:
         line = self._line(kind, idle, Line(0.0, 1.0))
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
-    def request(self, prompt: int, idle: float) -> float:
-        return 1e-6 * self._line("request", idle).micros(prompt)
+    def request(self, prompt: int, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("request", idle).micros(prompt, luck)
 
-    def before(self, plan: StepPlan, idle: float) -> float:
-        return 1e-6 * self._line("before", idle).micros(len(plan))
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("before", idle).micros(len(plan), luck)
 
-    def after(self, plan: StepPlan) -> float:
-        return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan))
+    def after(self, plan: StepPlan, luck: float) -> float:
+        return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
 
     def _line(self, name: str, idle: float, none: Line | None = None) -> Line:
         found = self.lines.get(kind_of(name, idle), self.lines.get(name))
@@ -190,7 +189,7 @@ class Assumed:
         default_factory=lambda: {"device": "H200, ASSUMED from its ceilings, not measured"}
     )
 
-    def request(self, prompt: int, idle: float) -> float:
+    def request(self, prompt: int, idle: float, luck: float) -> float:
         return 0.0
 
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
@@ -203,10 +202,10 @@ class Assumed:
         memory = read / (self.bandwidth * self.memory_share)
         return plan.num_steps * max(memory, work / (self.flops * self.compute_share))
 
-    def before(self, plan: StepPlan, idle: float) -> float:
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return self.host_before
 
-    def after(self, plan: StepPlan) -> float:
+    def after(self, plan: StepPlan, luck: float) -> float:
         return self.host_after
 
 
