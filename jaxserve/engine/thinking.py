@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
+
+if TYPE_CHECKING:
+    from jaxserve.engine.grammars import Constraint
 
 # Tokens that may be drawn before the host has seen the newest: two launches of the most steps.
 # From there to the end of the budget a row waits for each token.
@@ -45,6 +48,9 @@ class Inner(Protocol):
     """What holds after the thoughts; see `engine.grammars.Constraint`."""
 
     words: np.ndarray
+
+    @property
+    def parser(self) -> Constraint | None: ...
 
     def advance(self, token: int) -> bool: ...
 
@@ -92,6 +98,11 @@ class ThinkingConstraint:
         # What may begin a form may begin a thought too; after another token there is none.
         self._may_start = _bits(vocab_size, self._start_id)
         self._settle()
+
+    @property
+    def parser(self) -> Constraint | None:
+        """Of the next token: the inner one's after the thoughts, none before."""
+        return None if self._inner is None or self._phase != "after" else self._inner.parser
 
     def copy(self) -> ThinkingConstraint:
         """Another one in the same state."""

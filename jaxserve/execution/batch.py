@@ -120,8 +120,9 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
     parts.num_steps[0] = plan.num_steps
-    padded[:num_rows] = plan.slots
-    padded[num_rows:] = slots.num_slots
+    rows = np.full(bucket.num_rows, slots.num_slots, np.intp)
+    rows[:num_rows] = plan.slots
+    padded[:] = rows
     kv_len[num_rows:] = 0
     query_start[0] = 0
     query_start[num_rows:] = num_tokens
@@ -129,17 +130,17 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     if num_tokens == num_rows:
         np.add(plan.starts, 1, out=kv_len[:num_rows])
         query_start[:num_rows] = row_of_token[:num_rows] = np.arange(num_rows)
-        positions[:num_rows] = plan.starts
+        where = plan.starts.astype(np.intp)
         owner = plan.slots
     else:
         np.add(plan.starts, plan.num_tokens, out=kv_len[:num_rows])
         np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
-        rows = np.repeat(np.arange(num_rows), plan.num_tokens)
-        row_of_token[:num_tokens] = rows
+        of_token = np.repeat(np.arange(num_rows), plan.num_tokens)
+        row_of_token[:num_tokens] = of_token
         offsets = plan.starts - query_start[:num_rows]
-        np.add(np.arange(num_tokens), offsets[rows], out=positions[:num_tokens])
-        owner = plan.slots[rows]
-    where = positions[:num_tokens]
+        where = np.arange(num_tokens) + offsets[of_token]
+        owner = plan.slots[of_token]
+    positions[:num_tokens] = where
     tokens[:num_tokens] = slots.tokens[owner, where]
     tokens[:num_tokens][where >= slots.num_known[owner]] = NO_TOKEN
     tokens[num_tokens:] = positions[num_tokens:] = 0
@@ -147,8 +148,8 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     sample_slots[:] = slots.num_slots
     np.copyto(sample_slots[:num_rows], plan.slots, where=plan.samples)
     # With another mode numpy would copy once more.
-    slots.settings.take(padded, axis=0, out=parts.settings, mode="clip")
-    slots.page_table.take(padded, axis=0, out=parts.page_table, mode="clip")
+    slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
+    slots.page_table.take(rows, axis=0, out=parts.page_table, mode="clip")
     targets[:] = NO_TOKEN
     if not bucket.decode_only and (slots.asks[plan.slots] & Ask.PROMPT_LOGPROBS).any():
         targets[:num_tokens] = _prompt_targets(slots, owner, where)

@@ -43,11 +43,11 @@ class PagePool:
         self.key_of = np.zeros(self.num_pages, KEY)
         self.page_of: dict[bytes, int] = {}
         # A stack whose top is its end; low page ids are handed out first.
-        self._blank = np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)
+        self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
         # Free cached pages wait in `_queue[_head:_tail]`, the first to be evicted first. An
         # entry is void unless `_place_of[page]` is its own place: pages leave by that alone.
-        self._queue = np.zeros(2 * self.num_pages, np.int32)
+        self._queue = np.zeros(2 * self.num_pages, np.intp)
         self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
         self._head = self._tail = self._num_evictable = 0
         self.num_changes += 1
@@ -63,7 +63,7 @@ class PagePool:
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` pages, each held once; int32[count]. The caller has checked `num_free`."""
+        """`count` pages, each held once; intp[count]. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate beyond num_free"
         if count > self._num_blank:
             self._evict(count - self._num_blank)
@@ -149,6 +149,7 @@ class PagePool:
 
         The last page becomes the first to be evicted: a prefix is worth more than its tail.
         """
+        pages = pages.astype(np.intp)  # as indices: several times faster than others
         self.ref_count[pages] -= 1
         idle = pages[self.ref_count[pages] == 0]
         if not len(idle):
@@ -165,6 +166,7 @@ class PagePool:
 
         A key that is cached already stays with its page.
         """
+        pages = pages.astype(np.intp)
         offered = pages.tolist()
         owners = list(map(self.page_of.setdefault, keys.tolist(), offered))
         if owners != offered:

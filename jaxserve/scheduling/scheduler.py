@@ -76,7 +76,7 @@ class Scheduler:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         # Slots in rank order, best first: the head is never preempted, the last is first.
-        self._running = np.zeros(0, np.int32)
+        self._running = np.zeros(0, np.intp)
 
     @property
     def num_running(self) -> int:
@@ -270,7 +270,7 @@ class Scheduler:
             budget -= count
         if not slots:
             return take
-        self._running = np.concatenate([self._running, np.array(slots, np.int32)])
+        self._running = np.concatenate([self._running, np.array(slots, np.intp)])
         take = np.concatenate([take, np.array(counts, np.int32)])
         if self.waiting.by_priority:
             ranks = [self._rank_of(slot) for slot in self._running.tolist()]
@@ -382,7 +382,7 @@ class Scheduler:
 
     def _vacate(self, slots: list[int]) -> None:
         """Take slots and pages from their sequences, and the slots out of the running order."""
-        self.publisher.publish(np.array(slots))
+        self.publisher.publish(np.array(slots, np.intp))
         for slot in slots:
             self.pool.release(self.slots.release(slot))
         self._running = self._running[self.slots.generation[self._running] > 0]

@@ -106,7 +106,7 @@ class StaticScheduler(Scheduler):
                 break
             self.waiting.pop()
             slots.append(self._place(sequence, [], 0, length))
-        self._running = np.array(slots, np.int32)
+        self._running = np.array(slots, np.intp)
         prompts = self.slots.num_known[self._running]
         self._num_members = len(slots)
         self._padded_length = int(prompts.max(initial=0))
@@ -144,7 +144,7 @@ class StaticScheduler(Scheduler):
 
     def _null_rows(self, starts: np.ndarray, counts: np.ndarray) -> StepPlan:
         return StepPlan(
-            slots=np.full(len(starts), self.slots.num_slots, np.int32),
+            slots=np.full(len(starts), self.slots.num_slots, np.intp),
             starts=starts,
             num_tokens=counts,
             samples=np.zeros(len(starts), bool),
