@@ -97,7 +97,7 @@ class LaunchLog:
         self._times, self._samples = times, samples
         self._buckets = engine.runner.buckets
         self._begun = self._free = 0.0
-        self._read: tuple[float, StepPlan] | None = None
+        self._reads: list[tuple[float, StepPlan]] = []
         self._submitted: dict[int, tuple[float, float]] = {}
         self._restore: list[tuple[Any, str]] = []
         self._wrap(engine, "step", self._step)
@@ -114,10 +114,10 @@ class LaunchLog:
             delattr(owner, name)
 
     def _step(self, step: Callable[[], None]) -> None:
-        self._begun, self._read = time.perf_counter(), None
+        self._begun = time.perf_counter()
+        self._reads.clear()
         step()
-        if self._read is not None:
-            read, plan = self._read
+        for read, plan in self._reads:
             self._samples.add("after", num_drawn(plan), time.perf_counter() - read)
 
     def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
@@ -136,7 +136,8 @@ class LaunchLog:
         expected = self._times.alone(step.plan, self._buckets)
         kind = "decode" if step.bucket.decode_only else "tokens"
         self._samples.add(kind_of(kind, idle), 1e6 * expected, taken)
-        self._free, self._read = now, (now, step.plan)
+        self._free = now
+        self._reads.append((now, step.plan))
         return result
 
 

@@ -306,8 +306,8 @@ def make_parser() -> argparse.ArgumentParser:
         if name in ("run", "suggest", "validate"):
             command.add_argument("--trace", choices=TRACES, default="azure-conv")
             command.add_argument("--scale", type=float, default=1.0, help="divides lengths")
-            several = {"nargs": "+"} if name == "validate" else {}
-            command.add_argument("--rate", type=float, help="requests a second", **several)
+            several = "+" if name == "validate" else None
+            command.add_argument("--rate", type=float, nargs=several, help="requests a second")
             command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
         if name == "measure":
             command.add_argument("--out", type=Path)
