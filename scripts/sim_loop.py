@@ -152,10 +152,12 @@ class Simulation:
     Args:
         setting: of the engine.
         times: of its steps.
+        seed: of how long each part of the loop takes among its like.
     """
 
-    def __init__(self, setting: Setting, times: StepTimes) -> None:
+    def __init__(self, setting: Setting, times: StepTimes, seed: int = 0) -> None:
         self.setting, self.times = setting, times
+        self._rng = np.random.default_rng(seed)
         self.pool = PagePool(setting.num_pages, setting.block_size)
         self.slots = SlotTable(setting.max_num_seqs, setting.max_model_len, setting.block_size)
         self.scheduler = Scheduler(
@@ -172,6 +174,7 @@ class Simulation:
             setting.token_sizes,
             num_steps=setting.max_steps,
         )
+        self.scheduler.token_sizes = self.buckets.token_sizes
         self.pace = Pace(setting.max_steps, setting.num_scheduler_steps)
         self.now = 0.0
         self.usage = Usage()
@@ -226,8 +229,9 @@ class Simulation:
         plan = self.scheduler.schedule(self.pace.steps())
         submitted = None
         if plan is not None:
-            self.now += self.times.before(plan)
-            seconds = self.times.device(plan, self.buckets)
+            self.now += self.times.before(plan, self._idle, self._rng.random())
+            luck = self._rng.random()
+            seconds = self.times.device(plan, self.buckets, self._idle, luck)
             self._device_free = max(self._device_free, self.now) + seconds
             submitted = (plan, self.now, self._device_free)
             self.usage.busy += seconds
@@ -240,17 +244,22 @@ class Simulation:
             self._commit(*before, closed)
         self._account(self.now - begun)
 
+    @property
+    def _idle(self) -> float:
+        return 0.0 if self._in_flight is not None else max(0.0, self.now - self._device_free)
+
     def _take_arrivals(self) -> None:
         while self._ready and self._ready[0][0] <= self.now:
             arrival, _, job = heapq.heappop(self._ready)
             sequence = Sequence(job.request, len(self._records), job.request.prompt_token_ids)
             self._records[sequence] = Record(arrival, sequence.num_prompt)
+            self.now += self.times.request(sequence.num_prompt, self._idle, self._rng.random())
             self.scheduler.add(sequence)
 
     def _commit(self, plan: StepPlan, submitted: float, done: float, closed: bool) -> None:
         self.now = max(self.now, done)
         self.pace.has_read(submitted, plan.num_steps, self.now)
-        self.now += self.times.after(plan)
+        self.now += self.times.after(plan, self._rng.random())
         shape = (len(plan),) if plan.num_steps == 1 else (plan.num_steps, len(plan))
         drawn, ok = np.full(shape, 7, np.int32), np.ones(shape, bool)
         result = self.scheduler.commit(plan, drawn, ok)

@@ -18,14 +18,15 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
-from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from sim_calibrate import Calibration, add_request
 from sim_jobs import Job
 from sim_loop import Record, Setting
 from sim_times import Measured, attention_work
 
 ROUNDS = 5
+__all__ = ["Calibration", "HostClock", "load_engine", "measure", "serve_really", "setting_of"]
 
 
 def load_engine(config: EngineConfig) -> Loaded:
@@ -121,7 +122,7 @@ def _times_of(steps: _Steps, bucket: Bucket) -> tuple[float, float, float, float
 
 
 def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
-    """Step times of every bucket, and what the host's loop takes beside them."""
+    """Step times of every bucket, each queued again and again; `sim_calibrate` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
@@ -130,7 +131,6 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
     # Rows of one token cost in a mixed step what they cost in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}
-    before, after = _host_times(loaded)
     machine = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -142,7 +142,7 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
         "num_pages": steps.runner.num_pages,
         "max_steps": steps.runner.max_steps,
     }
-    return Measured(about | machine, settings, base, cell, pair, more, before, after)
+    return Measured(about | machine, settings, base, cell, pair, more)
 
 
 class HostClock:
@@ -183,67 +183,12 @@ class HostClock:
             delattr(owner, name)
 
 
-def host_parts(loaded: Loaded, rows: int) -> dict[str, float]:
-    """Median seconds of each part of the loop, with so many sequences decoding.
-
-    `tokens` is how many a launch draws.
-    """
-    engine = Engine(loaded)
-    length, most = loaded.limits.max_model_len, loaded.runner.max_steps
-    params = SamplingParams(temperature=0.0, max_tokens=length - 16, ignore_eos=True)
-    for number in range(rows):
-        request = engine.request(str(number), [7 + number % 50] * 8, params)
-        engine.add(request, _ignore)
-    launches = min(200, (length - 16) // most - 8)
-    for _ in range(5):
-        engine.step()
-    clock, tokens = HostClock(engine), []
-    try:
-        for _ in range(launches):
-            engine.step()
-            if engine._in_flight is not None:
-                plan = engine._in_flight.plan
-                tokens.append(len(plan) * plan.num_steps)
-    finally:
-        clock.restore()
-    parts = {name: statistics.median(times) for name, times in clock.spent.items()}
-    for number in range(rows):
-        engine.abort(str(number))
-    while engine.has_work:
-        engine.step()
-    known = sum(parts[name] for name in ("schedule", "submit", "read", "commit"))
-    return parts | {
-        "rest": max(parts["step"] - known, 0.0),
-        "tokens": float(statistics.median(tokens)),
-    }
-
-
-def _host_times(loaded: Loaded) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Microseconds before and after the device, each a fixed part and one for each row or token."""
-    assert loaded.config.max_num_seqs
-    counts = sorted({1, max(1, loaded.config.max_num_seqs // 2), loaded.config.max_num_seqs})
-    before, after, tokens = [], [], []
-    for rows in counts:
-        parts = host_parts(loaded, rows)
-        before.append(1e6 * (parts["schedule"] + parts["submit"]))
-        after.append(1e6 * (parts["commit"] + parts["rest"]))
-        tokens.append(parts["tokens"])
-    return _line([float(rows) for rows in counts], before), _line(tokens, after)
-
-
-def _line(counts: list[float], micros: list[float]) -> tuple[float, float]:
-    if len(set(counts)) == 1:
-        return micros[0], 0.0
-    slope, fixed = np.polyfit(counts, micros, 1)
-    return max(float(fixed), 0.0), max(float(slope), 0.0)
-
-
-def _ignore(delta: Delta) -> None:
-    """Nobody reads these tokens."""
-
-
 def serve_really(loaded: Loaded, jobs: list[Job]) -> list[Record]:
-    """Serve jobs with the real engine at the times they arrive, by the real clock."""
+    """Serve jobs with the real engine at the times they arrive, by the real clock.
+
+    As in the simulation, a request begins when it is due, and a token is there when its receiver is
+    called.
+    """
     engine = Engine(loaded)
     records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
     begun, next_job = time.perf_counter(), 0
@@ -251,10 +196,8 @@ def serve_really(loaded: Loaded, jobs: list[Job]) -> list[Record]:
         now = time.perf_counter() - begun
         while next_job < len(jobs) and jobs[next_job].arrival <= now:
             job, record = jobs[next_job], records[next_job]
-            params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True)
-            prompt = job.request.prompt_token_ids
-            request = engine.request(str(next_job), prompt.tolist(), params)
-            engine.add(request, _stamp(record, begun))
+            tokens = job.request.prompt_token_ids.tolist()
+            add_request(engine, str(next_job), tokens, job.output, _stamp(record, begun))
             next_job += 1
         if engine.has_work:
             engine.step()

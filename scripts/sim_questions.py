@@ -1,16 +1,14 @@
-"""What simulations are asked: good settings, the load they bear, hit rates, the first SLO."""
+"""What simulations are asked: good settings, the load they bear, the first SLO."""
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from jaxserve.scheduling.page_keys import PageKeys
 from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
 from sim_times import SHAPES, Assumed, StepTimes
@@ -77,60 +75,6 @@ def highest_rate(
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) -> tuple[int, int]:
-    """Tokens looked up and found by an LRU of `capacity` pages that serves one request at a time.
-
-    It holds prompts and outputs, evicts the page that was used longest ago, and of one request
-    the last page first; like the engine it leaves at least one token to compute.
-    """
-    keys, cache = PageKeys(max_model_len, size), OrderedDict()
-    queries = hits = 0
-    for number, job in enumerate(jobs):
-        tokens = job.request.prompt_token_ids
-        names: list[Any] = keys.prefix("", tokens).keys.tolist()
-        usable = names[: (len(tokens) - 1) // size]
-        found = next((n for n, name in enumerate(usable) if name not in cache), len(usable))
-        queries, hits = queries + len(tokens), hits + found * size
-        outputs = (len(tokens) + job.output - 1) // size - len(names)
-        names += [(number, page) for page in range(outputs)]
-        for name in reversed(names):
-            cache[name] = None
-            cache.move_to_end(name)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return queries, hits
-
-
-def prefix_rows(rows: int, scale: float, sizes: list[int], slots: int) -> list[Numbers]:
-    """Hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
-
-    Args:
-        sizes: pages of 16 tokens.
-        slots: requests that are served at once, in the trace's order.
-    """
-    jobs = make_jobs("mooncake", rows, scale=scale, max_model_len=131_072, vocabulary=2**31 - 1)
-    longest = -(-max(job.request.max_length for job in jobs) // 16) + 1
-    results = []
-    for pages in sizes:
-        setting = Setting(
-            slots,
-            8192,
-            max(pages, longest) + 1,
-            131_072,
-            num_scheduler_steps=64,
-            max_steps=64,
-        )
-        outcome = Simulation(setting, Assumed(SHAPES["8b"])).run(jobs, users=slots)
-        queries, hits = ideal_hits(jobs, setting.num_pages - 1, 16, 131_072)
-        real = 100 * outcome.prefix_hits / outcome.prefix_queries
-        ideal = 100 * hits / queries
-        results.append(
-            {"pages": setting.num_pages - 1, "real_pct": real, "ideal_pct": ideal}
-            | {"points_below": ideal - real, "preemptions": outcome.preemptions}
-        )
-    return results
 
 
 def slo_8b(users: int, shape: str, requests: int, budget: int = 512) -> dict[str, Any]:

@@ -9,16 +9,58 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.plan import StepPlan
+
+# A device that had nothing to do for so long must wake up, and the loop with it.
+WOKEN_SECONDS = 1e-3
 
 
 class StepTimes(Protocol):
-    """Seconds of a step's parts. `host` stands for what the loop does before and after a step."""
+    """Seconds of what the loop does: queue a request, prepare a launch, run it, and tell of it.
 
-    def device(self, plan: StepPlan, buckets: BucketSet) -> float: ...
-    def before(self, plan: StepPlan) -> float: ...
-    def after(self, plan: StepPlan) -> float: ...
+    Args:
+        idle: seconds for which the device has had nothing to do.
+        luck: from 0 to 1: how long this one takes among its like.
+    """
+
+    def request(self, prompt: int, idle: float, luck: float) -> float: ...
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
+    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
+    def after(self, plan: StepPlan, luck: float) -> float: ...
+
+
+def kind_of(name: str, idle: float) -> str:
+    """The line of a part of the loop: another one after a pause."""
+    return f"{name}, woken" if idle >= WOKEN_SECONDS else name
+
+
+def num_drawn(plan: StepPlan) -> int:
+    """Tokens that a launch draws."""
+    return int(plan.num_tokens.sum()) if plan.num_steps > 1 else int(plan.samples.sum())
+
+
+@dataclass(frozen=True)
+class Line:
+    """Microseconds: a fixed part and one for each of an amount, times a ratio.
+
+    Attributes:
+        fixed, each: the parts.
+        spreads: quantiles of what was measured over the line, each for an equal share of it; for
+            each range of the amount.
+        edges: where all ranges but the last end.
+    """
+
+    fixed: float
+    each: float
+    spreads: tuple[tuple[float, ...], ...] = ((1.0,),)
+    edges: tuple[float, ...] = ()
+
+    def micros(self, amount: float, luck: float) -> float:
+        """At a quantile of what was measured."""
+        spread = self.spreads[int(np.searchsorted(self.edges, amount))]
+        place = (np.arange(len(spread)) + 0.5) / len(spread)
+        return (self.fixed + self.each * amount) * float(np.interp(luck, place, spread))
 
 
 def attention_work(plan: StepPlan) -> tuple[int, int]:
@@ -40,18 +82,21 @@ def attention_work(plan: StepPlan) -> tuple[int, int]:
 class Measured:
     """Step times of one model on one device, by bucket, in microseconds.
 
-    A bucket's time is its base, a part for each cell of the cache that its rows of one token read,
-    and a part for each pair of a query and a position in its longer rows.
+    A bucket's time alone is its base, a part for each cell of the cache that its rows of one token
+    read, and a part for each pair of a query and a position in its longer rows. What a launch takes
+    in the engine's loop is a line over that.
 
     Attributes:
         about: model, device, versions, date.
         settings: of the engine that was measured: max_num_seqs, max_num_batched_tokens, ...
-        base_us: label of a bucket -> its step without attention.
+        base_us: label of a bucket -> its step without attention, queued behind its like.
         cell_us: label of a bucket -> for each 1,000 cells.
         pair_us: label of a bucket -> for each million pairs; 0 for decode steps.
         more_us: label of a bucket -> for each further decode step of one launch.
-        before_us: of the host up to the submission: [for a launch, for each row].
-        after_us: of the host from the result on: [for a launch, for each token drawn].
+        lines: "decode" and "tokens": launches over their time alone, in microseconds; "request":
+            queueing one, over the tokens of its prompt; "before" and "after": the host's part of a
+            launch, over its rows and the tokens that it draws. All but the last also with
+            ", woken", after a pause. A line that is missing changes nothing, or takes no time.
     """
 
     about: dict[str, str]
@@ -60,17 +105,19 @@ class Measured:
     cell_us: dict[str, float]
     pair_us: dict[str, float]
     more_us: dict[str, float]
-    before_us: tuple[float, float]
-    after_us: tuple[float, float]
+    lines: dict[str, Line] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
-        return cls(**json.loads(path.read_text()))
+        kept = json.loads(path.read_text())
+        lines = {name: Line(**one) for name, one in kept.pop("lines").items()}
+        return cls(**kept, lines=lines)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
-    def device(self, plan: StepPlan, buckets: BucketSet) -> float:
+    def alone(self, plan: StepPlan, buckets: BucketSet) -> float:
+        """Seconds of a launch that is queued behind its like."""
         label = str(buckets.pick(plan))
         if label not in self.base_us:
             raise KeyError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
@@ -79,12 +126,23 @@ class Measured:
         further = (plan.num_steps - 1) * (self.more_us[label] + self.cell_us[label] * cells / 1e3)
         return (self.base_us[label] + attention + further) * 1e-6
 
-    def before(self, plan: StepPlan) -> float:
-        return (self.before_us[0] + self.before_us[1] * len(plan)) * 1e-6
+    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
+        kind = "decode" if buckets.pick(plan).decode_only else "tokens"
+        line = self._line(kind, idle, Line(0.0, 1.0))
+        return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
-    def after(self, plan: StepPlan) -> float:
-        tokens = int(plan.num_tokens.sum()) if plan.num_steps > 1 else len(plan)
-        return (self.after_us[0] + self.after_us[1] * tokens) * 1e-6
+    def request(self, prompt: int, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("request", idle).micros(prompt, luck)
+
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("before", idle).micros(len(plan), luck)
+
+    def after(self, plan: StepPlan, luck: float) -> float:
+        return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
+
+    def _line(self, name: str, idle: float, none: Line | None = None) -> Line:
+        found = self.lines.get(kind_of(name, idle), self.lines.get(name))
+        return found or none or Line(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,7 +189,10 @@ class Assumed:
         default_factory=lambda: {"device": "H200, ASSUMED from its ceilings, not measured"}
     )
 
-    def device(self, plan: StepPlan, buckets: BucketSet) -> float:
+    def request(self, prompt: int, idle: float, luck: float) -> float:
+        return 0.0
+
+    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         ends = plan.lengths.astype(np.int64)
         read = self.shape.weight_bytes + self.shape.kv_bytes * float(ends.sum())
@@ -141,10 +202,10 @@ class Assumed:
         memory = read / (self.bandwidth * self.memory_share)
         return plan.num_steps * max(memory, work / (self.flops * self.compute_share))
 
-    def before(self, plan: StepPlan) -> float:
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return self.host_before
 
-    def after(self, plan: StepPlan) -> float:
+    def after(self, plan: StepPlan, luck: float) -> float:
         return self.host_after
 
 
@@ -157,12 +218,10 @@ def table(times: Measured) -> str:
         f"{times.pair_us[name]:>20,.1f}{times.more_us[name]:>16,.0f}"
         for name in times.base_us
     ]
-    for name, (fixed, each), what in (
-        ("host, before the device", times.before_us, "row"),
-        ("host, after it", times.after_us, "token"),
-    ):
-        lines.append(f"{name:<28}{fixed:>12,.0f}{f'and {each:.2f} a {what}':>22}")
+    lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
+    for name, one in sorted(times.lines.items()):
+        low, high = np.quantile(np.concatenate(one.spreads), (0.1, 0.99))
+        lines.append(
+            f"{name:<28}{one.fixed:>12,.0f}{one.each:>22,.2f}{f'{low:.2f} to {high:.2f}':>20}"
+        )
     return "\n".join(lines)
-
-
-__all__ = ["SHAPES", "Assumed", "Bucket", "Measured", "Shape", "StepTimes", "table"]

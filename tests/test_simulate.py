@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench_prefix import hit_rates, ideal_hits
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import StepPlan
+from sim_calibrate import line
 from sim_jobs import Job, make_jobs
 from sim_loop import Record, Setting, Simulation, summarize
-from sim_questions import highest_rate, ideal_hits, prefix_rows, slo_8b, suggestions
-from sim_times import SHAPES, Assumed, Measured, attention_work
+from sim_questions import highest_rate, slo_8b, suggestions
+from sim_times import SHAPES, Assumed, Line, Measured, attention_work
 from simulate import compare, read_setting, read_slo
 
 SAMPLING = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -32,13 +34,16 @@ class Fixed:
     def __init__(self, unit: float = 1.0) -> None:
         self.unit = unit
 
-    def device(self, plan: StepPlan, buckets: BucketSet) -> float:
+    def request(self, prompt: int, idle: float, luck: float) -> float:
+        return 0.0
+
+    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         return self.unit
 
-    def before(self, plan: StepPlan) -> float:
+    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return 0.1 * self.unit
 
-    def after(self, plan: StepPlan) -> float:
+    def after(self, plan: StepPlan, luck: float) -> float:
         return 0.2 * self.unit
 
 
@@ -116,23 +121,63 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     cell, pair = {"decode 4": 50.0, "64 tokens, 4 rows": 50.0}, dict.fromkeys(base, 0.0)
     pair["64 tokens, 4 rows"] = 1000.0
     more = dict.fromkeys(base, 60.0)
-    times = Measured({}, {}, base, cell, pair, more, (10.0, 1.0), (20.0, 2.0))
+    lines = {"before": Line(10.0, 1.0), "after": Line(20.0, 2.0)}
+    times = Measured({}, {}, base, cell, pair, more, lines)
     times.write(tmp_path / "times.json")
     times = Measured.read(tmp_path / "times.json")
     decode = plan_of([99, 299], [1, 1])
-    assert times.device(decode, buckets) == pytest.approx(120 * US)
-    assert times.before(decode) == pytest.approx(12 * US)
-    assert times.after(decode) == pytest.approx(24 * US)
+    assert times.device(decode, buckets, 0, 0.5) == pytest.approx(120 * US)
+    assert times.before(decode, 0, 0.5) == pytest.approx(12 * US)
+    assert times.after(decode, 0.5) == pytest.approx(24 * US)
     launch = replace(decode, num_tokens=np.array([3, 2], np.int32), num_steps=3)
-    assert times.device(launch, buckets) == pytest.approx((120 + 2 * 80) * US)
-    assert times.after(launch) == pytest.approx(30 * US)
+    assert times.device(launch, buckets, 0, 0.5) == pytest.approx((120 + 2 * 80) * US)
+    assert times.after(launch, 0.5) == pytest.approx(30 * US)
     mixed = plan_of([99, 240], [1, 40])
     # The longer row has two tiles of 32 queries: one ends at 272, so both need two chunks of 256.
     assert attention_work(mixed) == (100, 4 * 32 * 256)
     expected = 900 + 5 + 4 * 32 * 256 / 1000
-    assert times.device(mixed, buckets) == pytest.approx(expected * US)
+    assert times.device(mixed, buckets, 0, 0.5) == pytest.approx(expected * US)
     with pytest.raises(KeyError, match="no bucket 'decode 8'"):
-        times.device(decode, BucketSet(8, 64, (8,), (64,)))
+        times.device(decode, BucketSet(8, 64, (8,), (64,)), 0, 0.5)
+
+
+def test_a_pause_is_paid_for_as_it_was_measured() -> None:
+    """Queueing, preparing and running the first launch take other lines after one."""
+    buckets = {"decode 4, up to 1 steps": 1e5, "decode 4": 1e5, "16 tokens, 4 rows": 2e5}
+    none = dict.fromkeys(buckets, 0.0)
+    lines = {
+        "tokens": Line(0.0, 1.0),
+        "tokens, woken": Line(5e4, 1.5),
+        "before": Line(500.0, 0.0),
+        "before, woken": Line(3e4, 0.0),
+        "request": Line(0.0, 0.0),
+        "request, woken": Line(0.0, 1e3),
+        "after": Line(2e3, 0.0),
+    }
+    setting = replace(SETTING, decode_sizes=(4,), token_sizes=(16,))
+    times = Measured({}, {}, buckets, none, none, none, lines)
+    records = Simulation(setting, times).run([job(8, 2, 0.0), job(8, 2, 9.0)]).records
+    # The first finds the device as it was left; the decode step behind it was queued in time.
+    assert [r.token_times[0] - r.arrival for r in records] == pytest.approx(
+        [0.0005 + 0.2 + 0.002, 0.008 + 0.03 + 0.05 + 0.3 + 0.002]
+    )
+    assert [r.tpot for r in records] == pytest.approx([0.1, 0.1])
+
+
+def test_lines_fit_what_was_measured_and_keep_its_spread() -> None:
+    found = line([1, 2, 3, 4], [12, 14, 16, 18])
+    assert (found.fixed, found.each) == (pytest.approx(10), pytest.approx(2))
+    assert found.micros(5, 0.5) == pytest.approx(20)
+    falling = line([1, 2, 3], [3, 2, 1])
+    assert falling.fixed > 0 and falling.each == 0
+    through_zero = line([10, 20, 30], [1, 19, 41])
+    assert through_zero.fixed == 0 and through_zero.each > 0
+    wide = line([1] * 100, [10] * 50 + [30] * 50)
+    assert wide.micros(1, 0.0) == pytest.approx(10) and wide.micros(1, 1.0) == pytest.approx(30)
+    # What takes long is delayed by less in proportion: each range has quantiles of its own.
+    late = line([10] * 80 + [100] * 80, ([10] * 60 + [30] * 20) + [100] * 80)
+    assert late.micros(10, 0.99) == pytest.approx(30)
+    assert late.micros(100, 0.99) == pytest.approx(100)
 
 
 def plan_of(starts: list[int], counts: list[int]) -> StepPlan:
@@ -151,7 +196,7 @@ def test_assumed_steps_are_the_floors_at_full_efficiency() -> None:
     times = Assumed(SHAPES["8b"], memory_share=1.0, compute_share=1.0)
     for rows, floor in ((1, 3.52e-3), (32, 4.49e-3), (256, 11.48e-3)):
         plan = plan_of([1023] * rows, [1] * rows)
-        assert times.device(plan, BucketSet(256, 8192)) == pytest.approx(floor, rel=0.01)
+        assert times.device(plan, BucketSet(256, 8192), 0, 0.5) == pytest.approx(floor, rel=0.01)
     assert "not measured" in times.about["device"]
 
 
@@ -179,7 +224,7 @@ def test_jobs_follow_their_trace_at_any_rate() -> None:
 
 
 def test_hit_rates_are_within_a_point_of_an_ideal_lru() -> None:
-    for row in prefix_rows(150, 16.0, [2000, 9000], slots=1):
+    for row in hit_rates(150, 16.0, [2000, 9000], slots=[1]):
         assert row["ideal_pct"] > 1 and abs(row["points_below"]) <= 1.0, row
 
 

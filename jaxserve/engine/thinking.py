@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-
 # Tokens that may be drawn before the host has seen the newest: two launches of the most steps.
 # From there to the end of the budget a row waits for each token.
 AHEAD = 128

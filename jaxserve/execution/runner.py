@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.bucket_plan import BucketPlan, anchors, choose_sizes
@@ -233,13 +233,17 @@ class Runner:
         return pack(plan, self._null_slots, bucket)
 
     def warm_up(self, on_progress: OnProgress | None = None) -> None:
-        """Compile every bucket, make the cache, and run each program once on padding."""
+        """Make the cache, compile every bucket, and run each program once on padding.
+
+        A program runs while the next are read: that touches its memory for the first time.
+        """
         started = time.perf_counter()
-        pool = ThreadPoolExecutor(_COMPILE_THREADS)
+        pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()))
         try:
+            self._make_state = self._compile_state()
+            self.reset()
             loading = pool.submit(self._compile_load)
             masks = pool.map(self._compile_set_allowed, self._set_allowed)
-            self._make_state = pool.submit(self._compile_state).result()
             if not (self.config.decode_sizes or self.config.token_sizes):
                 self._choose_sizes(pool)
             self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
@@ -251,12 +255,10 @@ class Runner:
         self.store.prune()
         self.stages["compile"] = time.perf_counter() - started
         started = time.perf_counter()
-        self.reset()
-        for bucket in self.buckets:
-            np.asarray(self._run_padding(bucket).token_ids)
         load = null_load(self._null_slots, self.vocab_size)
         assert self._state is not None
         self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
+        jax.block_until_ready(self._state)
         self.stages["warm_up"] = time.perf_counter() - started
 
     def _compile_all(
@@ -265,11 +267,16 @@ class Runner:
         def compiled_once(bucket: Bucket) -> Any:
             return self._steps.get(bucket) or self._compile(bucket, self.num_pages)
 
+        # Asking what a program takes costs a tenth of reading it.
+        kinds = {(one.decode_only, one.greedy): one for one in sorted(self.buckets)}
         compiled = pool.map(compiled_once, buckets)
         for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
-            self._steps[bucket] = step
-            needed = step.memory_analysis().temp_size_in_bytes
-            self.temporary_bytes = max(self.temporary_bytes, needed)
+            if bucket not in self._steps:
+                self._steps[bucket] = step
+                self._run_padding(bucket)
+            if bucket in kinds.values():
+                needed = step.memory_analysis().temp_size_in_bytes
+                self.temporary_bytes = max(self.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, len(buckets))
 
@@ -285,7 +292,6 @@ class Runner:
             # Where they came from files, what compiling costs is unknown, and they are all there.
             built = self.store.num_built - built
             cost = (time.perf_counter() - started) / built if built else 0.0
-            self.reset()
             self.plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
             self.store.note(self.plan.notes())
         self.buckets = self._make_buckets(self.plan.decode_sizes, self.plan.token_sizes)

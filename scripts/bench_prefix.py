@@ -1,0 +1,207 @@
+"""The prefix cache: how much of a real trace it finds, and what it costs where it finds nothing.
+
+    python scripts/bench_prefix.py --json scripts/results/bench_prefix.json
+    python scripts/bench_prefix.py --part hits --pages 20000 --slots 1
+    python scripts/bench_prefix.py --part cost --repeats 5
+
+hits    The 1,000 rows of Mooncake's trace, which tells equal prefixes, through the real scheduler
+        and page pool under a virtual clock (no model), at several sizes; beside it an ideal LRU of
+        the same size, that serves one request at a time. Several slots show what is lost where a
+        request is admitted before its twin has published anything, and where running requests hold
+        pages that the ideal has free.
+cost    The same requests without a common prefix, served by the real engine with the cache on and
+        off in turns, the order changing: the median of the pairs, by the clock and by CPU time.
+        The prompts are the Azure conversation trace's, lengths divided by 8.
+
+Gates: within one point of the ideal at one slot; 1 % of throughput. Exit code 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.scheduling.page_keys import PageKeys
+from sim_jobs import Job, make_jobs
+from sim_loop import Setting, Simulation
+from sim_times import SHAPES, Assumed
+
+PAGE_SIZE = 16
+MAX_MODEL_LEN = 131_072
+MOST_POINTS = 1.0
+MOST_LOSS_PCT = 1.0
+Numbers = dict[str, float]
+
+
+def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) -> tuple[int, int]:
+    """Tokens looked up and found by an LRU of `capacity` pages that serves one request at a time.
+
+    It holds prompts and outputs, evicts the page that was used longest ago, and of one request
+    the last page first; like the engine it leaves at least one token to compute.
+    """
+    keys, cache = PageKeys(max_model_len, size), OrderedDict()
+    queries = hits = 0
+    for number, job in enumerate(jobs):
+        tokens = job.request.prompt_token_ids
+        names: list[Any] = keys.prefix("", tokens).keys.tolist()
+        usable = names[: (len(tokens) - 1) // size]
+        found = next((n for n, name in enumerate(usable) if name not in cache), len(usable))
+        queries, hits = queries + len(tokens), hits + found * size
+        outputs = (len(tokens) + job.output - 1) // size - len(names)
+        names += [(number, page) for page in range(outputs)]
+        for name in reversed(names):
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return queries, hits
+
+
+def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> list[Numbers]:
+    """Hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
+
+    Args:
+        rows: of the trace.
+        scale: lengths are divided by it.
+        sizes: pages of 16 tokens.
+        slots: requests that are served at once, in the trace's order.
+    """
+    jobs = make_jobs(
+        "mooncake", rows, scale=scale, max_model_len=MAX_MODEL_LEN, vocabulary=2**31 - 1
+    )
+    longest = -(-max(job.request.max_length for job in jobs) // PAGE_SIZE) + 1
+    results = []
+    for pages in sizes:
+        pages = max(pages, longest)
+        queries, hits = ideal_hits(jobs, pages, PAGE_SIZE, MAX_MODEL_LEN)
+        for most in slots:
+            setting = Setting(
+                most, 8192, pages + 1, MAX_MODEL_LEN, num_scheduler_steps=64, max_steps=64
+            )
+            outcome = Simulation(setting, Assumed(SHAPES["8b"])).run(jobs, users=most)
+            found = 100 * outcome.prefix_hits / outcome.prefix_queries
+            ideal = 100 * hits / queries
+            results.append(
+                {"pages": pages, "slots": most, "found_pct": found, "ideal_pct": ideal}
+                | {"points_below": ideal - found, "preemptions": outcome.preemptions}
+            )
+    return results
+
+
+def cost_at_no_hits(requests: int, repeats: int, cache: str | None) -> dict[str, Any]:
+    """Time of the same unique prompts with the cache on and off, in turns, on the bundled model."""
+    prepare_process()
+    module = importlib.import_module("sim_measure")
+    loaded = module.load_engine(EngineConfig(compilation_cache_dir=cache or "auto"))
+    limits = loaded.limits
+    jobs = make_jobs(
+        "azure-conv",
+        requests,
+        scale=8,
+        rate=1e9,
+        max_model_len=limits.max_model_len,
+        vocabulary=limits.vocab_size,
+    )
+
+    def serve(caching: bool) -> tuple[float, float]:
+        config = replace(loaded.config, enable_prefix_caching=caching)
+        begun, cpu = time.perf_counter(), time.process_time()
+        records = module.serve_really(replace(loaded, config=config), jobs)
+        took = time.perf_counter() - begun, time.process_time() - cpu
+        assert not any(record.cached for record in records), "a prompt was found"
+        return took
+
+    serve(True)
+    on, off = np.zeros((repeats, 2)), np.zeros((repeats, 2))
+    for pair in range(repeats):
+        for caching in (True, False) if pair % 2 else (False, True):
+            (on if caching else off)[pair] = serve(caching)
+    losses = 100 * (1 - off / on)
+    wall, cpu = np.median(losses, axis=0)
+    return {
+        "requests": requests,
+        "tokens": sum(job.output for job in jobs),
+        "pairs": repeats,
+        "loss_pct": float(wall),
+        "loss_quartiles_pct": np.quantile(losses[:, 0], (0.25, 0.75)).tolist(),
+        "cpu_loss_pct": float(cpu),
+        "cpu_loss_quartiles_pct": np.quantile(losses[:, 1], (0.25, 0.75)).tolist(),
+        "best_of_each_loss_pct": float(100 * (1 - off[:, 0].min() / on[:, 0].min())),
+        "on_s": float(np.median(on[:, 0])),
+        "off_s": float(np.median(off[:, 0])),
+    }
+
+
+def report_hits(rows: list[Numbers]) -> bool:
+    """Print the hit rates; whether the gate holds where one request is served at a time."""
+    print(f"{'pages':>9}{'slots':>7}{'found %':>10}{'ideal %':>10}{'points below':>14}")
+    for row in rows:
+        gated = row["slots"] == 1
+        missed = gated and row["points_below"] > MOST_POINTS
+        print(
+            f"{row['pages']:>9,}{row['slots']:>7}{row['found_pct']:>10.2f}{row['ideal_pct']:>10.2f}"
+            f"{row['points_below']:>14.2f}{'  MISSED' if missed else ''}"
+        )
+    return all(row["points_below"] <= MOST_POINTS for row in rows if row["slots"] == 1)
+
+
+def report_cost(cost: dict[str, Any]) -> bool:
+    """Print the cost; whether the gate holds."""
+    holds = cost["loss_pct"] <= MOST_LOSS_PCT
+    for name, what in (("loss", "throughput lost"), ("cpu_loss", "more CPU time")):
+        low, high = cost[f"{name}_quartiles_pct"]
+        print(f"{what} at no hits: {cost[f'{name}_pct']:.2f} % (quartiles {low:.2f} to {high:.2f})")
+    print(f"of {cost['pairs']} pairs; {'holds' if holds else 'MISSED'}: at most {MOST_LOSS_PCT} %")
+    return holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
+    parser.add_argument("--rows", type=int, default=1000, help="of the Mooncake trace")
+    parser.add_argument("--pages", type=int, nargs="+", default=[20_000, 60_000, 200_000, 600_000])
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--requests", type=int, default=128, help="of each serving of `cost`")
+    parser.add_argument("--repeats", type=int, default=15, help="pairs of `cost`")
+    parser.add_argument("--cache", help="compilation_cache_dir")
+    parser.add_argument("--json", type=Path, help="write the numbers here, beside those there")
+    arguments = parser.parse_args()
+    parts, results, holds = arguments.part or ["hits", "cost"], {}, True
+    if "hits" in parts:
+        rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
+        results["hits"], holds = rows, report_hits(rows)
+    if "cost" in parts:
+        cost = cost_at_no_hits(arguments.requests, arguments.repeats, arguments.cache)
+        results["cost"] = cost
+        holds &= report_cost(cost)
+    if arguments.json:
+        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        machine = {
+            "cpus": len(os.sched_getaffinity(0)),
+            "load_before": os.getloadavg()[0],
+            "python": platform.python_version(),
+            "command": " ".join(["python", *sys.argv]),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        arguments.json.write_text(
+            json.dumps(before | results | {"machine": machine}, indent=2) + "\n"
+        )
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

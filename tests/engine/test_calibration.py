@@ -1,0 +1,58 @@
+"""The simulator's measurements: every launch of a real engine is timed, and told apart by kind."""
+
+from __future__ import annotations
+
+import pytest
+
+import sim_calibrate
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loading import Loaded
+from sim_calibrate import Calibration, LaunchLog, Samples, add_request
+from sim_times import WOKEN_SECONDS, Line, Measured
+
+
+@pytest.fixture
+def alone(loaded: Loaded) -> Measured:
+    """A table in which every step takes a millisecond."""
+    names = [str(bucket) for bucket in loaded.runner.buckets]
+    base, none = dict.fromkeys(names, 1e3), dict.fromkeys(names, 0.0)
+    return Measured({}, {}, base, none, none, none)
+
+
+def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
+    engine, samples = Engine(loaded), Samples()
+    log = LaunchLog(engine, alone, samples)
+    tokens: list[int] = []
+    for prompt in (40, 3):
+        # Long enough for a pause: nothing is in flight in between.
+        log._free -= 2 * WOKEN_SECONDS
+        add_request(engine, f"{prompt}", [7] * prompt, 6, lambda d: tokens.extend(d.token_ids))
+        while engine.has_work:
+            engine.step()
+    log.restore()
+    assert len(tokens) == 12
+    counts = {name: len(micros) for name, micros in samples.micros.items()}
+    # Prompts of 40 tokens and of 3 take two chunks of at most 32 and one.
+    assert counts["tokens, woken"] == 2 and counts.get("tokens", 0) == 1
+    assert counts["before, woken"] == 2
+    launches = counts["tokens"] + counts["tokens, woken"] + counts["decode"]
+    assert counts["before"] + counts["before, woken"] == counts["after"] == launches
+    assert sum(samples.amounts["after"]) == 12
+    assert all(micros > 0 for each in samples.micros.values() for micros in each)
+    add_request(engine, "later", [7], 2, lambda d: tokens.extend(d.token_ids))
+    while engine.has_work:
+        engine.step()
+    assert {name: len(micros) for name, micros in samples.micros.items()} == counts
+
+
+def test_a_calibrated_table_prices_every_part_of_the_loop(
+    loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
+    calibration = Calibration(loaded, alone)
+    calibration.serve(0.4)
+    times = calibration.times()
+    assert set(times.lines) >= {"tokens, woken", "decode", "before", "after", "request, woken"}
+    assert all(min(map(min, line.spreads)) > 0 for line in times.lines.values())
+    assert times.base_us == alone.base_us and isinstance(times.lines["after"], Line)
+    assert "submit" not in vars(loaded.runner)
