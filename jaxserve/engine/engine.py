@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
-from jaxserve.engine.grammars import GrammarError, Parsing, grammars_of
+from jaxserve.engine.grammars import GrammarError, grammars_of
 from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
@@ -82,10 +82,10 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._pace = Pace(self.runner.max_steps, self.config.num_scheduler_steps)
         self._suspects: set[Sequence] = set()
-        self._parsing = Parsing()
         self._isolating = False
         self._num_arrivals = 0
-        self._num_steps = self._num_failed_steps = 0
+        self._num_steps = 0
+        self._num_failed_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._compiles_at_start = self.runner.num_compiles
@@ -269,8 +269,6 @@ class Engine:
         logprobs = (
             [None] * len(result.sequences) if scores is None else scores.of_draws(result.drawn)
         )
-        if self.slots.num_guided:
-            self._parsing.take(result, ended)
         drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
         following = [*result.sequences[1:], None]
         for (sequence, token, logprob), then in zip(drawn, following, strict=False):

@@ -8,20 +8,17 @@ imported where a form is asked for, and nothing else needs it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.results import StepResult
-from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured import NAME, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -40,10 +37,6 @@ _MAX_GBNF_CHARS = 8192
 # Tokens that are let through together where any such text may stand. For words in a regex that is
 # two thirds of the time of a mask, beside the library's own groups for JSON.
 _WORDS = r"[a-zA-Z0-9]{1,30}"
-
-
-# Rows from which on their masks are made on all cores: to wake another one takes time too.
-_TOGETHER = 4
 
 
 class GrammarError(RuntimeError):
@@ -71,25 +64,16 @@ class Constraint:
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._size = -(-vocab_size // 32)
-        self._taken: _Taken | None = None
         self.words = self._mask()
-
-    @property
-    def parser(self) -> Constraint:
-        """Of the next token: this one itself."""
-        return self
 
     def _mask(self) -> np.ndarray:
         import llguidance.numpy
 
         mask = np.zeros((1, self._size), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
-        return self._checked(mask[0])
-
-    def _checked(self, mask: np.ndarray) -> np.ndarray:
         if self._matcher.is_error():
             raise GrammarError(_first_line(self._matcher.get_error()))
-        return mask.view(np.uint32)
+        return mask[0].view(np.uint32)
 
     def advance(self, token: int) -> bool:
         """Take a token that the sequence got.
@@ -100,66 +84,19 @@ class Constraint:
         Raises:
             GrammarError: the form did not allow it, or has become too complex to go on.
         """
-        taken, self._taken = self._taken, None
-        if not (self._matcher.consume_token(token) if taken is None else taken.accepted):
+        if not self._matcher.consume_token(token):
             raise GrammarError(_first_line(self._matcher.get_error()))
         if self._matcher.is_stopped():
             return True
-        self.words = self._mask() if taken is None else self._checked(taken.mask)
+        self.words = self._mask()
         return False
 
     def copy(self) -> Constraint:
         """Another one in the same state."""
         copied = Constraint.__new__(Constraint)
         copied._matcher, copied._size = self._matcher.deep_copy(), self._size
-        copied._taken, copied.words = None, self.words
+        copied.words = self.words
         return copied
-
-
-class _Taken(NamedTuple):
-    """What came of a token that a parser has taken before `advance` was told of it."""
-
-    accepted: bool
-    mask: np.ndarray  # i32[W]
-
-
-class Parsing:
-    """Parses a step's tokens for all its rows at once, on all cores, where one by one would take
-    a mask's time for each. What comes of it is told by `advance`, row by row, as without."""
-
-    def __init__(self) -> None:
-        self._executor: Any = None
-
-    def take(self, result: StepResult, ended: Collection[Sequence]) -> None:
-        """Let the parsers of guided rows take their tokens, of which a launch has one a row."""
-        parsers: list[Constraint] = []
-        tokens: list[int] = []
-        for sequence, token in zip(result.sequences, result.token_ids, strict=True):
-            form = sequence.constraint
-            if form is None or not form.is_guided or sequence in ended or not form.parser:
-                continue
-            parsers.append(form.parser)
-            tokens.append(token)
-        if len(parsers) >= _TOGETHER:
-            self._take(parsers, tokens)
-
-    def _take(self, parsers: list[Constraint], tokens: list[int]) -> None:
-        import llguidance.numpy
-
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
-        matchers = [one._matcher for one in parsers]
-        accepted = self._executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
-        masks = np.zeros((len(parsers), parsers[0]._size), np.int32)
-        going = [
-            (matcher, row)
-            for row, matcher in enumerate(matchers)
-            if accepted[row] and not matcher.is_stopped()
-        ]
-        if going:
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, going, masks)
-        for one, is_accepted, mask in zip(parsers, accepted, masks, strict=True):
-            one._taken = _Taken(is_accepted, mask)
 
 
 class Grammars:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -45,9 +45,6 @@ class Inner(Protocol):
     """What holds after the thoughts; see `engine.grammars.Constraint`."""
 
     words: np.ndarray
-
-    @property
-    def parser(self) -> Any: ...
 
     def advance(self, token: int) -> bool: ...
 
@@ -95,11 +92,6 @@ class ThinkingConstraint:
         # What may begin a form may begin a thought too; after another token there is none.
         self._may_start = _bits(vocab_size, self._start_id)
         self._settle()
-
-    @property
-    def parser(self) -> Any:
-        """Of the next token: the inner one's after the thoughts, none before."""
-        return None if self._inner is None or self._phase != "after" else self._inner.parser
 
     def copy(self) -> ThinkingConstraint:
         """Another one in the same state."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -14,9 +13,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.grammars import MAX_CACHED, Constraint, GrammarError, Grammars, Parsing
+from jaxserve.engine.grammars import MAX_CACHED, Constraint, GrammarError, Grammars
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.results import StepResult
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import Schema, schemas
 
@@ -173,50 +171,6 @@ def test_a_token_that_is_not_allowed_is_refused_and_a_copy_is_not_touched(
     with pytest.raises(GrammarError):
         constraint.advance(refused)
     assert np.array_equal(other.words, before)
-
-
-def step_of(rows: list[Constraint], tokens: list[int]) -> StepResult:
-    sequences: list[Any] = [SimpleNamespace(constraint=row) for row in rows]
-    return StepResult(sequences, tokens, [], np.ones(len(rows), bool))
-
-
-def advanced(row: Constraint, token: int) -> tuple[bool, list[int]] | str:
-    """What `advance` returns and allows then, or its error."""
-    try:
-        return row.advance(token), allowed(row)
-    except GrammarError as error:
-        return str(error)
-
-
-def test_tokens_taken_together_are_as_taken_alone(grammars: Grammars) -> None:
-    """Forms that go on, that are complete, that refuse their token, and that grow too complex."""
-    forms: list[dict[str, Any]] = [
-        {"json": '{"type": "object"}'},
-        {"regex": r"[a-z]{3}"},
-        {"choice": ["ab", "abc"]},
-        {"choice": ["a"]},
-        # Every text has very many readings.
-        {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
-    ]
-    starts = [grammars.compile(StructuredOutputsParams(**form)) for form in forms * 2]
-    together, alone = ([row.copy() for row in starts] for _ in range(2))
-    rng, parsing, seen = random.Random(0), Parsing(), set()
-    for number in range(60):
-        tokens = [
-            rng.choice([*allowed(row), 20] if number % 9 == 8 else allowed(row) or [20])
-            for row in alone
-        ]
-        parsing.take(step_of(together, tokens), [])
-        for row, (one, other) in enumerate(zip(together, alone, strict=True)):
-            outcome = advanced(other, tokens[row])
-            assert advanced(one, tokens[row]) == outcome
-            seen.add("error" if isinstance(outcome, str) else outcome[0])
-            if isinstance(outcome, str) or outcome[0]:  # over: begins again
-                together[row], alone[row] = starts[row].copy(), starts[row].copy()
-    assert seen == {True, False, "error"}
-    ends = [grammars.compile(StructuredOutputsParams(choice=["a"])) for _ in range(4)]
-    parsing.take(step_of(ends, [int(allowed(ends[0])[0])] * 4), [])
-    assert all(row.advance(int(allowed(row)[0])) for row in ends)
 
 
 def deep(levels: int) -> Schema:
