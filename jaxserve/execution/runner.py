@@ -45,6 +45,8 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _COMPILE_THREADS = 4
+# What a program takes to compile where it is not known: as those of 137M parameters on two cores.
+_COMPILE_SECONDS = 5.0
 # Steps in a row that are timed together.
 _QUEUED = 8
 
@@ -289,9 +291,9 @@ class Runner:
             buckets = anchors(self.buckets)
             started, built = time.perf_counter(), self.store.num_built
             self._compile_all(pool, buckets)
-            # Where they came from files, what compiling costs is unknown, and they are all there.
             built = self.store.num_built - built
-            cost = (time.perf_counter() - started) / built if built else 0.0
+            # Where all came from files, other sizes may not be there: they cost what is usual.
+            cost = (time.perf_counter() - started) / built if built else _COMPILE_SECONDS
             self.plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
             self.store.note(self.plan.notes())
         self.buckets = self._make_buckets(self.plan.decode_sizes, self.plan.token_sizes)
