@@ -161,7 +161,8 @@ def sample(
         token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
         would otherwise pass for token 0.
     """
-    ok = jnp.isfinite(logits).all(axis=1)
+    # NaN and infinity are the greatest of a row: XLA on CPU vectorizes a maximum, not a conjunction.
+    ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
     if greedy_only:
         return argmax(logits), ok
     asked = (batch.asks & int(Ask.EDITS) != 0) | (batch.kv_len < batch.min_length)

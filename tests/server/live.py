@@ -155,6 +155,15 @@ class Server:
         one.sendall(self.http(path, json.dumps(fields).encode()))
         return one
 
+    def open_drawing(self, fields: dict[str, Any]) -> socket.socket:
+        """As `open_stream`, once the first token has come: from then on it waits for nothing."""
+        one, data = self.open_stream(fields), b""
+        while b'"text"' not in data:
+            piece = one.recv(1 << 12)
+            assert piece, data
+            data += piece
+        return one
+
     def http(self, path: str, body: bytes) -> bytes:
         """The bytes of a POST."""
         key = f"x-api-key: {self.key}\r\n" if self.key else ""
