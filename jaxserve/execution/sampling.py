@@ -161,7 +161,7 @@ def sample(
         token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
         would otherwise pass for token 0.
     """
-    # NaN and infinity are the greatest of a row: XLA on CPU vectorizes a maximum, not a conjunction.
+    # NaN and infinity are the greatest of a row; XLA on CPU vectorizes a maximum, no conjunction.
     ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
     if greedy_only:
         return argmax(logits), ok
