@@ -1,0 +1,197 @@
+"""Products with weights in panels, on CPU: read once, in order, at the memory's speed.
+
+A weight of I inputs and O outputs lies as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs of all
+inputs, one after the other, so a thread that computes them reads memory straight through. (In the
+plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) A tile of rows of x
+stays in registers as sums while a panel passes; every sum runs over the inputs in their order, so a
+row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llvmlite import ir
+
+from pallas_kernels.llvm_calls import Field, registered
+from pallas_kernels.llvm_code import (
+    I16,
+    I32,
+    POINTER,
+    VOID,
+    I64,
+    Code,
+    Host,
+    const,
+    element_bytes,
+    float_type,
+    host,
+)
+
+PANEL = 32
+MOST_PARTS = 16
+WORK_OF_A_PART = 1 << 16  # weights read, or an eighth of the products
+TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
+ROWS_TO_PREFETCH = 8  # from here on, the sums leave the processor no time to look ahead
+AHEAD = 32  # inputs
+
+
+@dataclass(frozen=True)
+class PanelProduct:
+    """The kernel for one dtype of x and sums ("float32", "float64") and one of weights."""
+
+    dtype: str
+    weights: str
+
+    operands = 2
+
+    @property
+    def name(self) -> str:
+        return f"jaxserve_product_{self.dtype}_{self.weights}"
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """x, panels, y; rows, inputs, number of panels."""
+        return (Field(0), Field(1), Field(2), Field(0, 0), Field(0, 1), Field(1, 0))
+
+    def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        *_, rows, inputs, panels = fields
+        weights = code.mul(code.mul(inputs, panels), const(PANEL))
+        eighth = code.ashr(code.add(rows, const(7)), const(3))
+        work = code.sdiv(code.mul(weights, eighth), const(WORK_OF_A_PART))
+        parts = code.add(work, const(1))
+        for limit in (const(MOST_PARTS), panels):
+            parts = code.select(code.icmp_signed("<", parts, limit), parts, limit)
+        return parts
+
+    def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        x, w, y, rows, inputs, panels = fields
+        real = float_type(np.dtype(self.dtype))
+        stored = _stored(self.weights)
+        outputs = code.mul(panels, const(PANEL))
+        first, last = (
+            code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
+        )
+        sizes = row_tiles(host(), np.dtype(self.dtype))
+        tiles = {size: _tile(code.module, size, self, host()) for size in sizes}
+        with code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _):
+            end = code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK))
+            end = code.select(code.icmp_signed("<", end, rows), end, rows)
+            with code.loop(first, last) as (panel, _):
+                at = code.mul(panel, const(PANEL))
+                here = code.at(w, code.mul(at, inputs), stored)
+                row = chunk
+                for size in sizes:
+                    stop = code.sub(end, const(size - 1))
+                    with code.loop(row, stop, size) as (start, _):
+                        code.call(
+                            tiles[size],
+                            [
+                                code.at(x, code.mul(start, inputs), real),
+                                here,
+                                code.at(y, code.add(code.mul(start, outputs), at), real),
+                                inputs,
+                                outputs,
+                            ],
+                        )
+                    whole = code.sdiv(code.sub(end, row), const(size))
+                    row = code.add(row, code.mul(whole, const(size)))
+
+
+def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
+    """Rows whose sums are held in registers at once, from the most to one."""
+    vectors = PANEL * dtype.itemsize // cpu.vector_bytes
+    most = max(1, cpu.registers * 3 // 4 // vectors)
+    return [most, *(size for size in (8, 4, 2, 1) if size < most)]
+
+
+def _stored(weights: str) -> ir.Type:
+    """LLVM's type of a weight in memory."""
+    types = {"bfloat16": I16, "float16": ir.HalfType()}
+    return types[weights] if weights in types else float_type(np.dtype(weights))
+
+
+def _widened(code: Code, vector: Any, real: ir.Type) -> Any:
+    """Weights as numbers of the type of the sums."""
+    element, lanes = vector.type.element, vector.type.count
+    if element == real:
+        return vector
+    if element == I16:  # a bfloat16 is the upper half of a float32
+        upper = code.zext(vector, ir.VectorType(I32, lanes))
+        sixteen = ir.Constant(ir.VectorType(I32, lanes), [16] * lanes)
+        vector = code.bitcast(code.shl(upper, sixteen), ir.VectorType(ir.FloatType(), lanes))
+        element = ir.FloatType()
+    return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
+
+
+def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
+    """tile(x, panel, y, inputs, outputs): y[:size, :PANEL] = x[:size] @ panel."""
+    real, stored = float_type(np.dtype(kernel.dtype)), _stored(kernel.weights)
+    lanes = cpu.vector_bytes // element_bytes(real)
+    vectors = PANEL // lanes
+    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 2)
+    function = ir.Function(module, kind, f"tile_{size}")
+    function.linkage = "internal"
+    code = Code(function)
+    x, w, y, inputs, outputs = function.args
+    rows = [code.at(x, code.mul(const(row), inputs), real) for row in range(size)]
+    zero = ir.Constant(ir.VectorType(real, lanes), [0.0] * lanes)
+    with code.loop(const(0), inputs, carry=[zero] * (size * vectors)) as (k, sums):
+        here = code.at(w, code.mul(k, const(PANEL)), stored)
+        if size >= ROWS_TO_PREFETCH:
+            for line in range(0, PANEL, 64 // element_bytes(stored)):
+                code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
+        weights = [
+            _widened(code, code.read_vector(here, const(at), stored, lanes), real)
+            for at in range(0, PANEL, lanes)
+        ]
+        for row in range(size):
+            value = code.splat(code.read(rows[row], k, real), lanes)
+            for at, weight in enumerate(weights):
+                place = row * vectors + at
+                sums[place] = code.multiply_add(value, weight, sums[place])
+    for row in range(size):
+        to = code.at(y, code.mul(const(row), outputs), real)
+        for at in range(vectors):
+            code.write_vector(sums[row * vectors + at], to, const(at * lanes))
+    code.ret_void()
+    return function
+
+
+def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
+    """x [T, I] times a weight in panels, [O / PANEL, I, PANEL] of `weights`: [T, O].
+
+    x is float32 or float64, and so are the sums. Weights of 16 bits come as uint16, their bits.
+    """
+    name = registered(PanelProduct(x.dtype.name, weights))
+    shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), x.dtype)
+    return jax.ffi.ffi_call(name, shape)(x, panels)
+
+
+def in_panels(weight: np.ndarray) -> np.ndarray:
+    """[I, O] as panels; outputs of the last one beyond O are zero. 16-bit floats become bits."""
+    inputs, outputs = weight.shape
+    if weight.dtype.itemsize == 2:
+        weight = weight.view(np.uint16)
+    count = -(-outputs // PANEL)
+    panels = np.empty((count, inputs, PANEL), weight.dtype)
+    whole = outputs // PANEL
+    columns = weight[:, : whole * PANEL].reshape(inputs, whole, PANEL)
+    np.copyto(panels[:whole], columns.transpose(1, 0, 2))
+    if whole < count:
+        panels[whole] = 0
+        panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
+    return panels
+
+
+def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
+    """What `panel_product` computes, in plain JAX."""
+    if panels.dtype == jnp.uint16:
+        panels = jax.lax.bitcast_convert_type(panels, jnp.dtype(weights))
+    y = jnp.einsum("ti,nic->tnc", x, panels.astype(x.dtype), precision="highest")
+    return y.reshape(x.shape[0], -1)
