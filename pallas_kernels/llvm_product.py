@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.llvm_calls import Field, registered
 from pallas_kernels.llvm_code import (
+    I1,
     I16,
     I32,
     POINTER,
@@ -32,11 +32,12 @@ from pallas_kernels.llvm_code import (
     float_type,
     host,
 )
+from pallas_kernels.llvm_panels import PANEL
 
-PANEL = 32
 MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # weights read, or an eighth of the products
 TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
+INPUTS_OF_A_CHUNK = 512
 ROWS_TO_PREFETCH = 8  # from here on, the sums leave the processor no time to look ahead
 AHEAD = 32  # inputs
 
@@ -79,28 +80,28 @@ class PanelProduct:
         )
         sizes = row_tiles(host(), np.dtype(self.dtype))
         tiles = {size: _tile(code.module, size, self, host()) for size in sizes}
-        with code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _):
-            end = code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK))
-            end = code.select(code.icmp_signed("<", end, rows), end, rows)
-            with code.loop(first, last) as (panel, _):
-                at = code.mul(panel, const(PANEL))
-                here = code.at(w, code.mul(at, inputs), stored)
-                row = chunk
-                for size in sizes:
-                    stop = code.sub(end, const(size - 1))
-                    with code.loop(row, stop, size) as (start, _):
-                        code.call(
-                            tiles[size],
-                            [
-                                code.at(x, code.mul(start, inputs), real),
-                                here,
-                                code.at(y, code.add(code.mul(start, outputs), at), real),
-                                inputs,
-                                outputs,
-                            ],
-                        )
-                    whole = code.sdiv(code.sub(end, row), const(size))
-                    row = code.add(row, code.mul(whole, const(size)))
+
+        def smaller(a: Any, b: Any) -> Any:
+            return code.select(code.icmp_signed("<", a, b), a, b)
+
+        with (
+            code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
+            code.loop(const(0), inputs, INPUTS_OF_A_CHUNK) as (k, _),
+            code.loop(first, last) as (panel, _),
+        ):
+            end = smaller(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
+            count = smaller(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
+            at = code.mul(panel, const(PANEL))
+            here = code.at(w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), stored)
+            row = chunk
+            for size in sizes:
+                with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
+                    from_ = code.at(x, code.add(code.mul(start, inputs), k), real)
+                    to = code.at(y, code.add(code.mul(start, outputs), at), real)
+                    begins = code.icmp_signed("==", k, const(0))
+                    code.call(tiles[size], [from_, here, to, count, inputs, outputs, begins])
+                whole = code.sdiv(code.sub(end, row), const(size))
+                row = code.add(row, code.mul(whole, const(size)))
 
 
 def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
@@ -130,18 +131,28 @@ def _widened(code: Code, vector: Any, real: ir.Type) -> Any:
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
-    """tile(x, panel, y, inputs, outputs): y[:size, :PANEL] = x[:size] @ panel."""
+    """tile(x, panel, y, count, inputs, outputs, begins): y[:size, :PANEL] += x[:size] @ panel.
+
+    Over `count` inputs; rows of x are `inputs` apart, those of y `outputs`. Where the sums begin,
+    what y holds is not read as a number.
+    """
     real, stored = float_type(np.dtype(kernel.dtype)), _stored(kernel.weights)
     lanes = cpu.vector_bytes // element_bytes(real)
     vectors = PANEL // lanes
-    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 2)
+    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
     code = Code(function)
-    x, w, y, inputs, outputs = function.args
+    x, w, y, count, inputs, outputs, begins = function.args
     rows = [code.at(x, code.mul(const(row), inputs), real) for row in range(size)]
+    results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
     zero = ir.Constant(ir.VectorType(real, lanes), [0.0] * lanes)
-    with code.loop(const(0), inputs, carry=[zero] * (size * vectors)) as (k, sums):
+    before = [
+        code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
+        for to in results
+        for at in range(vectors)
+    ]
+    with code.loop(const(0), count, carry=before) as (k, sums):
         here = code.at(w, code.mul(k, const(PANEL)), stored)
         if size >= ROWS_TO_PREFETCH:
             for line in range(0, PANEL, 64 // element_bytes(stored)):
@@ -155,12 +166,20 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
             for at, weight in enumerate(weights):
                 place = row * vectors + at
                 sums[place] = code.multiply_add(value, weight, sums[place])
-    for row in range(size):
-        to = code.at(y, code.mul(const(row), outputs), real)
+    for row, to in enumerate(results):
         for at in range(vectors):
             code.write_vector(sums[row * vectors + at], to, const(at * lanes))
     code.ret_void()
     return function
+
+
+def prepare(weights: np.dtype, x: np.dtype | None = None) -> None:
+    """Make the kernel for weights of a dtype, before programs that use it are read from files."""
+    registered(_kernel(x or np.promote_types(weights, np.float32), weights.name))
+
+
+def _kernel(x: np.dtype, weights: str) -> PanelProduct:
+    return PanelProduct(x.name, weights)
 
 
 def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
@@ -168,30 +187,6 @@ def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
 
     x is float32 or float64, and so are the sums. Weights of 16 bits come as uint16, their bits.
     """
-    name = registered(PanelProduct(x.dtype.name, weights))
+    name = registered(_kernel(np.dtype(x.dtype), weights))
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), x.dtype)
     return jax.ffi.ffi_call(name, shape)(x, panels)
-
-
-def in_panels(weight: np.ndarray) -> np.ndarray:
-    """[I, O] as panels; outputs of the last one beyond O are zero. 16-bit floats become bits."""
-    inputs, outputs = weight.shape
-    if weight.dtype.itemsize == 2:
-        weight = weight.view(np.uint16)
-    count = -(-outputs // PANEL)
-    panels = np.empty((count, inputs, PANEL), weight.dtype)
-    whole = outputs // PANEL
-    columns = weight[:, : whole * PANEL].reshape(inputs, whole, PANEL)
-    np.copyto(panels[:whole], columns.transpose(1, 0, 2))
-    if whole < count:
-        panels[whole] = 0
-        panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
-    return panels
-
-
-def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """What `panel_product` computes, in plain JAX."""
-    if panels.dtype == jnp.uint16:
-        panels = jax.lax.bitcast_convert_type(panels, jnp.dtype(weights))
-    y = jnp.einsum("ti,nic->tnc", x, panels.astype(x.dtype), precision="highest")
-    return y.reshape(x.shape[0], -1)

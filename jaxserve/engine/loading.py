@@ -24,6 +24,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.windows import longest_held
 from jaxserve.weights import random_weights
+from jaxserve.weights.panelled import use_panels
 from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
@@ -171,12 +172,14 @@ def _model(
     dtype: Any,
     on_progress: OnProgress | None,
 ) -> Decoder:
-    """The model with its weights placed, quantized if that is asked for."""
+    """The model with its weights placed, quantized if that is asked for; on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
     if config.load_format == "dummy":
-        return random_weights(model_config, dtype, config.seed, quantization)
-    kv_scales = config.kv_cache_dtype == "fp8"
-    return source.load(model_config, dtype, on_progress, quantization, kv_scales)
+        model = random_weights(model_config, dtype, config.seed, quantization)
+    else:
+        kv_scales = config.kv_cache_dtype == "fp8"
+        model = source.load(model_config, dtype, on_progress, quantization, kv_scales)
+    return use_panels(model) if jax.default_backend() == "cpu" else model
 
 
 def _eos_token_ids(

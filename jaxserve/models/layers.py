@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
+from jaxserve.models.panels import PanelWeight
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -90,8 +91,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
+        project = self.project[...]
+        if self.tied and isinstance(project, PanelWeight):
+            return project.columns(tokens)
         if self.tied:
-            return jnp.take(self.project[...], tokens, axis=1, mode="clip").T
+            return jnp.take(project, tokens, axis=1, mode="clip").T
         return jnp.take(self.table[...], tokens, axis=0, mode="clip")
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
