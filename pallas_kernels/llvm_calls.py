@@ -8,6 +8,7 @@ help that comes late finds nothing to do, and help that never comes is not misse
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ BUSY, LEFT, DONE, FIELDS = 0, 8, 16, 24
 
 @dataclass(frozen=True)
 class Field:
-    """What a kernel gets: the address of an operand or, after those, a result; or one of its sizes."""
+    """What a kernel gets: an operand's or, after those, a result's address; or one of its sizes."""
 
     buffer: int
     size: int | None = None
@@ -79,20 +80,14 @@ class Kernel(Protocol):
 def registered(kernel: Kernel) -> str:
     """The name under which XLA knows a kernel, which is compiled and registered the first time.
 
-    A process keeps it: compiled programs hold the code's address.
+    XLA keeps the code's address for good, so the code is never freed, not even at the end, when
+    threads of the pool may still look for work.
     """
     engine = compiled(module_of(kernel), host())
-    _KEPT.append(engine)
-    address = engine.get_function_address(kernel.name)
-    jax.ffi.register_ffi_target(kernel.name, _capsule(address), platform="cpu")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+    address: Any = engine.get_function_address(kernel.name)
+    jax.ffi.register_ffi_target(kernel.name, jax.ffi.pycapsule(address), platform="cpu")
     return kernel.name
-
-
-_KEPT: list[Any] = []
-
-
-def _capsule(address: int) -> Any:
-    return jax.ffi.pycapsule(address)
 
 
 def module_of(kernel: Kernel) -> ir.Module:
@@ -176,9 +171,7 @@ def _handler(
 
     extension = pointer_at(frame, FRAME_EXTENSION)
     with code.if_then(code.icmp_unsigned("!=", extension, null)):
-        version = code.at(
-            pointer_at(extension, EXTENSION_METADATA), const(METADATA_VERSION), I8
-        )
+        version = code.at(pointer_at(extension, EXTENSION_METADATA), const(METADATA_VERSION), I8)
         for at, number in enumerate(API_VERSION):
             code.store(ir.Constant(I32, number), code.at(version, const(at), I32))
         code.ret(null)
@@ -207,10 +200,15 @@ def _handler(
     code.store(parts, code.at(job, const(FIELDS - 1), I64))
     _publish(code, const(0), code.at(job, const(DONE), I64))
     _publish(code, parts, code.at(job, const(LEFT), I64))
-    _ask_for_help(code, pointer_at(frame, FRAME_API), pointer_at(frame, FRAME_CONTEXT), take, job, parts)
+    api, context = pointer_at(frame, FRAME_API), pointer_at(frame, FRAME_CONTEXT)
+    _ask_for_help(code, api, context, take, job, parts)
     code.call(take, [job])
-    _wait(code, lambda: code.icmp_signed(
-        "<", code.load_atomic(code.at(job, const(DONE), I64), "seq_cst", 8, typ=I64), parts))
+
+    def unfinished() -> Any:
+        done = code.load_atomic(code.at(job, const(DONE), I64), "seq_cst", 8, typ=I64)
+        return code.icmp_signed("<", done, parts)
+
+    _wait(code, unfinished)
     _publish(code, const(0), code.at(job, const(BUSY), I64))
     code.ret(null)
 
@@ -238,8 +236,8 @@ def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
         index = code.and_(turn, const(JOBS - 1))
         job = code.at(jobs, code.mul(index, const(JOB_WORDS)), I64)
         code.store(job, place)
-        pair = code.cmpxchg(code.at(job, const(BUSY), I64), const(0), const(1), "seq_cst", "seq_cst")
-        return code.not_(code.extract_value(pair, 1))
+        busy = code.atomic_rmw("xchg", code.at(job, const(BUSY), I64), const(1), "seq_cst")
+        return code.icmp_signed("!=", busy, const(0))
 
     _wait(code, taken)
     return code.load(place, typ=POINTER)

@@ -1,8 +1,8 @@
 """Machine code for this host's CPU, from kernels written as LLVM IR in Python (llvmlite).
 
 XLA's own products and loops on CPU leave half of the memory's speed unused (BUILD.md, "What was
-measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in registers,
-the order of every sum fixed by the code. `llvm_calls.py` makes it an operation of XLA.
+measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in
+registers, the order of every sum fixed by the code. `llvm_calls.py` makes it an operation of XLA.
 """
 
 from __future__ import annotations
@@ -133,13 +133,9 @@ class Code(ir.IRBuilder):
         element, lanes = vector.type.element, vector.type.count
         while lanes > 1:
             lanes //= 2
-            halves = [
-                self.shuffle_vector(
-                    vector, vector, ir.Constant(ir.VectorType(I32, lanes), list(range(at, at + lanes)))
-                )
-                for at in (0, lanes)
-            ]
-            vector = self.fadd(*halves)
+            order = ir.VectorType(I32, lanes)
+            halves = [ir.Constant(order, list(range(at, at + lanes))) for at in (0, lanes)]
+            vector = self.fadd(*(self.shuffle_vector(vector, vector, half) for half in halves))
         assert vector.type.element == element
         return self.extract_element(vector, ir.Constant(I32, 0))
 

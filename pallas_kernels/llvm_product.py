@@ -1,16 +1,17 @@
 """Products with weights in panels, on CPU: read once, in order, at the memory's speed.
 
-A weight of I inputs and O outputs lies as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs of all
-inputs, one after the other, so a thread that computes them reads memory straight through. (In the
-plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) A tile of rows of x
-stays in registers as sums while a panel passes; every sum runs over the inputs in their order, so a
-row's result does not depend on the rows beside it.
+A weight of I inputs and O outputs lies as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs of
+all inputs, one after the other, so a thread that computes them reads memory straight through. (In
+the plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) The sums of a
+tile of rows stay in registers while a panel passes (Goto and van de Geijn 2008, with the weights
+packed once). Every sum runs over the inputs in their order, so a row's result does not depend on
+the rows beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from pallas_kernels.llvm_code import (
     I1,
     I16,
     I32,
+    I64,
     POINTER,
     VOID,
-    I64,
     Code,
     Host,
     const,
@@ -48,12 +49,14 @@ class PanelProduct:
 
     dtype: str
     weights: str
+    cpu: Host = field(default_factory=host)
 
     operands = 2
 
     @property
     def name(self) -> str:
-        return f"jaxserve_product_{self.dtype}_{self.weights}"
+        vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
+        return f"jaxserve_product_{self.dtype}_{self.weights}_{vectors}"
 
     @property
     def fields(self) -> Sequence[Field]:
@@ -78,8 +81,8 @@ class PanelProduct:
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
         )
-        sizes = row_tiles(host(), np.dtype(self.dtype))
-        tiles = {size: _tile(code.module, size, self, host()) for size in sizes}
+        sizes = row_tiles(self.cpu, np.dtype(self.dtype))
+        tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
 
         def smaller(a: Any, b: Any) -> Any:
             return code.select(code.icmp_signed("<", a, b), a, b)
@@ -187,6 +190,11 @@ def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
 
     x is float32 or float64, and so are the sums. Weights of 16 bits come as uint16, their bits.
     """
-    name = registered(_kernel(np.dtype(x.dtype), weights))
+    return run(_kernel(np.dtype(x.dtype), weights), x, panels)
+
+
+def run(kernel: PanelProduct, x: jax.Array, panels: jax.Array) -> jax.Array:
+    """`panel_product` by this kernel."""
+    name = registered(kernel)
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), x.dtype)
     return jax.ffi.ffi_call(name, shape)(x, panels)

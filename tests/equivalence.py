@@ -37,6 +37,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.scores import Scores
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
+from jaxserve.weights.placing import use_panels
 from tests.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.oracle import Answer, Form, Oracle, Score
 from tests.workloads import Ask, adversarial_workload
@@ -105,6 +106,7 @@ class Bench:
         model_config = ModelConfig.from_dict(EXPERTS if experts else TINY)
         model = random_weights(model_config, np.float64, seed=3)
         self.oracle = Oracle(model_config, model, kv_cache_dtype)
+        use_panels(model)
         self._answers: dict[object, Answer] = {}
         self.loaded: dict[int, Loaded] = {}
         self.tokenizer = letter_tokenizer()

@@ -58,6 +58,7 @@ HOMES = {
     "huggingface_hub": ("jaxserve.engine.hub",),
     "gguf": ("jaxserve.weights.gguf",),
     "orbax": ("jaxserve.weights.converted",),
+    "llvmlite": ("pallas_kernels",),
     "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
     "torch": (),
@@ -65,7 +66,7 @@ HOMES = {
 HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])
 # Third-party libraries that whole packages are limited to.
 ONLY = {
-    "pallas_kernels": {"jax", "jaxlib", "numpy"},
+    "pallas_kernels": {"jax", "jaxlib", "numpy", "llvmlite"},
     "jaxserve.scheduling": {"numpy"},
     "jaxserve.errors": set(),
     "jaxserve.structured": set(),

@@ -24,7 +24,6 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.windows import longest_held
 from jaxserve.weights import random_weights
-from jaxserve.weights.panelled import use_panels
 from jaxserve.weights.quantize import FORMS
 
 _log = logging.getLogger(__name__)
@@ -174,12 +173,11 @@ def _model(
 ) -> Decoder:
     """The model with its weights placed, quantized if that is asked for; on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
+    panels = jax.default_backend() == "cpu"
     if config.load_format == "dummy":
-        model = random_weights(model_config, dtype, config.seed, quantization)
-    else:
-        kv_scales = config.kv_cache_dtype == "fp8"
-        model = source.load(model_config, dtype, on_progress, quantization, kv_scales)
-    return use_panels(model) if jax.default_backend() == "cpu" else model
+        return random_weights(model_config, dtype, config.seed, quantization, panels)
+    kv_scales = config.kv_cache_dtype == "fp8"
+    return source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
 
 
 def _eos_token_ids(

@@ -23,6 +23,7 @@ from jaxserve.weights import (
     open_converted,
     read_gguf,
 )
+from jaxserve.weights.placing import use_panels
 
 # org/name, or org/name/FILE.gguf.
 HUB_NAME = re.compile(
@@ -80,6 +81,7 @@ class Source:
         on_progress: OnProgress | None = None,
         quantization: str | None = None,
         kv_scales: bool = False,
+        panels: bool = False,
     ) -> Decoder:
         """The model with its weights; see `load_weights` and `load_converted`.
 
@@ -94,13 +96,17 @@ class Source:
                     f"{self.path}: was converted {f'to {made}' if made else 'in full'} and cannot "
                     f"be quantized to {quantization}; convert the checkpoint that it was made of"
                 )
-            return load_converted(self.weights, model_config, kv_scales=kv_scales)
+            model = load_converted(self.weights, model_config, kv_scales=kv_scales)
+            if panels:
+                use_panels(model)
+            return model
         return load_weights(
             self.weights,
             model_config,
             dtype,
             quantization=quantization,
             kv_scales=kv_scales,
+            panels=panels,
             on_progress=None if on_progress is None else _stage("weights", on_progress),
         )
 

@@ -36,7 +36,7 @@ class PanelWeight:
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
-        """A weight [in..., out...] with `contract` dimensions of inputs; its product is prepared."""
+        """A weight [in..., out...], `contract` of them inputs; its product is made ready."""
         inputs, outputs = weight.shape[:contract], weight.shape[contract:]
         prepare(weight.dtype)
         panels = in_panels(weight.reshape(prod(inputs), prod(outputs)))

@@ -20,7 +20,7 @@ from jaxserve.weights.gguf import GgufFile
 from jaxserve.weights.gguf_names import named_tensors
 from jaxserve.weights.names import match_names
 from jaxserve.weights.packed import sort_packed
-from jaxserve.weights.placing import Place, quantizing, read_packed, set_kv_scales
+from jaxserve.weights.placing import Place, panelled, quantizing, read_packed, set_kv_scales
 from jaxserve.weights.reading import read_parameters
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def load_weights(
     check_finite: bool = True,
     on_progress: Progress | None = None,
     place: Place | None = None,
+    panels: bool = False,
 ) -> Decoder:
     """A model with the weights of a Hugging Face checkpoint or a GGUF file, cast to `dtype`.
 
@@ -55,6 +56,7 @@ def load_weights(
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: told after each tensor.
         place: by default, the arrays go to JAX's default device.
+        panels: lay out matrices for the CPU's own product; see `PanelWeight`.
 
     Raises:
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
@@ -69,7 +71,9 @@ def load_weights(
     model = abstract_model(config, dtype)
     parameters = parameters_of(model)
     shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
-    place = quantizing(place or place_on_default, parameters, quantization)
+    place = place or place_on_default
+    place = panelled(place, parameters) if panels else place
+    place = quantizing(place, parameters, quantization)
     values = read_packed(sorted_, parameters, dims, place, report)
     for path, array in read_parameters(
         sorted_.table, entries, dims, shapes, report, check_finite=check_finite
@@ -96,7 +100,11 @@ def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 def random_weights(
-    config: ModelConfig, dtype: DTypeLike, seed: int = 0, quantization: str | None = None
+    config: ModelConfig,
+    dtype: DTypeLike,
+    seed: int = 0,
+    quantization: str | None = None,
+    panels: bool = False,
 ) -> Decoder:
     """A model with normal weights, for benchmarks: fast to build, and logits of about unit size.
 
@@ -106,7 +114,8 @@ def random_weights(
     model = abstract_model(config, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
-    place = quantizing(place_on_default, parameters, quantization)
+    place = panelled(place_on_default, parameters) if panels else place_on_default
+    place = quantizing(place, parameters, quantization)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
+from jaxserve.models.panels import PanelWeight
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fusing import dequantized, fused
@@ -33,6 +35,34 @@ def contracted(parameter: nnx.Param[Any]) -> int | None:
 def holds_experts(parameter: nnx.Param[Any]) -> bool:
     """Whether a parameter is a matrix for each expert, which may be quantized."""
     return parameter.get_metadata()["axes"] in EXPERTS
+
+
+def panelled(place: Place, parameters: Parameters) -> Place:
+    """`place`, but matrices as the CPU's own product reads them."""
+
+    def place_panels(path: str, values: np.ndarray) -> Any:
+        contract = matrix_inputs(parameters[path])
+        return place(path, values) if contract is None else PanelWeight.of(values, contract)
+
+    return place_panels
+
+
+def matrix_inputs(parameter: nnx.Param[Any]) -> int | None:
+    """How many dimensions of a parameter are inputs, if it is one that panels are made of.
+
+    The matrices of experts and routers stay as they are.
+    """
+    axes = parameter.get_metadata()["axes"]
+    return 1 if axes == ("embed", "vocab") else PROJECTIONS.get(axes)
+
+
+def use_panels(model: Decoder) -> None:
+    """Lay out a model's matrices in panels, in place, one after the other; quantized ones stay."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param) and isinstance(node[...], jax.Array):
+            contract = matrix_inputs(node)
+            if contract is not None:
+                node.set_value(PanelWeight.of(np.asarray(node[...]), contract))
 
 
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:

@@ -105,7 +105,8 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
         runner = llm._thread.engine.runner
         for program in runner._steps.values():
             check_program(program)
-        assert runner.weight_bytes - PLAIN_BYTES <= MATRICES * BITS["int4"] / 8
+        filled_up = 4 * 512 * (64 - 40)  # the output projection's last panel
+        assert runner.weight_bytes - PLAIN_BYTES - filled_up <= MATRICES * BITS["int4"] / 8
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
         alone = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
         assert together == alone
