@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any, Protocol
 
 import jax
@@ -41,6 +42,8 @@ API_SCHEDULE, API_NUM_THREADS = 136, 144
 JOBS = 64
 JOB_WORDS = 64
 BUSY, LEFT, DONE, FIELDS = 0, 8, 16, 24
+
+_REGISTRATION = Lock()
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,15 @@ class Kernel(Protocol):
         ...
 
 
-@cache
 def registered(kernel: Kernel) -> str:
-    """The name under which XLA knows a kernel, which is compiled and registered the first time.
+    """The name under which XLA knows a kernel, which is compiled and registered the first time."""
+    with _REGISTRATION:  # threads that load weights come at once
+        return _registered(kernel)
+
+
+@cache
+def _registered(kernel: Kernel) -> str:
+    """Compile and register.
 
     XLA keeps the code's address for good, so the code is never freed, not even at the end, when
     threads of the pool may still look for work.

@@ -39,6 +39,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.static import StaticScheduler
 from jaxserve.weights import random_weights
+from pallas_kernels.llvm_product import panel_product
 from trace_rows import read_trace
 
 SCALE = 8
@@ -56,7 +57,7 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         enable_prefix_caching=False,
         decode_sizes=(1, batch // 4, batch // 2, batch, 2 * batch),
     ).resolve("cpu", model_config.max_position_embeddings)
-    runner = Runner(config, model_config, random_weights(model_config, np.float32))
+    runner = Runner(config, model_config, random_weights(model_config, np.float32, panels=True))
     runner.warm_up(lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr))
     limits = Limits(model_config.vocab_size, 1024, (), 0)
     return Loaded(config, runner, None, limits, SamplingParams())
@@ -159,22 +160,27 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
 def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
     """Time of a decode step over that of its matrix products alone, taking turns.
 
-    `weights` multiplies by every weight matrix; `attention` is queries by keys and weights by
-    values for the same number of cached tokens, on operands that lie contiguous in memory.
+    `weights` multiplies by every weight matrix as the step does, `xla_weights` by the same ones in
+    the plain order with XLA's product; `attention` is queries by keys and weights by values for the
+    same number of cached tokens, on operands that lie contiguous in memory.
     """
     runner = loaded.runner
-    width = runner.model_config.hidden_size
-    weights = [leaf.reshape(_matrix(leaf.shape, width)) for leaf in runner._leaves if leaf.ndim > 1]
+    panels = [leaf for leaf in runner._leaves if leaf.ndim == 3]
+    plain = [jnp.asarray(_plain(np.asarray(leaf))) for leaf in panels]
     rng = np.random.default_rng(0)
-    inputs = [
-        jnp.asarray(rng.standard_normal((batch, weight.shape[0]), np.float32)) for weight in weights
-    ]
-    multiply = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
+    inputs = [jnp.asarray(rng.standard_normal((batch, len(w)), np.float32)) for w in plain]
+
+    @jax.jit
+    def multiply(xs: list[jax.Array], ws: list[jax.Array]) -> list[jax.Array]:
+        return [panel_product(x, w, "float32") for x, w in zip(xs, ws, strict=True)]
+
+    dots = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
     slots, plan = _decode_batch(loaded, batch, context)
     attend = _attention_products(runner.model_config, int((plan.starts + 1).sum()))
     work: dict[str, Callable[[], object]] = {
         "step": lambda: runner.read(runner.submit(plan, slots)),
-        "weights": lambda: jax.block_until_ready(multiply(inputs, weights)),
+        "weights": lambda: jax.block_until_ready(multiply(inputs, panels)),
+        "xla_weights": lambda: jax.block_until_ready(dots(inputs, plain)),
         "attention": lambda: jax.block_until_ready(attend()),
     }
     wall: dict[str, list[float]] = {name: [] for name in work}
@@ -193,6 +199,7 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
         **{f"{name}_ms": seconds * 1e3 for name, seconds in middle.items()},
         "over_all_products": middle["step"] / (middle["weights"] + middle["attention"]),
         "over_weights": middle["step"] / middle["weights"],
+        "over_xla_weights": middle["step"] / middle["xla_weights"],
         "over_weights_cpu": sum(cpu["step"]) / sum(cpu["weights"]),
     }
 
@@ -218,9 +225,9 @@ def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
     return lambda: attend(asked, cache)
 
 
-def _matrix(shape: tuple[int, ...], width: int) -> tuple[int, int]:
-    """Input-major weights as matrices: the width of the model is always one of the sides."""
-    return (width, -1) if shape[0] == width else (-1, width)
+def _plain(panels: np.ndarray) -> np.ndarray:
+    """A weight in panels as [inputs, outputs]."""
+    return np.ascontiguousarray(panels.transpose(1, 0, 2)).reshape(panels.shape[1], -1)
 
 
 def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, StepPlan]:
@@ -300,7 +307,8 @@ def main() -> int:
             print(
                 f"step / its matrix products at B={one['batch']}: {one['over_all_products']:.2f} "
                 f"(gate {STEP_GATE}); over the weights' products alone {one['over_weights']:.2f} "
-                f"(CPU time {one['over_weights_cpu']:.2f}); context {one['context']}"
+                f"(CPU time {one['over_weights_cpu']:.2f}), by XLA {one['over_xla_weights']:.2f}; "
+                f"context {one['context']}"
             )
     if "schedules" in arguments.parts:
         result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats)

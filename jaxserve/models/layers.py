@@ -91,12 +91,12 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
-        project = self.project[...]
-        if self.tied and isinstance(project, PanelWeight):
-            return project.columns(tokens)
+        table = self.project[...] if self.tied else self.table[...]
+        if isinstance(table, PanelWeight):
+            return table.columns(tokens)
         if self.tied:
-            return jnp.take(project, tokens, axis=1, mode="clip").T
-        return jnp.take(self.table[...], tokens, axis=0, mode="clip")
+            return jnp.take(table, tokens, axis=1, mode="clip").T
+        return jnp.take(table, tokens, axis=0, mode="clip")
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores of every token, in at least float32."""

@@ -41,28 +41,31 @@ def panelled(place: Place, parameters: Parameters) -> Place:
     """`place`, but matrices as the CPU's own product reads them."""
 
     def place_panels(path: str, values: np.ndarray) -> Any:
-        contract = matrix_inputs(parameters[path])
-        return place(path, values) if contract is None else PanelWeight.of(values, contract)
+        panels = _panels(parameters[path].get_metadata()["axes"], values)
+        return place(path, values) if panels is None else panels
 
     return place_panels
-
-
-def matrix_inputs(parameter: nnx.Param[Any]) -> int | None:
-    """How many dimensions of a parameter are inputs, if it is one that panels are made of.
-
-    The matrices of experts and routers stay as they are.
-    """
-    axes = parameter.get_metadata()["axes"]
-    return 1 if axes == ("embed", "vocab") else PROJECTIONS.get(axes)
 
 
 def use_panels(model: Decoder) -> None:
     """Lay out a model's matrices in panels, in place, one after the other; quantized ones stay."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and isinstance(node[...], jax.Array):
-            contract = matrix_inputs(node)
-            if contract is not None:
-                node.set_value(PanelWeight.of(np.asarray(node[...]), contract))
+            panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
+            if panels is not None:
+                node.set_value(panels)
+
+
+def _panels(axes: Any, values: np.ndarray) -> PanelWeight | None:
+    """A parameter in panels, if it is one that is multiplied by; experts and routers stay.
+
+    So does a table of embeddings, but one of 16 bits: what looks its rows up within a loop would
+    have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
+    """
+    if axes == ("vocab", "embed"):
+        return PanelWeight.of(values.T, 1) if values.dtype.itemsize == 2 else None
+    contract = 1 if axes == ("embed", "vocab") else PROJECTIONS.get(axes)
+    return None if contract is None else PanelWeight.of(values, contract)
 
 
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
