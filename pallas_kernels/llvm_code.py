@@ -1,8 +1,8 @@
 """Machine code for this host's CPU, from kernels written as LLVM IR in Python (llvmlite).
 
 XLA's own products and loops on CPU leave half of the memory's speed unused (BUILD.md, "What was
-measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in registers,
-the order of every sum fixed by the code. `llvm_calls.py` makes it an operation of XLA.
+measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in
+registers, the order of every sum fixed by the code. `llvm_calls.py` makes it an operation of XLA.
 """
 
 from __future__ import annotations
@@ -301,7 +301,8 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     if element == I16:  # a bfloat16 is the upper half of a float32
         upper = code.zext(vector, ir.VectorType(I32, lanes))
         shifted = code.shl(upper, filled(upper.type, 16))
-        vector, element = code.bitcast(shifted, ir.VectorType(ir.FloatType(), lanes)), ir.FloatType()
+        element = ir.FloatType()
+        vector = code.bitcast(shifted, ir.VectorType(element, lanes))
     return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
 
 

@@ -41,9 +41,12 @@ from pallas_kernels.llvm_code import (
 
 BLOCK_TOKENS = 128
 MOST_PARTS = 64
-WORK_OF_A_PART = 1 << 16  # numbers in keys
+WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # what a pair costs besides its tokens
 LINE = 64  # bytes
+BYTES_AHEAD = 8192
+MOST_PRODUCTS = 512  # of vectors, written one after the other
+PAGES_FARTHER = 2  # whose first line is asked for, so that their translation is known in time
 ENDLESS = 2**31 - 1
 
 
@@ -107,9 +110,7 @@ class PagedDecode:
             below_table = code.at(table, code.mul(below, columns), I32)
             with code.loop(const(0), heads) as (head, _):
                 at = code.add(begin[0], code.mul(tokens, head))
-                mine = code.and_(
-                    code.icmp_signed(">=", at, low), code.icmp_signed("<", at, high)
-                )
+                mine = code.and_(code.icmp_signed(">=", at, low), code.icmp_signed("<", at, high))
                 with code.if_then(mine):
                     more = code.icmp_signed("<", code.add(head, const(1)), heads)
                     after = code.select(more, code.add(head, const(1)), const(0))
@@ -174,9 +175,14 @@ class _Pair:
         self.lanes = math.gcd(self.H, most)  # of keys and values
         self.vectors = self.H // self.lanes
         self.width = most  # lanes of scores
-        self.tokens = math.gcd(self.S, self.lanes)  # whose scores are summed at once
+        vectors = self.vectors * self.G
+        most = min(self.lanes, 1 << (max(1, MOST_PRODUCTS // vectors).bit_length() - 1))
+        self.tokens = math.gcd(self.S, most)  # whose scores are summed at once
         self.block = self.S * max(1, BLOCK_TOKENS // self.S)
         self.room = -(-self.block // self.width) * self.width
+        piece = self.S * self.H * element_bytes(self.stored)
+        self.ahead = min(max(1, BYTES_AHEAD // piece), self.block // self.S)
+        self.farther = self.ahead + PAGES_FARTHER
 
     def function(self, module: ir.Module) -> ir.Function:
         """pair(q, k, v, table, sinks, cap, out, next entry, next k, first, stop, stride, pages).
@@ -188,9 +194,8 @@ class _Pair:
         function = ir.Function(module, kind, "pair")
         function.linkage = "internal"
         code = Code(function)
-        addresses, numbers = function.args[:9], function.args[9:]
-        self.q, self.k, self.v, self.table, sinks, self.cap, out, self.entry, self.next_k = addresses
-        self.first, self.stop, self.stride, self.pages = numbers
+        self.q, self.k, self.v, self.table, sinks, self.cap, out, *others = function.args
+        self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others
         self.scores = code.room(self.real, self.G * self.room)
         self.sums = code.room(self.real, self.G * self.H)
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.G) for _ in range(3))
@@ -227,6 +232,24 @@ class _Pair:
         page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
         return code.at(base, code.mul(page, self.stride), self.stored)
 
+    def _after_key(self, code: Code, at: Any, page: Any, after: Any, distance: int) -> Any:
+        """Address of what is read `distance` pages after the keys of page `at` of a block."""
+        later = code.add(at, const(distance))
+        more = code.icmp_signed("<", later, after)
+        last = code.sub(after, const(1))
+        value = code.smaller_int(code.sub(later, code.sub(after, page)), last)
+        entry = code.at(self.table, code.select(more, later, value), I32)
+        return self._page(code, code.select(more, self.k, self.v), entry)
+
+    def _after_value(self, code: Code, at: Any, after: Any, distance: int) -> Any:
+        """The same of its values; behind the last of them, the next pair's first keys."""
+        later = code.add(at, const(distance))
+        more = code.icmp_signed("<", later, after)
+        ended = code.icmp_signed(">=", code.mul(later, const(self.S)), self.stop)
+        entry = code.select(ended, self.entry, code.at(self.table, later, I32))
+        base = code.select(ended, self.next_k, code.select(more, self.v, self.k))
+        return self._page(code, base, entry)
+
     def _within(self, code: Code, page: Any) -> tuple[Any, Any]:
         """The tokens of a page that are seen, from and to before."""
         start = code.mul(page, const(self.S))
@@ -245,14 +268,10 @@ class _Pair:
 
     def _scores(self, code: Code, block: Any, page: Any, after: Any) -> None:
         """Products of the queries with the keys of the pages of a block."""
-        first_value = self._page(code, self.v, code.at(self.table, page, I32))
         with code.loop(page, after) as (at, _):
             keys = self._page(code, self.k, code.at(self.table, at, I32))
-            following = code.add(at, const(1))
-            more = code.icmp_signed("<", following, after)
-            near = code.select(more, following, at)
-            ahead = self._page(code, self.k, code.at(self.table, near, I32))
-            ahead = code.select(more, ahead, first_value)
+            ahead = self._after_key(code, at, page, after, self.ahead)
+            code.prefetch(self._after_key(code, at, page, after, self.farther))
             low, high = self._within(code, at)
             low = code.sub(low, code.srem(low, const(self.tokens)))
             place = code.sub(code.mul(at, const(self.S)), block)
@@ -265,7 +284,7 @@ class _Pair:
                         code.write_vector(scores, self.scores, to)
 
     def _products(self, code: Code, keys: Any, token: Any, queries: range) -> Any:
-        """Of a token's key with some queries, for each a vector whose lanes are still to be summed."""
+        """Of a token's key with some queries: for each a vector, its lanes still to be summed."""
 
         def of(nth: int) -> list[Any]:
             here = code.add(token, const(nth))
@@ -326,9 +345,6 @@ class _Pair:
 
     def _values(self, code: Code, block: Any, page: Any, after: Any) -> None:
         """Adds the block's values, by their weights, to the sums so far."""
-        ended = code.icmp_signed(">=", code.mul(after, const(self.S)), self.stop)
-        entry = code.select(ended, self.entry, code.at(self.table, after, I32))
-        next_key = self._page(code, code.select(ended, self.next_k, self.k), entry)
         for some in _groups(self.G, self.cpu.registers * 3 // 4 // self.vectors):
             places = [g * self.H + at for g in some for at in range(0, self.H, self.lanes)]
             shrinks = [
@@ -343,11 +359,8 @@ class _Pair:
             ]
             with code.loop(page, after, carry=before) as (at, sums):
                 values = self._page(code, self.v, code.at(self.table, at, I32))
-                following = code.add(at, const(1))
-                more = code.icmp_signed("<", following, after)
-                near = code.select(more, following, at)
-                ahead = self._page(code, self.v, code.at(self.table, near, I32))
-                ahead = code.select(more, ahead, next_key)
+                ahead = self._after_value(code, at, after, self.ahead)
+                code.prefetch(self._after_value(code, at, after, self.farther))
                 low, high = self._within(code, at)
                 place = code.sub(code.mul(at, const(self.S)), block)
                 with code.loop(low, high, carry=sums) as (token, inner):

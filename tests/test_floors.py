@@ -60,12 +60,13 @@ HOMES = {
     "orbax": ("jaxserve.weights.converted",),
     "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
+    "llvmlite": ("pallas_kernels",),
     "torch": (),
 }
 HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])
 # Third-party libraries that whole packages are limited to.
 ONLY = {
-    "pallas_kernels": {"jax", "jaxlib", "numpy"},
+    "pallas_kernels": {"jax", "jaxlib", "numpy", "llvmlite"},
     "jaxserve.scheduling": {"numpy"},
     "jaxserve.errors": set(),
     "jaxserve.structured": set(),
