@@ -223,7 +223,7 @@ class Code(ir.IRBuilder):
         results are meaningless.
         """
         kind = x.type
-        fraction, bias, degree = {4: (23, 127, 6), 8: (52, 1023, 13)}[element_bytes(kind.element)]
+        fraction, bias, degree = {4: (23, 127, 7), 8: (52, 1023, 13)}[element_bytes(kind.element)]
         whole = ir.VectorType(ir.IntType(8 * element_bytes(kind.element)), kind.count)
         shift = filled(kind, 1.5 * 2.0**fraction)
         shifted = self.fadd(x, shift)
@@ -274,17 +274,11 @@ def filled(vector: ir.VectorType, value: float) -> ir.Constant:
 
 
 def exp2_polynomial(degree: int) -> list[float]:
-    """Coefficients, lowest first, of p with 2^f - 1 = f p(f) for f within 1/2, p f of `degree`.
+    """Coefficients, lowest first, of p in 2^f - 1 = f p(f): Taylor's, with p f of `degree`.
 
-    They interpolate at Chebyshev points, where the error is nearly the least.
+    For f within 1/2 degree 7 leaves a relative error of 5e-9, and degree 13 one of 5e-18.
     """
-
-    def quotient(f: np.ndarray) -> np.ndarray:
-        f = np.where(f == 0, 1e-30, f)
-        return np.expm1(f * math.log(2)) / f
-
-    half = np.polynomial.Chebyshev.interpolate(quotient, degree - 1, domain=[-0.5, 0.5])
-    return half.convert(kind=np.polynomial.Polynomial).coef.tolist()
+    return [math.log(2) ** power / math.factorial(power) for power in range(1, degree + 1)]
 
 
 def stored_type(dtype: str) -> ir.Type:
