@@ -268,7 +268,7 @@ def suffix(kind: ir.Type) -> str:
     return f"{letter}{8 * element_bytes(kind)}"
 
 
-def filled(vector: ir.VectorType, value: float) -> ir.Constant:
+def filled(vector: Any, value: float) -> ir.Constant:
     """A constant vector of one value."""
     return ir.Constant(vector, [value] * vector.count)
 
