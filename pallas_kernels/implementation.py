@@ -6,13 +6,14 @@ asked for explicitly is used or refused with the reason; it never falls through 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 
 from pallas_kernels.arguments import FP8, Case, GroupedCase
 
-IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "xla")
+IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
 
 PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
@@ -22,11 +23,14 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
     ("grouped_matmul", "gpu"): ("triton", "xla"),
+    ("ragged", "cpu"): ("llvm", "xla"),
+    ("decode", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
 """What "auto" tries on every other platform."""
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
+LLVM_PAGE_SIZE = 256
 MAX_GROUP = 16
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
@@ -95,10 +99,33 @@ def _mosaic_limit(case: Case | GroupedCase) -> str | None:
     return None
 
 
+def _llvm_limit(case: Case | GroupedCase) -> str | None:
+    if isinstance(case, GroupedCase) or case.op not in ("ragged", "decode"):
+        return f"there is no llvm kernel for {case.op}; allowed: xla"
+    if case.platform != "cpu":
+        return f"llvm needs a CPU and the platform is {case.platform}; allowed: triton or xla"
+    if find_spec("llvmlite") is None:
+        return "llvm needs the package llvmlite, which is not installed; allowed: xla"
+    if case.S > LLVM_PAGE_SIZE:
+        return f"k_pages has page size S = {case.S}; allowed: 1 to {LLVM_PAGE_SIZE}"
+    if case.H % 8 or not 8 <= case.H <= 256:
+        return f"head dim is {case.H}; allowed: multiples of 8 from 8 to 256"
+    if case.group > MAX_GROUP:
+        return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
+    if not 2 <= case.page_dtype.itemsize <= max(4, case.query_dtype.itemsize):
+        return (
+            f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
+            "float16 or float32 pages, and float64 ones under float64"
+        )
+    return None
+
+
 def limit(name: str, case: Case | GroupedCase) -> str | None:
     """Why ``name`` cannot do ``case``, in words; None when it can."""
     if name == "xla":
         return None
+    if name == "llvm":
+        return _llvm_limit(case)
     if name == "triton_interpret":
         return _triton_limit(case)
     if case.platform != "gpu":

@@ -14,10 +14,11 @@ from pallas_kernels.arguments import attention_case, grouped_case, kv_write_case
 from pallas_kernels.implementation import choose, target_platform
 
 
-def _pallas(module: str, function: str, **options: bool) -> Callable[..., Any]:
+def _later(module: str, function: str, **options: bool) -> Callable[..., Any]:
     """A function of a module that is imported when it is first called.
 
-    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs.
+    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs; LLVM is
+    not needed on a GPU.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -28,24 +29,26 @@ def _pallas(module: str, function: str, **options: bool) -> Callable[..., Any]:
 
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": _pallas("hopper_ragged", "ragged_paged_attention"),
-    "triton": _pallas("triton_ragged", "ragged_paged_attention"),
-    "triton_interpret": _pallas("triton_ragged", "ragged_paged_attention", interpret=True),
+    "mosaic_gpu": _later("hopper_ragged", "ragged_paged_attention"),
+    "triton": _later("triton_ragged", "ragged_paged_attention"),
+    "triton_interpret": _later("triton_ragged", "ragged_paged_attention", interpret=True),
+    "llvm": _later("llvm_decode", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _pallas("triton_decode", "paged_decode_attention"),
-    "triton_interpret": _pallas("triton_decode", "paged_decode_attention", interpret=True),
+    "triton": _later("triton_decode", "paged_decode_attention"),
+    "triton_interpret": _later("triton_decode", "paged_decode_attention", interpret=True),
+    "llvm": _later("llvm_decode", "paged_decode_attention"),
     "xla": xla.paged_decode_attention,
 }
 KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": _pallas("triton_kv_write", "kv_write"),
-    "triton_interpret": _pallas("triton_kv_write", "kv_write", interpret=True),
+    "triton": _later("triton_kv_write", "kv_write"),
+    "triton_interpret": _later("triton_kv_write", "kv_write", interpret=True),
     "xla": xla.kv_write,
 }
 GROUPED: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _pallas("triton_grouped_matmul", "grouped_matmul"),
-    "triton_interpret": _pallas("triton_grouped_matmul", "grouped_matmul", interpret=True),
+    "triton": _later("triton_grouped_matmul", "grouped_matmul"),
+    "triton_interpret": _later("triton_grouped_matmul", "grouped_matmul", interpret=True),
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 

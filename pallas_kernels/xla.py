@@ -14,6 +14,7 @@ float32 as a whole first; its bits as integers are not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -36,10 +37,22 @@ class _Cache(NamedTuple):
     dtype: jnp.dtype  # of the pages
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
+    """Of an operation, but for what is an array."""
+
     scale: float
     window: int | None
     soft_cap: float | None
+
+
+Decode = Callable[
+    [jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array | None, Options],
+    jax.Array,
+]
+"""One query a row: (q, (k_pages, v_pages), page_table, kv_len, sinks, options) -> like q.
+
+q is [R, K, G, H] in the accumulator, with the keys' scale applied.
+"""
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -121,11 +134,17 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _decode(
-    q: jax.Array, cache: _Cache, kv_len: jax.Array, sinks: jax.Array | None, options: _Options
+    q: jax.Array,
+    kv_pages: tuple[jax.Array, jax.Array],
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    sinks: jax.Array | None,
+    options: Options,
 ) -> jax.Array:
-    """One query a row, at position kv_len - 1. q: [R, K, G, H], already in the accumulator."""
+    """One query a row, at position kv_len - 1; see `Decode`."""
     R, K, G, H = q.shape
-    pages = max(1, CHUNK_TOKENS // cache.shape[1])
+    pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
+    cache = _cache(*kv_pages, page_table, pages)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
     items = _items(cache, kv_len, options.window, pages, W)
@@ -183,7 +202,7 @@ def _tiles(
     query_start: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,
-    options: _Options,
+    options: Options,
 ) -> jax.Array:
     """Rows of two queries or more, tile by tile; other rows' tokens hold anything.
 
@@ -265,12 +284,13 @@ def paged_decode_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    decode: Decode = _decode,
 ) -> jax.Array:
     """One query per row over its pages; arguments as the public operation's."""
-    _, K, S, H = k_pages.shape
-    options = _Options(H**-0.5 if scale is None else scale, window, soft_cap)
-    cache = _cache(k_pages, v_pages, page_table, max(1, CHUNK_TOKENS // S))
-    out = _decode(_grouped(q, k_scale, K), cache, kv_len, sinks, options)
+    _, K, _, H = k_pages.shape
+    options = Options(H**-0.5 if scale is None else scale, window, soft_cap)
+    grouped = _grouped(q, k_scale, K)
+    out = decode(grouped, (k_pages, v_pages), page_table, kv_len, sinks, options)
     return _finished(out, q, v_scale)
 
 
@@ -288,21 +308,23 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    decode: Decode = _decode,
 ) -> jax.Array:
     """Rows of any length over their pages; arguments as the public operation's.
 
-    Rows of one query go through the decode path, so that a step which mixes prompts' chunks with
+    Rows of one query go through `decode`, so that a step which mixes prompts' chunks with
     decodes pays for each what it costs alone.
     """
     T = q.shape[0]
     _, K, S, H = k_pages.shape
-    options = _Options(H**-0.5 if scale is None else scale, window, soft_cap)
+    options = Options(H**-0.5 if scale is None else scale, window, soft_cap)
     cache = _cache(k_pages, v_pages, page_table, max(1, TILE_CHUNK_TOKENS // S))
     grouped = _grouped(q, k_scale, K)
     out = _tiles(grouped, cache, query_start, kv_len, sinks, options)
     single = query_start[1:] - query_start[:-1] == 1
     asked = grouped.at[query_start[:-1]].get(mode="clip")
-    decoded = _decode(asked, cache, jnp.where(single, kv_len, 0), sinks, options)
+    alone = jnp.where(single, kv_len, 0)
+    decoded = decode(asked, (k_pages, v_pages), page_table, alone, sinks, options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
     return _finished(jnp.where(real[:, None, None, None], out, 0), q, v_scale)

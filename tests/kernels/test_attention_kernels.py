@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import FP8, PagedCall, assert_close, paged_call
 
-from pallas_kernels import reference, triton_decode, triton_ragged, xla
+from pallas_kernels import llvm_decode, reference, triton_decode, triton_ragged, xla
 from pallas_kernels.tuning import DecodeConfig, RaggedConfig
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
@@ -68,14 +68,17 @@ def _functions(name: str, decode: bool):
     if decode:
         tile = functools.partial(triton_decode.paged_decode_attention, config=DECODE)
         plain, oracle = xla.paged_decode_attention, reference.paged_decode_attention
+        native = llvm_decode.paged_decode_attention
     else:
         tile = functools.partial(
             triton_ragged.ragged_paged_attention, config=RAGGED, decode_config=DECODE
         )
         plain, oracle = xla.ragged_paged_attention, reference.ragged_paged_attention
+        native = llvm_decode.ragged_paged_attention
     tested = {
         "triton": _compiled(tile, setup, interpret=True),
         "xla": _compiled(plain, setup),
+        "llvm": _compiled(native, setup),
     }
     return _compiled(oracle, setup), tested
 
@@ -125,8 +128,18 @@ def _call(name: str, rows: list[tuple[int, int]], tokens: int, seed: int) -> Pag
     )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.parametrize("name", SETUPS)
+def _tested(names: list[str], native: list[str]) -> list[tuple[str, str]]:
+    """Setups with what is tested on them; llvm has no float8, and its longer rows are xla's."""
+    return [
+        *((name, implementation) for name in names for implementation in ("triton", "xla")),
+        *((name, "llvm") for name in native),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    _tested(list(SETUPS), ["plain", "float16, head dim 96, everything"]),
+)
 @settings(derandomize=True, deadline=None, max_examples=8, database=None)
 @given(data=st.data())
 def test_ragged(name: str, implementation: str, data) -> None:
@@ -135,8 +148,10 @@ def test_ragged(name: str, implementation: str, data) -> None:
     _agree(name, implementation, call, decode=False)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.parametrize("name", list(SETUPS)[2:])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    _tested(list(SETUPS)[2:], [name for name in SETUPS if not name.startswith("fp8")]),
+)
 @settings(derandomize=True, deadline=None, max_examples=6, database=None)
 @given(data=st.data())
 def test_decode(name: str, implementation: str, data) -> None:
@@ -146,14 +161,15 @@ def test_decode(name: str, implementation: str, data) -> None:
     _agree(name, implementation, call, decode=True)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "triton, all in tiles", "xla"])
+@pytest.mark.parametrize("implementation", ["triton", "triton, all in tiles", "xla", "llvm"])
 def test_full_tiles_and_long_rows(implementation: str) -> None:
     """More blocks than edges: several tiles of a row, several splits, all kinds of row at once."""
     rows = [(70, 200), (1, 150), (0, 0), (1, 1), (3, 3), (64, 64)]
     call = paged_call(rows, dtype=jnp.float32, padding=5)
     expected = _compiled(reference.ragged_paged_attention, {})(call.ragged, {})
-    if implementation == "xla":
-        run = _compiled(xla.ragged_paged_attention, {})
+    if implementation in ("xla", "llvm"):
+        module = xla if implementation == "xla" else llvm_decode
+        run = _compiled(module.ragged_paged_attention, {})
     else:
         config = dataclasses.replace(RAGGED, split_single=implementation == "triton")
         tiles = functools.partial(triton_ragged.ragged_paged_attention, interpret=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ FP8_ARRAY = {"page_dtype": jnp.dtype(jnp.float8_e4m3fn), "P": 3 * 2**31 // 2 // 
         ("triton", {"N": 136}, "17 heads per kv head; allowed: 1 to 16"),
         ("triton", {"query_dtype": jnp.dtype(jnp.float64)}, "dtypes are float64"),
         ("triton", FP8_ARRAY, "one-byte page arrays from 2 to 4 GiB are not addressable"),
+        ("llvm", {}, "llvm needs a CPU and the platform is gpu; allowed: triton or xla"),
         ("mosaic_gpu", {}, "no mosaic_gpu kernel for decode"),
         ("mosaic_gpu", {"op": "ragged", "H": 96}, "head dim is 96; allowed: 64, 128 or 256"),
         ("mosaic_gpu", {"op": "ragged", **FP8_ARRAY}, "allowed: bfloat16 or float16 for both"),
@@ -137,10 +139,41 @@ def test_named_implementation_never_falls_through(
     assert choose("auto", case) in ("triton", "xla")
 
 
+FLOAT64 = {"page_dtype": jnp.dtype(jnp.float64), "query_dtype": jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"op": "kv_write"}, "there is no llvm kernel for kv_write; allowed: xla"),
+        ({"S": 512}, "page size S = 512; allowed: 1 to 256"),
+        ({"H": 36}, "head dim is 36; allowed: multiples of 8 from 8 to 256"),
+        ({"H": 576}, "head dim is 576; allowed: multiples of 8 from 8 to 256"),
+        ({"N": 136}, "17 heads per kv head; allowed: 1 to 16"),
+        ({"page_dtype": jnp.dtype(jnp.float8_e4m3fn)}, "over float8_e4m3fn pages; allowed: bfl"),
+        (FLOAT64, "dtypes are float32 over float64 pages; allowed: bfloat16"),
+    ],
+)
+def test_what_llvm_cannot_do_is_left_to_xla(change: dict, message: str) -> None:
+    case = gpu_case(**{"platform": "cpu", **change})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose("llvm", case)
+    assert choose("auto", case) == "xla"
+
+
+def test_llvm_can_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    case = gpu_case(platform="cpu")
+    with pytest.raises(ValueError, match="llvm needs the package llvmlite, which is not installed"):
+        choose("llvm", case)
+    assert choose("auto", case) == "xla"
+
+
 def test_auto_follows_the_table() -> None:
     assert choose("auto", gpu_case()) == "triton"
     assert choose("auto", gpu_case(S=24)) == "xla"
-    assert choose("auto", gpu_case(platform="cpu")) == "xla"
+    assert choose("auto", gpu_case(platform="cpu")) == "llvm"
+    assert choose("auto", gpu_case(platform="cpu", op="kv_write")) == "xla"
     assert choose("auto", gpu_case(platform="tpu")) == "xla"
 
 

@@ -49,7 +49,10 @@ print("equal on", jax.device_count())
 """
 
 
-CALLS = [("ragged", "triton_interpret"), ("ragged", "xla"), ("decode", "xla")]
+CALLS = [
+    *(("ragged", "triton_interpret"), ("ragged", "xla")),
+    *(("decode", "xla"), ("decode", "llvm")),
+]
 
 
 def test_split_over_kv_heads() -> None:
