@@ -31,6 +31,7 @@ from pallas_kernels.llvm_code import (
     untyped,
 )
 
+NAMES = "jaxserve_"  # what the name of every operation begins with
 API_VERSION = (0, 3)
 # Offsets in bytes of what is read of XLA's structures.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
@@ -105,6 +106,7 @@ def module_of(kernel: Kernel) -> ir.Module:
     words = ir.ArrayType(I64, JOBS * JOB_WORDS)
     jobs = ir.GlobalVariable(module, words, "jobs")
     cursor = ir.GlobalVariable(module, I64, "cursor")
+    variable: Any
     for variable in (jobs, cursor):
         variable.linkage, variable.align = "internal", 64
         variable.initializer = ir.Constant(variable.value_type, None)

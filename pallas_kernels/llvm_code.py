@@ -293,7 +293,7 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     if element == real:
         return vector
     if element == I16:  # a bfloat16 is the upper half of a float32
-        upper = code.zext(vector, ir.VectorType(I32, lanes))
+        upper: Any = code.zext(vector, ir.VectorType(I32, lanes))
         shifted = code.shl(upper, filled(upper.type, 16))
         element = ir.FloatType()
         vector = code.bitcast(shifted, ir.VectorType(element, lanes))

@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
-from pallas_kernels.llvm_calls import Field, registered
+from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I32,
     I64,
@@ -71,11 +71,18 @@ class PagedDecode:
     capped: bool
 
     operands = 8
+    prefix = f"{NAMES}decode_"
 
     @property
     def name(self) -> str:
         kind = f"{self.dtype}_{self.pages}_{self.page_size}_{self.group}_{self.head_dim}"
-        return f"jaxserve_decode_{kind}{'_capped' if self.capped else ''}"
+        return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
+
+    @classmethod
+    def of_words(cls, words: Sequence[str]) -> PagedDecode:
+        """From a name's words."""
+        dtype, pages, page_size, group, head_dim, *capped = words
+        return cls(dtype, pages, int(page_size), int(group), int(head_dim), bool(capped))
 
     @property
     def fields(self) -> Sequence[Field]:

@@ -18,11 +18,9 @@ import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.llvm_calls import Field, registered
+from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I1,
-    I16,
-    I32,
     I64,
     POINTER,
     VOID,
@@ -32,6 +30,8 @@ from pallas_kernels.llvm_code import (
     element_bytes,
     float_type,
     host,
+    stored_type,
+    widened,
 )
 from pallas_kernels.llvm_panels import PANEL
 
@@ -52,11 +52,18 @@ class PanelProduct:
     cpu: Host = field(default_factory=host)
 
     operands = 2
+    prefix = f"{NAMES}product_"
 
     @property
     def name(self) -> str:
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
-        return f"jaxserve_product_{self.dtype}_{self.weights}_{vectors}"
+        return f"{self.prefix}{self.dtype}_{self.weights}_{vectors}"
+
+    @classmethod
+    def of_words(cls, words: Sequence[str]) -> PanelProduct:
+        """From a name's words, for this host."""
+        dtype, weights, _ = words
+        return cls(dtype, weights)
 
     @property
     def fields(self) -> Sequence[Field]:
@@ -76,7 +83,7 @@ class PanelProduct:
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         x, w, y, rows, inputs, panels = fields
         real = float_type(np.dtype(self.dtype))
-        stored = _stored(self.weights)
+        stored = stored_type(self.weights)
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
@@ -114,32 +121,13 @@ def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
     return [most, *(size for size in (8, 4, 2, 1) if size < most)]
 
 
-def _stored(weights: str) -> ir.Type:
-    """LLVM's type of a weight in memory."""
-    types = {"bfloat16": I16, "float16": ir.HalfType()}
-    return types[weights] if weights in types else float_type(np.dtype(weights))
-
-
-def _widened(code: Code, vector: Any, real: ir.Type) -> Any:
-    """Weights as numbers of the type of the sums."""
-    element, lanes = vector.type.element, vector.type.count
-    if element == real:
-        return vector
-    if element == I16:  # a bfloat16 is the upper half of a float32
-        upper = code.zext(vector, ir.VectorType(I32, lanes))
-        sixteen = ir.Constant(ir.VectorType(I32, lanes), [16] * lanes)
-        vector = code.bitcast(code.shl(upper, sixteen), ir.VectorType(ir.FloatType(), lanes))
-        element = ir.FloatType()
-    return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
-
-
 def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
     """tile(x, panel, y, count, inputs, outputs, begins): y[:size, :PANEL] += x[:size] @ panel.
 
     Over `count` inputs; rows of x are `inputs` apart, those of y `outputs`. Where the sums begin,
     what y holds is not read as a number.
     """
-    real, stored = float_type(np.dtype(kernel.dtype)), _stored(kernel.weights)
+    real, stored = float_type(np.dtype(kernel.dtype)), stored_type(kernel.weights)
     lanes = cpu.vector_bytes // element_bytes(real)
     vectors = PANEL // lanes
     kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3 + [I1])
@@ -161,7 +149,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
             for line in range(0, PANEL, 64 // element_bytes(stored)):
                 code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
         weights = [
-            _widened(code, code.read_vector(here, const(at), stored, lanes), real)
+            widened(code, code.read_vector(here, const(at), stored, lanes), real)
             for at in range(0, PANEL, lanes)
         ]
         for row in range(size):

@@ -61,7 +61,6 @@ HOMES = {
     "llvmlite": ("pallas_kernels",),
     "llguidance": ("jaxserve.engine.grammars",),
     "rich": ("jaxserve.cli",),
-    "llvmlite": ("pallas_kernels",),
     "torch": (),
 }
 HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])

@@ -19,8 +19,13 @@ from typing import Any
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
+from pallas_kernels.llvm_kernels import prepare
+
 _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve program 1\n"
+# The form of an object's content; another one is another object.
+_FORM = "2: payload, trees, kernels"
+_KERNEL = re.compile(r'custom_call_target="(jaxserve_\w+)"')
 _MOST_HEADER_BYTES = 1 << 16
 _MOST_BYTES = 8 << 30
 
@@ -36,6 +41,8 @@ class ProgramStore:
     Objects are native code and are run as they are. So every folder must be the user's own and
     closed to others, files the user's own and no links; a file whose digest is not the one in its
     header is not loaded. What cannot be read is a warning and is compiled.
+
+    An object calls kernels by name (`pallas_kernels.llvm_calls`); these are made when it is loaded.
 
     JAX's own cache is not used for these programs: on CPU, what comes out of it cannot be
     serialized again (its functions are not found when it runs, jaxlib 0.10.2).
@@ -156,7 +163,8 @@ class ProgramStore:
             if content is None:
                 return None
             try:
-                payload, in_tree, out_tree = pickle.loads(content)
+                payload, in_tree, out_tree, kernels = pickle.loads(content)
+                prepare(kernels)
                 program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
@@ -169,7 +177,8 @@ class ProgramStore:
 
     def _keep(self, path: Path, program: Compiled) -> None:
         try:
-            content = pickle.dumps(serialize_executable.serialize(program))
+            kernels = sorted(set(_KERNEL.findall(program.as_text() or "")))
+            content = pickle.dumps((*serialize_executable.serialize(program), kernels))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             self._warn("a program cannot be kept: %s", error)
             return
@@ -282,5 +291,5 @@ def _file_name(name: str) -> str:
 def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
     """What XLA is given, and the machine and versions; not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
-    text = json.dumps(given, sort_keys=True) + str(lowered.in_tree) + str(lowered.out_tree)
+    text = _FORM + json.dumps(given, sort_keys=True) + str(lowered.in_tree) + str(lowered.out_tree)
     return _digest((text + lowered.as_text()).encode())

@@ -395,7 +395,6 @@ class Runner:
         if self._leaves:
             jax.monitoring.unregister_event_duration_listener(self._listener)
         self._state = None
-        self._leaves = []
-        self._steps = {}
+        self._leaves, self._steps = [], {}
         self._load_slot = self._make_state = None
         self._set_allowed = {}
