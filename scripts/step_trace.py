@@ -24,6 +24,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Operations that only run others, which have events of their own.
 _CONTAINERS = ("while", "conditional", "call")
 
@@ -35,10 +36,12 @@ class Instruction:
     Attributes:
         opcodes: its own, and those of the computation that it fuses.
         op_name: where in the model it comes from.
+        target: what a custom call runs.
     """
 
     opcodes: frozenset[str]
     op_name: str
+    target: str = ""
 
 
 def instructions(hlo: str) -> dict[str, Instruction]:
@@ -58,8 +61,10 @@ def instructions(hlo: str) -> dict[str, Instruction]:
         assert found is not None
         called = _CALLED.findall(line) if found[2] in ("fusion", "custom-call") else []
         opcodes = {found[2]}.union(*(inside[name] for name in called))
-        path = _OP_NAME.search(line)
-        result[found[1]] = Instruction(frozenset(opcodes), path[1] if path else "")
+        path, target = _OP_NAME.search(line), _TARGET.search(line)
+        result[found[1]] = Instruction(
+            frozenset(opcodes), path[1] if path else "", target[1] if target else ""
+        )
     return result
 
 
@@ -74,8 +79,9 @@ def class_of(name: str, instruction: Instruction) -> str:
         return SAMPLER
     # A launch of several steps is itself a loop: only those within attention count.
     _, attends, within = path.partition("/attention/")
-    in_kernel = "paged_decode" in name or "ragged_paged" in name
-    is_product = "dot" in codes or any(word in name for word in ("gemm", "matmul"))
+    kernel = f"{name} {instruction.target}"
+    in_kernel = any(word in kernel for word in ("paged_decode", "ragged_paged", "jaxserve_decode"))
+    is_product = "dot" in codes or any(word in kernel for word in ("gemm", "matmul", "_product_"))
     if in_kernel or (attends and is_product and "while/" in within):
         return PRODUCTS
     if is_product:

@@ -166,13 +166,15 @@ def sample(
     if greedy_only:
         return argmax(logits), ok
     asked = (batch.asks & int(Ask.EDITS) != 0) | (batch.kv_len < batch.min_length)
-    logits = lax.cond(jnp.any(asked), lambda: edited(logits, batch, state), lambda: logits)
-    greedy, value = best(logits)
-    tokens = lax.cond(
-        jnp.any(batch.temperature > 0),
-        lambda: _sampled(logits, batch, greedy),
-        lambda: greedy,
-    )
+    edits, draws = jnp.any(asked), jnp.any(batch.temperature > 0)
+
+    def chosen() -> tuple[Array, Array]:
+        changed = lax.cond(edits, lambda: edited(logits, batch, state), lambda: logits)
+        greedy, value = best(changed)
+        return lax.cond(draws, lambda: _sampled(changed, batch, greedy), lambda: greedy), value
+
+    # A branch that hands all logits through copies them: a step without wishes has none of it.
+    tokens, value = lax.cond(edits | draws, chosen, lambda: best(logits))
     # A row in the middle of its tokens draws nothing: what is excluded there means nothing.
     null_slot = state.history.shape[0] - 1
     return tokens, ok & ((value > -jnp.inf) | (batch.sample_slots == null_slot))
