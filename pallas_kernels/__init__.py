@@ -7,8 +7,9 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
-And two over weights: ``quantized_matmul``, which never makes a quantized weight whole, and
-``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts.
+And three over weights: ``quantized_matmul``, which never makes a quantized weight whole,
+``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts, and on
+CPU ``panel_product``, which reads weights in an order of its own at the memory's speed.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
@@ -20,6 +21,9 @@ from pallas_kernels.ops import (
     grouped_matmul,
     kv_write,
     paged_decode_attention,
+    panel_product,
+    prepare_kernels,
+    prepare_product,
     ragged_paged_attention,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
@@ -32,6 +36,9 @@ __all__ = [
     "grouped_matmul",
     "kv_write",
     "paged_decode_attention",
+    "panel_product",
+    "prepare_kernels",
+    "prepare_product",
     "quantized_grouped_matmul",
     "quantized_matmul",
     "ragged_paged_attention",

@@ -52,6 +52,11 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 
+# On CPU only: a product with weights in panels, its kernel made ahead, and kernels by their names.
+panel_product = _later("llvm_product", "panel_product")
+prepare_product = _later("llvm_product", "prepare")
+prepare_kernels = _later("llvm_kernels", "prepare")
+
 
 def ragged_paged_attention(
     q: jax.Array,

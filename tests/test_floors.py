@@ -294,6 +294,6 @@ def test_blocking_an_import_is_noticed() -> None:
 
 def test_the_engine_needs_only_jax_flax_and_transformers_with_what_they_bring():
     """A machine with a GPU may have no more than that."""
-    blocked = ("jaxtyping", "llguidance", "msgspec", "starlette", "uvicorn", "torch")
+    blocked = ("jaxtyping", "llguidance", "llvmlite", "msgspec", "starlette", "uvicorn", "torch")
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import jaxserve.engine.llm"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

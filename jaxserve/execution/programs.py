@@ -19,7 +19,7 @@ from typing import Any
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
-from pallas_kernels.llvm_kernels import prepare
+from pallas_kernels import prepare_kernels
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve program 1\n"
@@ -164,7 +164,8 @@ class ProgramStore:
                 return None
             try:
                 payload, in_tree, out_tree, kernels = pickle.loads(content)
-                prepare(kernels)
+                if kernels:
+                    prepare_kernels(kernels)
                 program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import panel_product, prepare_product
 from pallas_kernels.llvm_panels import PANEL, in_panels
-from pallas_kernels.llvm_product import panel_product, prepare
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -38,7 +38,7 @@ class PanelWeight:
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
         """A weight [in..., out...], `contract` of them inputs; its product is made ready."""
         inputs, outputs = weight.shape[:contract], weight.shape[contract:]
-        prepare(weight.dtype)
+        prepare_product(weight.dtype)
         panels = in_panels(weight.reshape(prod(inputs), prod(outputs)))
         return cls(jax.device_put(panels), weight.dtype.name, outputs)
 
