@@ -396,7 +396,7 @@ def _groups(count: int, size: int) -> list[range]:
     return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def _decode(
+def decode(
     q: jax.Array,
     kv_pages: tuple[jax.Array, jax.Array],
     page_table: jax.Array,
@@ -425,9 +425,4 @@ def _decode(
 
 def paged_decode_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
     """One query per row over its pages; arguments as the public operation's."""
-    return xla.paged_decode_attention(*arrays, **options, decode=_decode)
-
-
-def ragged_paged_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """Rows of any length over their pages, those of two queries or more by XLA."""
-    return xla.ragged_paged_attention(*arrays, **options, decode=_decode)
+    return xla.paged_decode_attention(*arrays, **options, decode=decode)
