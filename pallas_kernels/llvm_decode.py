@@ -26,6 +26,7 @@ from pallas_kernels.llvm_calls import Field, registered
 from pallas_kernels.llvm_code import (
     I32,
     I64,
+    LINE,
     LOG2_E,
     POINTER,
     VOID,
@@ -43,7 +44,6 @@ BLOCK_TOKENS = 128
 MOST_PARTS = 64
 WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # what a pair costs besides its tokens
-LINE = 64  # bytes
 BYTES_AHEAD = 8192
 MOST_PRODUCTS = 512  # of vectors, written one after the other
 PAGES_FARTHER = 2  # whose first line is asked for, so that their translation is known in time
