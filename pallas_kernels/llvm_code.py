@@ -95,7 +95,7 @@ class Code(ir.IRBuilder):
 
     def room(self, element: ir.Type, count: int = 1) -> Any:
         """The address of memory for this call of the function, where a line of the cache begins."""
-        memory = self.alloca(element, count)
+        memory: Any = self.alloca(element, count)
         memory.align = LINE
         return untyped(memory)
 
@@ -296,7 +296,7 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     if element == real:
         return vector
     if element == I16:  # a bfloat16 is the upper half of a float32
-        upper = code.zext(vector, ir.VectorType(I32, lanes))
+        upper: Any = code.zext(vector, ir.VectorType(I32, lanes))
         shifted = code.shl(upper, filled(upper.type, 16))
         element = ir.FloatType()
         vector = code.bitcast(shifted, ir.VectorType(element, lanes))

@@ -398,7 +398,7 @@ def _groups(count: int, size: int) -> list[range]:
 
 def decode(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: xla.Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,

@@ -419,7 +419,7 @@ class _Tile:
 
 def _tiles(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: xla.Pages,
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,

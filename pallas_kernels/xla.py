@@ -45,21 +45,14 @@ class Options(NamedTuple):
     soft_cap: float | None
 
 
-Decode = Callable[
-    [jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array | None, Options],
-    jax.Array,
-]
+Pages = tuple[jax.Array, jax.Array]
+Sinks = jax.Array | None
+Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, Sinks, Options], jax.Array]
 """One query a row: (q, (k_pages, v_pages), page_table, kv_len, sinks, options) -> like q.
 
 q is [R, K, G, H] in the accumulator, with the keys' scale applied.
 """
-Tiles = Callable[
-    [
-        *(jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array),
-        *(jax.Array | None, Options),
-    ],
-    jax.Array,
-]
+Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, Sinks, Options], jax.Array]
 """Rows of two queries or more; other rows' tokens hold anything.
 
 (q, (k_pages, v_pages), page_table, query_start, kv_len, sinks, options) -> like q, which is
@@ -147,7 +140,7 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 def _decode(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,
@@ -210,7 +203,7 @@ def _empty(
 
 def _tiles(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: Pages,
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
