@@ -23,6 +23,7 @@ VOID = ir.VoidType()
 # What LLVM may do to sums of a kernel: fuse a product with a sum, and no more. Their order is ours.
 CONTRACT = ("contract",)
 LOG2_E = math.log2(math.e)
+LINE = 64  # bytes of the cache
 
 
 def const(value: int) -> ir.Constant:
@@ -93,8 +94,10 @@ class Code(ir.IRBuilder):
         values[:] = phis
 
     def room(self, element: ir.Type, count: int = 1) -> Any:
-        """The address of memory for this call of the function."""
-        return untyped(self.alloca(element, count))
+        """The address of memory for this call of the function, where a line of the cache begins."""
+        memory: Any = self.alloca(element, count)
+        memory.align = LINE
+        return untyped(memory)
 
     def at(self, pointer: Any, index: Any, element: ir.Type) -> Any:
         """The address of element `index`."""

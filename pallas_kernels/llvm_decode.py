@@ -26,6 +26,7 @@ from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I32,
     I64,
+    LINE,
     LOG2_E,
     POINTER,
     VOID,
@@ -43,7 +44,6 @@ BLOCK_TOKENS = 128
 MOST_PARTS = 64
 WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # what a pair costs besides its tokens
-LINE = 64  # bytes
 BYTES_AHEAD = 8192
 MOST_PRODUCTS = 512  # of vectors, written one after the other
 PAGES_FARTHER = 2  # whose first line is asked for, so that their translation is known in time
@@ -403,9 +403,9 @@ def _groups(count: int, size: int) -> list[range]:
     return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def _decode(
+def decode(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: xla.Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,
@@ -432,9 +432,4 @@ def _decode(
 
 def paged_decode_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
     """One query per row over its pages; arguments as the public operation's."""
-    return xla.paged_decode_attention(*arrays, **options, decode=_decode)
-
-
-def ragged_paged_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """Rows of any length over their pages, those of two queries or more by XLA."""
-    return xla.ragged_paged_attention(*arrays, **options, decode=_decode)
+    return xla.paged_decode_attention(*arrays, **options, decode=decode)

@@ -32,7 +32,7 @@ RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": _later("hopper_ragged", "ragged_paged_attention"),
     "triton": _later("triton_ragged", "ragged_paged_attention"),
     "triton_interpret": _later("triton_ragged", "ragged_paged_attention", interpret=True),
-    "llvm": _later("llvm_decode", "ragged_paged_attention"),
+    "llvm": _later("llvm_ragged", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {

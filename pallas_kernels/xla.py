@@ -45,13 +45,18 @@ class Options(NamedTuple):
     soft_cap: float | None
 
 
-Decode = Callable[
-    [jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array | None, Options],
-    jax.Array,
-]
+Pages = tuple[jax.Array, jax.Array]
+Sinks = jax.Array | None
+Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, Sinks, Options], jax.Array]
 """One query a row: (q, (k_pages, v_pages), page_table, kv_len, sinks, options) -> like q.
 
 q is [R, K, G, H] in the accumulator, with the keys' scale applied.
+"""
+Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, Sinks, Options], jax.Array]
+"""Rows of two queries or more; other rows' tokens hold anything.
+
+(q, (k_pages, v_pages), page_table, query_start, kv_len, sinks, options) -> like q, which is
+[T, K, G, H] in the accumulator, with the keys' scale applied.
 """
 
 
@@ -135,7 +140,7 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 def _decode(
     q: jax.Array,
-    kv_pages: tuple[jax.Array, jax.Array],
+    kv_pages: Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,
@@ -198,21 +203,24 @@ def _empty(
 
 def _tiles(
     q: jax.Array,
-    cache: _Cache,
+    kv_pages: Pages,
+    page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
     sinks: jax.Array | None,
     options: Options,
 ) -> jax.Array:
-    """Rows of two queries or more, tile by tile; other rows' tokens hold anything.
+    """Rows of two queries or more, tile by tile; see `Tiles`.
 
-    q: [T, K, G, H] in the accumulator. Tiles are done in the order of their tokens: what a tile
-    writes past the end of its row, the next row's tile overwrites.
+    Tiles are done in the order of their tokens: what a tile writes past the end of its row, the
+    next row's tile overwrites.
     """
     T, K, G, H = q.shape
     R = kv_len.shape[0]
-    pages = max(1, TILE_CHUNK_TOKENS // cache.shape[1])
-    C = pages * cache.shape[1]
+    S = kv_pages[0].shape[2]
+    pages = max(1, TILE_CHUNK_TOKENS // S)
+    cache = _cache(*kv_pages, page_table, pages)
+    C = pages * S
     Q = min(TILE_QUERIES, T)
     lengths = query_start[1:] - query_start[:-1]
     tiles = jnp.where((lengths > 1) & (kv_len > 0), -(-lengths // Q), 0)
@@ -309,22 +317,23 @@ def ragged_paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     decode: Decode = _decode,
+    tiles: Tiles = _tiles,
 ) -> jax.Array:
     """Rows of any length over their pages; arguments as the public operation's.
 
-    Rows of one query go through `decode`, so that a step which mixes prompts' chunks with
-    decodes pays for each what it costs alone.
+    Rows of one query go through `decode`, so that a step which mixes prompts' chunks with decodes
+    pays for each what it costs alone.
     """
     T = q.shape[0]
-    _, K, S, H = k_pages.shape
+    _, K, _, H = k_pages.shape
     options = Options(H**-0.5 if scale is None else scale, window, soft_cap)
-    cache = _cache(k_pages, v_pages, page_table, max(1, TILE_CHUNK_TOKENS // S))
     grouped = _grouped(q, k_scale, K)
-    out = _tiles(grouped, cache, query_start, kv_len, sinks, options)
+    cache = (k_pages, v_pages), page_table
+    out = tiles(grouped, *cache, query_start, kv_len, sinks, options)
     single = query_start[1:] - query_start[:-1] == 1
     asked = grouped.at[query_start[:-1]].get(mode="clip")
     alone = jnp.where(single, kv_len, 0)
-    decoded = decode(asked, (k_pages, v_pages), page_table, alone, sinks, options)
+    decoded = decode(asked, *cache, alone, sinks, options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
     return _finished(jnp.where(real[:, None, None, None], out, 0), q, v_scale)

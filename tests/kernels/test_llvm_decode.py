@@ -16,6 +16,7 @@ from llvmlite import ir
 from paged_cases import PagedCall, assert_close, paged_call
 
 from pallas_kernels import llvm_decode, paged_decode_attention, reference
+from pallas_kernels.llvm_calls import Kernel
 from pallas_kernels.llvm_code import I64, POINTER, VOID, Code, compiled, const, host
 
 STATIC = ("scale", "window", "soft_cap")
@@ -108,9 +109,11 @@ def test_a_row_is_the_same_to_the_bit_whatever_its_mates(setup: dict) -> None:
         np.testing.assert_array_equal(some, together[rows])
 
 
-def parts_of(kernel: llvm_decode.PagedDecode, arrays: tuple[jax.Array, ...]) -> int:
-    """How many parts the kernel makes of a call's work."""
-    q, k, v, table, lengths = (np.asarray(x) for x in arrays)
+def parts_of(kernel: Kernel, arrays: tuple[jax.Array, ...]) -> int:
+    """How many parts a kernel makes of the work of a call without a window."""
+    operands = [np.asarray(x) for x in arrays]
+    window = np.array([2**31 - 1], np.int32)
+    buffers = [*operands, np.zeros(1), window, np.zeros(1), np.zeros(1)]
     module = ir.Module("parts")
     kinds = [POINTER if field.size is None else I64 for field in kernel.fields]
     function = ir.Function(module, ir.FunctionType(I64, kinds), "parts")
@@ -119,9 +122,8 @@ def parts_of(kernel: llvm_decode.PagedDecode, arrays: tuple[jax.Array, ...]) -> 
     engine = compiled(module, host())
     kinds = [ctypes.c_void_p if kind is POINTER else ctypes.c_int64 for kind in kinds]
     call = ctypes.CFUNCTYPE(ctypes.c_int64, *kinds)(engine.get_function_address("parts"))
-    window = np.array([2**31 - 1], np.int32)
-    addresses = [x.ctypes.data for x in (q, k, v, table, lengths, q, window, q, q)]
-    return call(*addresses, *table.shape, *k.shape[:2])
+    fields = ((buffers[field.buffer], field.size) for field in kernel.fields)
+    return call(*(x.ctypes.data if size is None else x.shape[size] for x, size in fields))
 
 
 def test_large_work_is_many_parts_and_small_work_one() -> None:

@@ -50,7 +50,7 @@ print("equal on", jax.device_count())
 
 
 CALLS = [
-    *(("ragged", "triton_interpret"), ("ragged", "xla")),
+    *(("ragged", "triton_interpret"), ("ragged", "xla"), ("ragged", "llvm")),
     *(("decode", "xla"), ("decode", "llvm")),
 ]
 
