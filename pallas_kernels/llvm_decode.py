@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ ENDLESS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class PagedDecode:
-    """The kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head.
+class PagedKernel:
+    """For pages [., K, page_size, head_dim] and `group` query heads per kv head.
 
     Attributes:
         dtype: of queries, sums and results: "float32" or "float64".
@@ -70,8 +70,7 @@ class PagedDecode:
     head_dim: int
     capped: bool
 
-    operands = 8
-    prefix = f"{NAMES}decode_"
+    prefix: ClassVar[str]
 
     @property
     def name(self) -> str:
@@ -79,10 +78,18 @@ class PagedDecode:
         return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
 
     @classmethod
-    def of_words(cls, words: Sequence[str]) -> PagedDecode:
+    def of_words(cls, words: Sequence[str]) -> Self:
         """From a name's words."""
         dtype, pages, page_size, group, head_dim, *capped = words
         return cls(dtype, pages, int(page_size), int(group), int(head_dim), bool(capped))
+
+
+@dataclass(frozen=True)
+class PagedDecode(PagedKernel):
+    """One query a row."""
+
+    prefix = f"{NAMES}decode_"
+    operands = 8
 
     @property
     def fields(self) -> Sequence[Field]:

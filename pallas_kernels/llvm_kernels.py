@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from pallas_kernels.llvm_calls import NAMES, Kernel, registered
 from pallas_kernels.llvm_decode import PagedDecode
 from pallas_kernels.llvm_product import PanelProduct
+from pallas_kernels.llvm_ragged import PagedTiles
 
-_KINDS: tuple[type[PanelProduct | PagedDecode], ...] = (PanelProduct, PagedDecode)
+_KINDS: tuple[type[PanelProduct | PagedDecode | PagedTiles], ...] = (
+    *(PanelProduct, PagedDecode, PagedTiles),
+)
 
 
 def prepare(names: Iterable[str]) -> None:

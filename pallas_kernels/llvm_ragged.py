@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
-from pallas_kernels.llvm_calls import Field, registered
+from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I32,
     I64,
@@ -38,7 +38,7 @@ from pallas_kernels.llvm_code import (
     stored_type,
     widened,
 )
-from pallas_kernels.llvm_decode import ENDLESS, decode
+from pallas_kernels.llvm_decode import ENDLESS, PagedKernel, decode
 
 BLOCK = 64  # tokens
 TILE = 96  # queries times heads
@@ -48,31 +48,11 @@ WORK_OF_A_PART = 1 << 21  # products
 
 
 @dataclass(frozen=True)
-class PagedTiles:
-    """The kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head.
+class PagedTiles(PagedKernel):
+    """Rows of two queries or more, in tiles."""
 
-    Attributes:
-        dtype: of queries, sums and results: "float32" or "float64".
-        pages: of keys and values: those, "bfloat16" or "float16".
-        page_size: tokens.
-        group: query heads per kv head.
-        head_dim: numbers.
-        capped: whether scores are soft-capped.
-    """
-
-    dtype: str
-    pages: str
-    page_size: int
-    group: int
-    head_dim: int
-    capped: bool
-
+    prefix = f"{NAMES}tiles_"
     operands = 9
-
-    @property
-    def name(self) -> str:
-        kind = f"{self.dtype}_{self.pages}_{self.page_size}_{self.group}_{self.head_dim}"
-        return f"jaxserve_tiles_{kind}{'_capped' if self.capped else ''}"
 
     @property
     def fields(self) -> Sequence[Field]:

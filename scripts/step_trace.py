@@ -25,6 +25,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+ATTENTION_KERNELS = ("paged_decode", "ragged_paged", "jaxserve_decode", "jaxserve_tiles")
 # Operations that only run others, which have events of their own.
 _CONTAINERS = ("while", "conditional", "call")
 
@@ -80,7 +81,7 @@ def class_of(name: str, instruction: Instruction) -> str:
     # A launch of several steps is itself a loop: only those within attention count.
     _, attends, within = path.partition("/attention/")
     kernel = f"{name} {instruction.target}"
-    in_kernel = any(word in kernel for word in ("paged_decode", "ragged_paged", "jaxserve_decode"))
+    in_kernel = any(word in kernel for word in ATTENTION_KERNELS)
     is_product = "dot" in codes or any(word in kernel for word in ("gemm", "matmul", "_product_"))
     if in_kernel or (attends and is_product and "while/" in within):
         return PRODUCTS

@@ -8,12 +8,14 @@ from pallas_kernels.llvm_calls import NAMES, Kernel, registered
 from pallas_kernels.llvm_decode import PagedDecode
 from pallas_kernels.llvm_kernels import kernel_named, prepare
 from pallas_kernels.llvm_product import PanelProduct
+from pallas_kernels.llvm_ragged import PagedTiles
 
 KERNELS: list[Kernel] = [
     PanelProduct("float32", "bfloat16"),
     PanelProduct("float64", "float64"),
     PagedDecode("float32", "float32", 16, 3, 64, capped=False),
     PagedDecode("float64", "float64", 8, 1, 32, capped=True),
+    PagedTiles("float32", "float32", 16, 3, 64, capped=False),
 ]
 
 
