@@ -51,7 +51,7 @@ def check_program(compiled: Any) -> None:
         for shape in re.findall(r"\b(?:f64|f32|bf16|f16)\[([\d,]+)\]", text)
     ]
     assert max(sizes) < SMALLEST, "a float array is as large as a weight"
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * LARGEST * 0.7
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * LARGEST * 0.8
 
 
 def test_a_step_of_one_row_holds_no_weight_in_full_precision():
