@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx2
@@ -109,6 +110,13 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
     async def scene() -> None:
         [model] = app.models.all
         model.config = ServerConfig(max_unread_tokens=3)
+        step = model.llm.thread.engine.step
+
+        def slow_step() -> None:
+            time.sleep(0.03)  # what goes on again is seen before it waits again
+            step()
+
+        model.llm.thread.engine.step = slow_step
         sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
         for read_on in (True, False):
             with Generation(model, [model.llm.request("a", sampling)]) as generation:
