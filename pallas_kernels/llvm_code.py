@@ -20,8 +20,6 @@ from llvmlite import ir
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 POINTER = ir.PointerType()
 VOID = ir.VoidType()
-# What LLVM may do to sums of a kernel: fuse a product with a sum, and no more. Their order is ours.
-CONTRACT = ("contract",)
 LOG2_E = math.log2(math.e)
 LINE = 64  # bytes of the cache
 

@@ -410,6 +410,32 @@ def _groups(count: int, size: int) -> list[range]:
     return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
 
+def attend(
+    kind: type[PagedKernel],
+    q: jax.Array,
+    kv_pages: xla.Pages,
+    rows: tuple[jax.Array, ...],
+    sinks: jax.Array | None,
+    options: xla.Options,
+) -> jax.Array:
+    """Call a kernel of this kind; `rows` are the arrays that say where each row's pages are."""
+    _, K, G, H = q.shape
+    scale, window, cap = options
+    page_size = kv_pages[0].shape[2]
+    kernel: Any = kind(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
+    sinks = jnp.full(K * G, -jnp.inf) if sinks is None else sinks
+    # The kernel knows powers of 2: what it is given is that of exp() times log2(e).
+    call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(
+        q * (scale * LOG2_E if cap is None else scale / cap),
+        *kv_pages,
+        *rows,
+        sinks.astype(q.dtype) * LOG2_E,
+        np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
+        np.array([0.0 if cap is None else cap * LOG2_E], q.dtype),
+    )
+
+
 def decode(
     q: jax.Array,
     kv_pages: xla.Pages,
@@ -419,22 +445,7 @@ def decode(
     options: xla.Options,
 ) -> jax.Array:
     """One query a row; see `xla.Decode`."""
-    _, K, G, H = q.shape
-    scale, window, cap = options
-    page_size = kv_pages[0].shape[2]
-    kernel = PagedDecode(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
-    sinks = jnp.full(K * G, -jnp.inf) if sinks is None else sinks
-    # The kernel knows powers of 2: what it is given is that of exp() times log2(e).
-    call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(
-        q * (scale * LOG2_E if cap is None else scale / cap),
-        *kv_pages,
-        page_table,
-        kv_len,
-        sinks.astype(q.dtype) * LOG2_E,
-        np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
-        np.array([0.0 if cap is None else cap * LOG2_E], q.dtype),
-    )
+    return attend(PagedDecode, q, kv_pages, (page_table, kv_len), sinks, options)
 
 
 def paged_decode_attention(*arrays: jax.Array, **options: Any) -> jax.Array:

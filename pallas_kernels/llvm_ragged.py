@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
-from pallas_kernels.llvm_calls import NAMES, Field, registered
+from pallas_kernels.llvm_calls import NAMES, Field
 from pallas_kernels.llvm_code import (
     I32,
     I64,
-    LOG2_E,
     POINTER,
     VOID,
     Code,
@@ -38,7 +36,7 @@ from pallas_kernels.llvm_code import (
     stored_type,
     widened,
 )
-from pallas_kernels.llvm_decode import ENDLESS, PagedKernel, decode
+from pallas_kernels.llvm_decode import PagedKernel, attend, decode
 
 BLOCK = 64  # tokens
 TILE = 96  # queries times heads
@@ -407,23 +405,8 @@ def _tiles(
     options: xla.Options,
 ) -> jax.Array:
     """Rows of two queries or more; see `xla.Tiles`."""
-    _, K, G, H = q.shape
-    scale, window, cap = options
-    page_size = kv_pages[0].shape[2]
-    kernel = PagedTiles(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
-    sinks = jnp.full(K * G, -jnp.inf) if sinks is None else sinks
-    # The kernel knows powers of 2: what it is given is that of exp() times log2(e).
-    call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(
-        q * (scale * LOG2_E if cap is None else scale / cap),
-        *kv_pages,
-        page_table,
-        query_start,
-        kv_len,
-        sinks.astype(q.dtype) * LOG2_E,
-        np.array([ENDLESS if window is None else min(window, ENDLESS)], np.int32),
-        np.array([0.0 if cap is None else cap * LOG2_E], q.dtype),
-    )
+    rows = (page_table, query_start, kv_len)
+    return attend(PagedTiles, q, kv_pages, rows, sinks, options)
 
 
 def ragged_paged_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
