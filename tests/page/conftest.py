@@ -24,7 +24,8 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
-    with Server(SMALL) as server:
+    """Its steps take their time: what a test must see running does not end before."""
+    with Server(SMALL, module="tests.server.slow") as server:
         yield server
 
 

@@ -24,6 +24,7 @@ from tests.server.live import SECONDS, Server, read_all, status_of
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 LONG: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 600, "ignore_eos": True}
 STREAM = LONG | {"stream": True}
+WORDY = STREAM | {"n": 2, "logprobs": 5}  # more than the sockets on the way can hold
 NO_LINGER = struct.pack("ii", 1, 0)
 Figures = dict[str, float]
 
@@ -167,7 +168,7 @@ def leave_in_every_phase(server: Server, count: int) -> Figures:
 def never_read(server: Server, count: int) -> Figures:
     """Clients that read nothing are paused, then dropped; others are served meanwhile."""
     before, memory, begun = ended(server, "abort"), server.memory(), time.monotonic()
-    stalled = [server.open_stream(STREAM | {"n": 2, "cache_salt": str(n)}) for n in range(count)]
+    stalled = [server.open_stream(WORDY | {"cache_salt": str(n)}) for n in range(count)]
     server.wait_for("num_requests_paused", lambda value: value >= 1)
     assert server.complete("Reverse: a-b").status == 200
     most = 0.0

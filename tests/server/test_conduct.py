@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server import attacks
-from tests.server.attacks import LONG, STREAM, ended
+from tests.server.attacks import LONG, STREAM, WORDY, ended
 from tests.server.conftest import KEYS
 from tests.server.live import SMALL, Server, read_all, read_stream, status_of
 
@@ -73,7 +73,7 @@ def test_a_reader_that_never_reads_is_paused_then_dropped(server: Server) -> Non
 
 
 def test_a_slow_reader_gets_everything(server: Server) -> None:
-    fields = STREAM | {"seed": 1, "temperature": 1.0, "n": 2}
+    fields = WORDY | {"seed": 1, "temperature": 1.0}
     whole = server.request("/v1/completions", fields | {"stream": False}).json()["choices"]
     with server.open_stream(fields) as one:
         server.wait_for("num_requests_paused", lambda value: value == 1)
