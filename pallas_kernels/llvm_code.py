@@ -37,12 +37,14 @@ class Host:
         features: LLVM's list of what it can do.
         vector_bytes: of one vector register.
         registers: how many there are.
+        dots: whether it multiplies pairs of bfloat16 and adds both to a float32 at once.
     """
 
     name: str
     features: str
     vector_bytes: int
     registers: int
+    dots: bool = False
 
 
 def host() -> Host:
@@ -54,7 +56,21 @@ def host() -> Host:
         size, registers = 32, 16
     else:  # SSE has 16, NEON 32
         size, registers = 16, 32 if features.get("neon") else 16
-    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers)
+    dots = size == 64 and bool(features.get("avx512bf16"))
+    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 class Code(ir.IRBuilder):
@@ -130,6 +146,16 @@ class Code(ir.IRBuilder):
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c, rounded once."""
         return self.intrinsic(f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])
+
+    def add_pair_products(self, a: Any, b: Any, c: Any) -> Any:
+        """c + the products of two pairs of bfloat16, a lane's; for processors with `Host.dots`.
+
+        a and b are vectors of 16 words of 32 bits, a pair each, c of 16 floats. Subnormal numbers
+        count as zeros. (vdpbf16ps, Intel 64 and IA-32 Architectures Software Developer's Manual.)
+        """
+        pairs = ir.VectorType(_BFloat(), 2 * a.type.count)
+        a, b = self.bitcast(a, pairs), self.bitcast(b, pairs)
+        return self.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", c.type, [c, a, b])
 
     def lane_sum(self, vector: Any) -> Any:
         """The sum of a vector's lanes, halves added to halves."""

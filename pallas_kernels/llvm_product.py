@@ -6,6 +6,12 @@ the plain `[I, O]` order those outputs lie in pieces, each in another page of me
 tile of rows stay in registers while a panel passes (Goto and van de Geijn 2008, with the weights
 packed once). Every sum runs over the inputs in their order, so a row's result does not depend on
 the rows beside it.
+
+Weights of bfloat16 lie in pairs of inputs. Where x is bfloat16 too and the processor has dot
+products of such pairs (AVX512-BF16), these are used: products are exact and sums float32, rounded to
+nearest after each addition, subnormal numbers zero, and which of a pair is added first is the
+processor's choice, the same for all rows. Otherwise weights are widened, and each product is added
+in the order of the inputs, rounded once.
 """
 
 from __future__ import annotations
@@ -15,12 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I1,
+    I32,
     I64,
     POINTER,
     VOID,
@@ -28,26 +36,31 @@ from pallas_kernels.llvm_code import (
     Host,
     const,
     element_bytes,
+    filled,
     float_type,
     host,
     stored_type,
     widened,
 )
-from pallas_kernels.llvm_panels import PANEL
+from pallas_kernels.llvm_panels import PANEL, in_pairs
 
 MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # weights read, or an eighth of the products
 TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
-INPUTS_OF_A_CHUNK = 512
+INPUTS_OF_A_CHUNK = 1024  # or pairs of them
 ROWS_TO_PREFETCH = 8  # from here on, the sums leave the processor no time to look ahead
-AHEAD = 32  # inputs
+AHEAD = 64  # inputs, or pairs of them
 
 
 @dataclass(frozen=True)
 class PanelProduct:
-    """The kernel for one dtype of x and sums ("float32", "float64") and one of weights."""
+    """The kernel for one dtype of x and one of weights.
 
-    dtype: str
+    Sums have x's dtype, float32 or float64; those of bfloat16, which only a host with `dots` has
+    and only for weights of bfloat16, are float32.
+    """
+
+    x: str
     weights: str
     cpu: Host = field(default_factory=host)
 
@@ -57,18 +70,49 @@ class PanelProduct:
     @property
     def name(self) -> str:
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
-        return f"{self.prefix}{self.dtype}_{self.weights}_{vectors}"
+        dots = "_dots" if self.cpu.dots else ""
+        return f"{self.prefix}{self.x}_{self.weights}_{vectors}{dots}"
 
     @classmethod
     def of_words(cls, words: Sequence[str]) -> PanelProduct:
         """From a name's words, for this host."""
-        dtype, weights, _ = words
-        return cls(dtype, weights)
+        x, weights, *_ = words
+        return cls(x, weights)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for bfloat16 that this host cannot multiply."""
+        if self.dots and not (self.cpu.dots and self.weights == "bfloat16"):
+            raise ValueError(f"no product of {self.x} with {self.weights} on {self.cpu.name}")
+
+    @property
+    def dots(self) -> bool:
+        """Whether pairs of bfloat16 are multiplied as they are."""
+        return self.x == "bfloat16"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the sums."""
+        return np.dtype(np.float32 if self.dots else self.x)
+
+    @property
+    def read(self) -> ir.Type:
+        """What is read of x at once: a number, or a pair of bfloat16."""
+        return I32 if self.dots else float_type(self.dtype)
+
+    @property
+    def stored(self) -> ir.Type:
+        """What a panel consists of: a weight, or a pair of them."""
+        return I32 if in_pairs(self.weights) else stored_type(self.weights)
+
+    @property
+    def reads(self) -> int:
+        """How many of what is read of x belong to one of what is stored."""
+        return 2 if in_pairs(self.weights) and not self.dots else 1
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, panels, y; rows, inputs, number of panels."""
-        return (Field(0), Field(1), Field(2), Field(0, 0), Field(0, 1), Field(1, 0))
+        """x, panels, y; rows, inputs (or pairs of them), number of panels."""
+        return (Field(0), Field(1), Field(2), Field(0, 0), Field(1, 1), Field(1, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         *_, rows, inputs, panels = fields
@@ -82,13 +126,11 @@ class PanelProduct:
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         x, w, y, rows, inputs, panels = fields
-        real = float_type(np.dtype(self.dtype))
-        stored = stored_type(self.weights)
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
         )
-        sizes = row_tiles(self.cpu, np.dtype(self.dtype))
+        sizes = row_tiles(self.cpu, self.dtype)
         tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
 
         def smaller(a: Any, b: Any) -> Any:
@@ -102,12 +144,15 @@ class PanelProduct:
             end = smaller(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
             count = smaller(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
             at = code.mul(panel, const(PANEL))
-            here = code.at(w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), stored)
+            here = code.at(
+                w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), self.stored
+            )
             row = chunk
             for size in sizes:
                 with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
-                    from_ = code.at(x, code.add(code.mul(start, inputs), k), real)
-                    to = code.at(y, code.add(code.mul(start, outputs), at), real)
+                    first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
+                    from_ = code.at(x, first_x, self.read)
+                    to = code.at(y, code.add(code.mul(start, outputs), at), float_type(self.dtype))
                     begins = code.icmp_signed("==", k, const(0))
                     code.call(tiles[size], [from_, here, to, count, inputs, outputs, begins])
                 whole = code.sdiv(code.sub(end, row), const(size))
@@ -127,7 +172,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     Over `count` inputs; rows of x are `inputs` apart, those of y `outputs`. Where the sums begin,
     what y holds is not read as a number.
     """
-    real, stored = float_type(np.dtype(kernel.dtype)), stored_type(kernel.weights)
+    real, stored = float_type(kernel.dtype), kernel.stored
     lanes = cpu.vector_bytes // element_bytes(real)
     vectors = PANEL // lanes
     kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3 + [I1])
@@ -135,7 +180,8 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     function.linkage = "internal"
     code = Code(function)
     x, w, y, count, inputs, outputs, begins = function.args
-    rows = [code.at(x, code.mul(const(row), inputs), real) for row in range(size)]
+    between = code.mul(inputs, const(kernel.reads))
+    rows = [code.at(x, code.mul(const(row), between), kernel.read) for row in range(size)]
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
     zero = ir.Constant(ir.VectorType(real, lanes), [0.0] * lanes)
     before = [
@@ -149,14 +195,16 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
             for line in range(0, PANEL, 64 // element_bytes(stored)):
                 code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
         weights = [
-            widened(code, code.read_vector(here, const(at), stored, lanes), real)
+            _factors(code, kernel, code.read_vector(here, const(at), stored, lanes))
             for at in range(0, PANEL, lanes)
         ]
         for row in range(size):
-            value = code.splat(code.read(rows[row], k, real), lanes)
-            for at, weight in enumerate(weights):
-                place = row * vectors + at
-                sums[place] = code.multiply_add(value, weight, sums[place])
+            for nth in range(kernel.reads):
+                place = code.add(code.mul(k, const(kernel.reads)), const(nth))
+                value = code.splat(code.read(rows[row], place, kernel.read), lanes)
+                for at, factors in enumerate(weights):
+                    to = row * vectors + at
+                    sums[to] = _added(code, kernel, value, factors[nth], sums[to])
     for row, to in enumerate(results):
         for at in range(vectors):
             code.write_vector(sums[row * vectors + at], to, const(at * lanes))
@@ -164,25 +212,55 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     return function
 
 
+def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
+    """What a vector of a panel multiplies with, for each of `kernel.reads`."""
+    if kernel.dots:
+        return (stored,)
+    real = float_type(kernel.dtype)
+    if not in_pairs(kernel.weights):
+        return (widened(code, stored, real),)
+    floats = ir.VectorType(ir.FloatType(), stored.type.count)
+    halves = (
+        code.shl(stored, filled(stored.type, 16)),
+        code.and_(stored, filled(stored.type, 0xFFFF0000)),
+    )
+    return [widened(code, code.bitcast(half, floats), real) for half in halves]
+
+
+def _added(code: Code, kernel: PanelProduct, value: Any, factor: Any, total: Any) -> Any:
+    add = code.add_pair_products if kernel.dots else code.multiply_add
+    return add(value, factor, total)
+
+
 def prepare(weights: np.dtype, x: np.dtype | None = None) -> None:
     """Make the kernel for weights of a dtype, before programs that use it are read from files."""
-    registered(_kernel(x or np.promote_types(weights, np.float32), weights.name))
+    registered(kernel_for(x or weights, weights.name))
 
 
-def _kernel(x: np.dtype, weights: str) -> PanelProduct:
-    return PanelProduct(x.name, weights)
+def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:
+    """The kernel for x and weights of these dtypes on a host, by default this one."""
+    cpu = cpu or host()
+    if not (cpu.dots and x.name == weights == "bfloat16"):
+        x = np.promote_types(x, np.float32)
+    return PanelProduct(x.name, weights, cpu)
 
 
 def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """x [T, I] times a weight in panels, [O / PANEL, I, PANEL] of `weights`: [T, O].
+    """x [T, I] times a weight in panels of dtype `weights` (see `panel_shape`): [T, O].
 
-    x is float32 or float64, and so are the sums. Weights of 16 bits come as uint16, their bits.
+    The result, and the sums, are of x's dtype, float32 at least. x is taken as it is where it is
+    bfloat16 and the processor multiplies that, else in at least float32.
     """
-    return run(_kernel(np.dtype(x.dtype), weights), x, panels)
+    return run(kernel_for(np.dtype(x.dtype), weights), x, panels)
 
 
 def run(kernel: PanelProduct, x: jax.Array, panels: jax.Array) -> jax.Array:
     """`panel_product` by this kernel."""
     name = registered(kernel)
-    shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), x.dtype)
+    x = x.astype(kernel.x)
+    if in_pairs(kernel.weights) and x.shape[1] % 2:
+        x = jnp.pad(x, ((0, 0), (0, 1)))
+    if kernel.dots:  # as bits: XLA on CPU may convert 16-bit floats as a whole
+        x = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), kernel.dtype)
     return jax.ffi.ffi_call(name, shape)(x, panels)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import panel_product, prepare_product
-from pallas_kernels.llvm_panels import PANEL, in_panels
+from pallas_kernels.llvm_panels import columns, in_panels
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -24,23 +24,24 @@ class PanelWeight:
     """A matrix of I inputs and O outputs as `pallas_kernels.llvm_product` takes it.
 
     Attributes:
-        panels: [O / PANEL, I, PANEL], the last panel filled up with zeros; those of 16 bits as
-            uint16, because XLA on CPU converts floats of 16 bits to float32 as a whole.
+        panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie.
         dtype: the weights' own.
+        inputs: I.
         outputs: the shape that the outputs have in the model; their product is O.
     """
 
     panels: Array
     dtype: str = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
         """A weight [in..., out...], `contract` of them inputs; its product is made ready."""
-        inputs, outputs = weight.shape[:contract], weight.shape[contract:]
+        inputs, outputs = prod(weight.shape[:contract]), weight.shape[contract:]
         prepare_product(weight.dtype)
-        panels = in_panels(weight.reshape(prod(inputs), prod(outputs)))
-        return cls(jax.device_put(panels), weight.dtype.name, outputs)
+        panels = in_panels(weight.reshape(inputs, prod(outputs)))
+        return cls(jax.device_put(panels), weight.dtype.name, inputs, outputs)
 
     def __getitem__(self, index: EllipsisType) -> Self:
         """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
@@ -48,13 +49,10 @@ class PanelWeight:
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """x times the weight, in at least float32. A row's result depends on no other row."""
-        exact = jnp.promote_types(x.dtype, jnp.float32)
-        y = panel_product(x.astype(exact), self.panels, self.dtype)
+        y = panel_product(x, self.panels, self.dtype)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """The weights of some outputs, in their own dtype; ids beyond the last one clamp."""
-        output = jnp.clip(outputs, 0, prod(self.outputs) - 1)
-        found = self.panels.at[output // PANEL, :, output % PANEL].get(mode="promise_in_bounds")
-        dtype = jnp.dtype(self.dtype)
-        return found if found.dtype == dtype else jax.lax.bitcast_convert_type(found, dtype)
+        found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
+        return columns(self.panels, found, self.inputs, self.dtype)

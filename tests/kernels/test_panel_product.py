@@ -12,10 +12,22 @@ import numpy as np
 import pytest
 
 from pallas_kernels.llvm_code import Host, host
-from pallas_kernels.llvm_panels import PANEL, in_panels, reference
-from pallas_kernels.llvm_product import PanelProduct, panel_product, row_tiles, run
+from pallas_kernels.llvm_panels import PANEL, columns, in_panels, panel_shape, reference
+from pallas_kernels.llvm_product import PanelProduct, kernel_for, panel_product, row_tiles, run
 
-DTYPES = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1e-6, "float16": 1e-6}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Of x and weights, and how far a sum may be off, relative to the sum of its products' sizes. Each
+# addition rounds to 2^-24 of what has been summed, half of it at random: 1e-6 is 17 such errors.
+CASES = {
+    ("float32", "float32"): 1e-6,
+    ("float64", "float64"): 1e-14,
+    ("float32", "bfloat16"): 1e-6,
+    ("bfloat16", "bfloat16"): 1e-6,
+    ("float32", "float16"): 1e-6,
+}
+NO_DOTS = replace(host(), dots=False)
+# Hosts whose kernels for bfloat16 differ.
+HOSTS = [NO_DOTS, host()] if host().dots else [NO_DOTS]
 
 
 def weight(inputs: int, outputs: int, dtype: str) -> np.ndarray:
@@ -24,8 +36,14 @@ def weight(inputs: int, outputs: int, dtype: str) -> np.ndarray:
 
 
 def rows(count: int, inputs: int, dtype: str) -> np.ndarray:
-    exact = np.promote_types(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, np.float32)
-    return np.random.default_rng(count).standard_normal((count, inputs)).astype(exact)
+    values = np.random.default_rng(count).standard_normal((count, inputs))
+    return values.astype(jnp.dtype(dtype))
+
+
+def product(x: np.ndarray, w: np.ndarray, cpu: Host | None = None) -> np.ndarray:
+    """x times w laid out in panels, all outputs of them."""
+    kernel = kernel_for(x.dtype, w.dtype.name, cpu)
+    return np.asarray(run(kernel, jnp.asarray(x), jnp.asarray(in_panels(w))))
 
 
 @pytest.fixture(autouse=True)
@@ -34,56 +52,110 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 40), (1100, 1000)])
-def test_every_number_of_rows_gives_the_product(dtype: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 40), (1101, 1000)])
+def test_every_number_of_rows_gives_the_product(
+    x_dtype: str, dtype: str, shape: tuple[int, int]
+) -> None:
     w = weight(*shape, dtype)
     panels = jnp.asarray(in_panels(w))
-    for count in (1, 3, 8, 16, 31, 200):
-        x = rows(count, shape[0], dtype)
-        got = np.asarray(panel_product(jnp.asarray(x), panels, dtype))[:, : shape[1]]
+    for count in (1, 3, 8, 16, 31, 200, 513):
+        x = rows(count, shape[0], x_dtype)
+        got = np.asarray(panel_product(jnp.asarray(x), panels, dtype))
+        assert got.dtype == np.promote_types(x_dtype, np.float32)
+        assert (got[:, shape[1] :] == 0).all()
         want = x.astype(np.float64) @ w.astype(np.float64)
         scale = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
-        assert (np.abs(got - want) <= DTYPES[dtype] * scale).all(), count
-        assert got.dtype == x.dtype
+        close = np.abs(got[:, : shape[1]] - want) <= CASES[x_dtype, dtype] * scale
+        assert close.all(), count
+
+
+@pytest.mark.parametrize("cpu", HOSTS, ids=lambda cpu: f"dots {cpu.dots}")
+def test_products_of_bfloat16_are_exact_and_each_addition_rounds_once(cpu: Host) -> None:
+    """To the bit: inputs in their order; by dot products the second of each pair is first."""
+    x, w = rows(14, 701, "bfloat16"), weight(701, 70, "bfloat16")
+    exact = x.astype(np.float32), w.astype(np.float32)
+    order = np.arange(701)
+    if cpu.dots:
+        order = np.append(order[:700].reshape(-1, 2)[:, ::-1].ravel(), 700)
+    want = np.zeros((14, 70), np.float32)
+    for i in order:
+        want += exact[0][:, i, None] * exact[1][i]
+    np.testing.assert_array_equal(product(x, w, cpu)[:, :70], want)
+
+
+def test_dot_products_take_subnormal_numbers_as_zeros() -> None:
+    x, w = rows(3, 40, "bfloat16"), weight(40, 33, "bfloat16")
+    smallest = np.array(1, np.uint16).view(BF16)
+    w[5:30], x[:, 5:30] = BF16.type(2.0**120), smallest  # products of 2^-13
+    clean = x.copy()
+    clean[:, 5:30] = 0
+    for cpu in HOSTS:
+        got = product(x, w, cpu)
+        flushed = np.array_equal(got, product(clean, w, cpu))
+        assert flushed or (not cpu.dots and not np.array_equal(got, 0 * got))
+        assert flushed or np.abs(got - product(clean, w, cpu))[:, :33].min() > 25 * 2.0**-14
 
 
 @pytest.mark.parametrize("vector_bytes", [16, 32, 64])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_code_for_other_processors_gives_the_same_bits(dtype: str, vector_bytes: int) -> None:
-    x = jnp.asarray(rows(15, 600, dtype))
-    panels = jnp.asarray(in_panels(weight(600, 100, dtype)))
-    cpu = replace(host(), vector_bytes=vector_bytes, registers=16 + vector_bytes % 64)
-    kernel = PanelProduct(x.dtype.name, dtype, cpu)
-    np.testing.assert_array_equal(run(kernel, x, panels), panel_product(x, panels, dtype))
+    exact = np.promote_types(jnp.dtype(dtype), np.float32).name
+    x, w = rows(15, 601, exact), weight(601, 100, dtype)
+    cpu = Host(NO_DOTS.name, NO_DOTS.features, vector_bytes, registers=16 + vector_bytes % 64)
+    np.testing.assert_array_equal(product(x, w, cpu), product(x, w))
 
 
-def test_the_last_panel_is_filled_with_zeros() -> None:
-    panels = in_panels(weight(5, 40, "float32"))
-    assert panels.shape == (2, 5, PANEL)
+def test_bfloat16_is_widened_where_the_processor_has_no_dot_products() -> None:
+    assert not kernel_for(BF16, "bfloat16", NO_DOTS).dots
+    assert kernel_for(BF16, "bfloat16", replace(NO_DOTS, dots=True)).dots
+    assert not kernel_for(np.dtype(np.float32), "bfloat16", replace(NO_DOTS, dots=True)).dots
+    assert not kernel_for(BF16, "float32", replace(NO_DOTS, dots=True)).dots
+    for weights, cpu in (("bfloat16", NO_DOTS), ("float32", replace(NO_DOTS, dots=True))):
+        with pytest.raises(ValueError, match="no product of bfloat16 with"):
+            PanelProduct("bfloat16", weights, cpu)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("inputs", [1, 5, 6])
+def test_panels_hold_every_weight_and_zeros_beyond(dtype: str, inputs: int) -> None:
+    w = weight(inputs, 40, dtype)
+    panels = in_panels(w)
+    assert (panels.shape, panels.dtype) == panel_shape(inputs, 40, w.dtype)
     assert (panels[1, :, 8:] == 0).all()
-    x = jnp.asarray(rows(3, 5, "float32"))
-    got, want = panel_product(x, panels, "float32"), reference(x, jnp.asarray(panels), "float32")
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert (np.asarray(got)[:, 40:] == 0).all()
+    found = columns(jnp.asarray(panels), jnp.asarray([39, 0, 31, 32]), inputs, dtype)
+    np.testing.assert_array_equal(np.asarray(found), w.T[[39, 0, 31, 32]])
+    np.testing.assert_array_equal(in_panels(np.asfortranarray(w)), panels)
+    x = rows(3, inputs, np.promote_types(w.dtype, np.float32).name)
+    want = reference(jnp.asarray(x), jnp.asarray(panels), dtype)
+    np.testing.assert_allclose(product(x, w), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_is_the_same_to_the_bit_whatever_its_mates_are(dtype: str) -> None:
-    panels = jnp.asarray(in_panels(weight(700, 600, dtype)))
-    x = rows(150, 700, dtype)
-    whole = np.asarray(panel_product(jnp.asarray(x), panels, dtype))
+def test_a_word_holds_two_inputs_of_bfloat16() -> None:
+    w = np.arange(1, 6, dtype=np.uint16)[:, None].repeat(33, 1).view(BF16)
+    words = in_panels(w)
+    assert words.dtype == np.uint32 and words.shape == (2, 3, PANEL)
+    np.testing.assert_array_equal(words[1, :, 0], [0x20001, 0x40003, 5])
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+def test_a_row_is_the_same_to_the_bit_whatever_its_mates_are(x_dtype: str, dtype: str) -> None:
+    w, x = weight(1101, 600, dtype), rows(150, 1101, x_dtype)
+    whole = product(x, w)
     for first, last in ((0, 1), (149, 150), (3, 9), (17, 50), (1, 150)):
-        some = np.asarray(panel_product(jnp.asarray(x[first:last]), panels, dtype))
-        np.testing.assert_array_equal(some, whole[first:last])
+        np.testing.assert_array_equal(product(x[first:last], w), whole[first:last])
+    fewer = replace(host(), registers=16)  # so other tiles
+    np.testing.assert_array_equal(product(x, w, fewer), whole)
+    np.testing.assert_array_equal(product(x, w[:, 64:70])[:, :6], whole[:, 64:70])
 
 
-def test_a_row_that_is_not_finite_spoils_no_other() -> None:
-    panels = jnp.asarray(in_panels(weight(64, 64, "float32")))
-    x = rows(9, 64, "float32")
-    clean = np.asarray(panel_product(jnp.asarray(x), panels, "float32"))
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+@pytest.mark.parametrize("inputs", [63, 64])
+def test_a_row_that_is_not_finite_spoils_no_other(x_dtype: str, dtype: str, inputs: int) -> None:
+    x, w = rows(9, inputs, x_dtype), weight(inputs, 64, dtype)
+    clean = product(x, w)
     x[4, 7], x[6, 0] = np.nan, np.inf
-    got = np.asarray(panel_product(jnp.asarray(x), panels, "float32"))
+    got = product(x, w)
     others = [row for row in range(9) if row not in (4, 6)]
     np.testing.assert_array_equal(got[others], clean[others])
     assert np.isnan(got[4]).all() and not np.isfinite(got[6]).any()
