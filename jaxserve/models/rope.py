@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.models.linear import accumulator
@@ -103,7 +104,8 @@ def rope_cos_sin(
             pass
         case _:
             factor = 1.0
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    # Past a barrier, or XLA on CPU computes them anew in every layer, for every head.
+    return lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
 def _growth(
