@@ -8,10 +8,9 @@ packed once). Every sum runs over the inputs in their order, so a row's result d
 the rows beside it.
 
 Weights of bfloat16 lie in pairs of inputs. Where x is bfloat16 too and the processor has dot
-products of such pairs (AVX512-BF16), these are used: products are exact and sums float32, rounded to
-nearest after each addition, subnormal numbers zero, and which of a pair is added first is the
-processor's choice, the same for all rows. Otherwise weights are widened, and each product is added
-in the order of the inputs, rounded once.
+products of such pairs (AVX512-BF16), these are used: products are exact, the second of a pair is
+added before the first, each addition rounds to float32, and subnormal numbers count as zeros.
+Otherwise weights are widened, and products are added in the order of the inputs, rounded once.
 """
 
 from __future__ import annotations
@@ -65,19 +64,12 @@ class PanelProduct:
     cpu: Host = field(default_factory=host)
 
     operands = 2
-    prefix = f"{NAMES}product_"
 
     @property
     def name(self) -> str:
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         dots = "_dots" if self.cpu.dots else ""
-        return f"{self.prefix}{self.x}_{self.weights}_{vectors}{dots}"
-
-    @classmethod
-    def of_words(cls, words: Sequence[str]) -> PanelProduct:
-        """From a name's words, for this host."""
-        x, weights, *_ = words
-        return cls(x, weights)
+        return f"{NAMES}product_{self.x}_{self.weights}_{vectors}{dots}"
 
     def __post_init__(self) -> None:
         """Raises ValueError for bfloat16 that this host cannot multiply."""
@@ -230,11 +222,6 @@ def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
 def _added(code: Code, kernel: PanelProduct, value: Any, factor: Any, total: Any) -> Any:
     add = code.add_pair_products if kernel.dots else code.multiply_add
     return add(value, factor, total)
-
-
-def prepare(weights: np.dtype, x: np.dtype | None = None) -> None:
-    """Make the kernel for weights of a dtype, before programs that use it are read from files."""
-    registered(kernel_for(x or weights, weights.name))
 
 
 def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:

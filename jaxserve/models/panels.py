@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import panel_product, prepare_product
+from pallas_kernels import panel_product
 from pallas_kernels.llvm_panels import columns, in_panels
 
 if TYPE_CHECKING:
@@ -26,22 +26,21 @@ class PanelWeight:
     Attributes:
         panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie.
         dtype: the weights' own.
-        inputs: I.
         outputs: the shape that the outputs have in the model; their product is O.
+        inputs: I; may be left out unless it is odd.
     """
 
     panels: Array
     dtype: str = field(metadata={"static": True})
-    inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
+    inputs: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
-        """A weight [in..., out...], `contract` of them inputs; its product is made ready."""
+        """A weight [in..., out...], `contract` of them inputs."""
         inputs, outputs = prod(weight.shape[:contract]), weight.shape[contract:]
-        prepare_product(weight.dtype)
         panels = in_panels(weight.reshape(inputs, prod(outputs)))
-        return cls(jax.device_put(panels), weight.dtype.name, inputs, outputs)
+        return cls(jax.device_put(panels), weight.dtype.name, outputs, inputs)
 
     def __getitem__(self, index: EllipsisType) -> Self:
         """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
