@@ -104,8 +104,18 @@ def rope_cos_sin(
             pass
         case _:
             factor = 1.0
-    # Past a barrier, or XLA on CPU computes them anew in every layer, for every head.
-    return lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
+
+    def compute(angles: Array) -> CosSin:
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    # XLA on CPU would compute them anew in every layer, for every head: it fuses them into whatever
+    # reads them, also past a barrier, but never past a conditional. This one is always true.
+    always = positions[0] > jnp.iinfo(positions.dtype).min
+    return lax.platform_dependent(
+        angles,
+        cpu=lambda angles: lax.cond(always, compute, lambda angles: (angles, angles), angles),
+        default=compute,
+    )
 
 
 def _growth(
