@@ -44,7 +44,7 @@ from pallas_kernels.llvm_code import (
 from pallas_kernels.llvm_panels import PANEL, in_pairs
 
 MOST_PARTS = 16
-WORK_OF_A_PART = 1 << 16  # weights read, or an eighth of the products
+WORK_OF_A_PART = 1 << 16  # weights (or pairs) read, or an eighth of the products
 TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
 INPUTS_OF_A_CHUNK = 1024  # or pairs of them
 ROWS_TO_PREFETCH = 8  # from here on, the sums leave the processor no time to look ahead
