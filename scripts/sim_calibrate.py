@@ -39,7 +39,7 @@ class Samples:
     found: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
-        """What took so many seconds; where `least` is given, it may have been less, down to that."""
+        """What took so many seconds, or, where `least` is given, somewhere from that to those."""
         least = seconds if least is None else least
         self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 

@@ -164,8 +164,8 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
     assert [r.tpot for r in records] == pytest.approx([0.1, 0.1])
 
 
-def laid(amounts: list[float], micros: list[float]) -> Line:
-    x, y = np.array(amounts), np.array(micros)
+def laid(amounts: list[int], micros: list[int]) -> Line:
+    x, y = np.array(amounts, float), np.array(micros, float)
     return spread(x, y, *line(x, y))
 
 
