@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.page_keys import PageKeys
+from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.ragged import each
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
 # Decodes fill a page in 16 steps or so, and a call costs more than a page does: theirs are offered
@@ -30,6 +31,14 @@ class Publisher:
         self.slots = slots
         self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
         self._steps = 0
+
+    def keys_of(self, sequence: Sequence) -> PrefixKeys:
+        """Keys of the full pages of a waiting sequence; they stay with it until it has a slot."""
+        if sequence.prefix_keys is None:
+            sequence.prefix_keys = self.page_keys.prefix(
+                sequence.request.cache_salt, sequence.token_ids
+            )
+        return sequence.prefix_keys
 
     def note(self, plan: StepPlan, well: np.ndarray, running: np.ndarray) -> None:
         """Count the tokens of a step whose results are known, and offer the pages that are due.

@@ -16,7 +16,6 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import Ask, FinishReason
 from jaxserve.scheduling.fitting import fitted
 from jaxserve.scheduling.invariants import check
-from jaxserve.scheduling.page_keys import PrefixKeys
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.publishing import Publisher
@@ -112,7 +111,7 @@ class Scheduler:
                 "max_tokens",
             )
         if self.enable_prefix_caching:
-            self._make_keys(sequence)
+            self.publisher.keys_of(sequence)  # now, so that no step has to make them
         self.waiting.push(sequence)
 
     def _most_pages(self, length: int) -> int:
@@ -143,7 +142,7 @@ class Scheduler:
         if max_steps > 1 and not self.waiting and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, int(draws[1].max()))
         take, preempted = self._grow_running()
-        if not preempted and self.waiting and self.slots.num_free:
+        if not preempted and self.slots.num_free and self.waiting:
             take = self._admit(take, self.max_num_batched_tokens - int(take.sum()))
         if len(self.token_sizes):
             take = self._fitted(take)
@@ -328,20 +327,11 @@ class Scheduler:
         """Pages of the longest cached prefix that leaves at least one token to compute."""
         if not self.enable_prefix_caching:
             return NO_PAGES
-        prefix = sequence.prefix_keys or self._make_keys(sequence)
+        keys = self.publisher.keys_of(sequence).keys
         # What a prompt is scored by must be computed.
         if sequence.scores_prompt:
             return NO_PAGES
-        last = (len(sequence.token_ids) - 1) // self.pool.page_size
-        return self.pool.match(prefix.keys[:last])
-
-    def _make_keys(self, sequence: Sequence) -> PrefixKeys:
-        """Keys of a waiting sequence's full pages. A new one's are made when it is added, so that
-        no step has to wait for them."""
-        sequence.prefix_keys = self.publisher.page_keys.prefix(
-            sequence.request.cache_salt, sequence.token_ids
-        )
-        return sequence.prefix_keys
+        return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a step's results: append tokens, publish full pages, end what has ended.

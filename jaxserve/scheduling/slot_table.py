@@ -217,7 +217,7 @@ class SlotTable:
         sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         sequence.slot = NO_SLOT
         self.num_guided -= int(self.is_guided[slot])
-        pages = self.pages(slot).copy()
+        pages = self.pages(slot).astype(np.intp)
         self.sequences[slot] = None
         self.num_pages[slot] = 0
         self.generation[slot] = 0
