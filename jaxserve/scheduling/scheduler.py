@@ -164,11 +164,11 @@ class Scheduler:
         ends = starts + take
         if num_steps > 1:
             samples = np.ones(len(slots), bool)
-            table.num_pending[slots] += take
+            table.length[slots] += take
         else:
-            pending = table.num_pending[slots]
-            samples = ends == table.num_known[slots] + pending
-            table.num_pending[slots] = pending + samples
+            length = table.length[slots]
+            samples = ends == length
+            table.length[slots] = length + samples
         table.num_computed[slots] = ends
         return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps)
 
@@ -179,7 +179,7 @@ class Scheduler:
         than are free: nobody is preempted for tokens to come.
         """
         running, table = self._running, self.slots
-        length = table.num_known[running] + table.num_pending[running]
+        length = table.length[running]
         left = table.stop_length[running] - length
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
             left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
@@ -224,7 +224,7 @@ class Scheduler:
     def _share_budget(self) -> np.ndarray:
         """Tokens for each running row: one for each that lacks any, the rest best rank first."""
         running, table = self._running, self.slots
-        length = table.num_known[running] + table.num_pending[running]
+        length = table.length[running]
         need = length - table.num_computed[running]
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
@@ -348,11 +348,9 @@ class Scheduler:
         owners = slots = draws.slots
         if draws.counts is None:
             table.tokens[slots, draws.length - 1] = draws.tokens
-            table.num_pending[slots] -= 1
         else:
             owners, where = each(slots, draws.length - draws.counts, draws.length)
             table.tokens[owners, where] = draws.tokens
-            table.num_pending[slots] -= draws.counts
         table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed
         self.publisher.note(plan, well, self._running)

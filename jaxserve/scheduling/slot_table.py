@@ -31,11 +31,11 @@ class SlotTable:
         first_page: the first one held; those before it were given back, their place is null.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
-        num_pending: 1 where a step in flight samples a token not read yet, else 0.
+        length: known tokens, and those that steps in flight will draw.
         num_computed: tokens whose KV is in the cache once every submitted step has run.
         num_committed: of those, the ones whose step's results the host has read.
         num_published: full pages offered to the prefix cache.
-        page_keys [u64, slots + 1, M, WORDS], num_keys: keys of full pages, as far as they have been made.
+        page_keys [u64, slots + 1, M, WORDS], num_keys: keys of full pages, as far as they are made.
         key_state [u64 x 4]: what extends them (see PageKeys).
         generation [i64]: changes whenever the slot gets another sequence.
         settings: what a step is told of each row; its parts, see `Settings`, have names here too.
@@ -65,7 +65,7 @@ class SlotTable:
         self.num_pages = column()
         self.first_page = column()
         self.num_known = column()
-        self.num_pending = column()
+        self.length = column()
         self.num_computed = column()
         self.num_committed = column()
         self.num_published = column()
@@ -112,7 +112,7 @@ class SlotTable:
         self.tokens[slot, :known] = sequence.token_ids
         self.num_known[slot] = known
         self.num_pages[slot] = self.first_page[slot] = 0
-        self.num_pending[slot] = 0
+        self.length[slot] = known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
         self.num_published[slot] = 0

@@ -256,16 +256,16 @@ COMMIT_BUGS = (
         "is_last = length > table.stop_length[slots]",
     ),
     Bug(
-        "a pending token stays pending",
+        "a token in flight is not counted",
         SCHEDULER,
-        "            table.num_pending[slots] -= 1\n",
+        "            table.length[slots] = length + samples\n",
         "",
     ),
     Bug(
-        "tokens of a launch stay pending",
+        "a launch counts as one token in flight",
         SCHEDULER,
-        "table.num_pending[slots] -= draws.counts",
-        "table.num_pending[slots] -= 1",
+        "table.length[slots] += take",
+        "table.length[slots] += 1",
     ),
     Bug(
         "a launch publishes the page of a token that was only drawn",
@@ -341,8 +341,8 @@ TABLE_BUGS = (
     Bug(
         "a new sequence inherits a pending token",
         SLOTS,
-        "        self.num_pending[slot] = 0\n",
-        "",
+        "self.length[slot] = known",
+        "self.length[slot] = max(known, self.length[slot])",
     ),
     Bug("slots are lost", SLOTS, "self._free.append(slot)", "pass"),
     Bug(
