@@ -138,11 +138,12 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
         query_start[0] = 0
         np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
         row_of_token[:num_tokens] = np.arange(num_rows).repeat(plan.num_tokens)
-        # A row's tokens and its place in the batch are runs: each is a shift of 0, 1, 2, ...
-        shift, nth = plan.starts - query_start[:num_rows], np.arange(num_tokens)
-        np.add(nth, shift.repeat(plan.num_tokens), out=positions[:num_tokens])
-        nth += (plan.slots * slots.max_model_len + shift).repeat(plan.num_tokens)
-        slots.tokens.ravel().take(nth, out=tokens[:num_tokens], mode="clip")
+        shift = (plan.starts - query_start[:num_rows]).repeat(plan.num_tokens)
+        np.add(np.arange(num_tokens, dtype=np.int32), shift, out=positions[:num_tokens])
+        # In one dimension numpy takes several times faster.
+        where = (plan.slots * slots.max_model_len).repeat(plan.num_tokens)
+        where += positions[:num_tokens]
+        slots.tokens.ravel().take(where, out=tokens[:num_tokens], mode="clip")
         last = query_start[1 : num_rows + 1] - 1
     query_start[num_rows:] = num_tokens
     np.subtract(query_start[1:], min(num_tokens, 1), out=sample_index)
