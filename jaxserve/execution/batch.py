@@ -132,8 +132,11 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
         query_start[: num_rows + 1] = np.arange(num_rows + 1)
         row_of_token[:num_rows] = query_start[:num_rows]
         positions[:num_rows] = plan.starts
-        tokens[:num_rows] = slots.tokens[plan.slots, plan.starts]
-        last = slice(num_rows)
+        tokens[:num_rows] = NO_TOKEN
+        is_known = plan.starts < slots.num_known[plan.slots]
+        if np.count_nonzero(is_known):
+            owner, where = plan.slots[is_known], plan.starts[is_known]
+            tokens[:num_rows][is_known] = slots.tokens[owner, where]
     else:
         query_start[0] = 0
         np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
@@ -144,12 +147,11 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
         where = (plan.slots * slots.max_model_len).repeat(plan.num_tokens)
         where += positions[:num_tokens]
         slots.tokens.ravel().take(where, out=tokens[:num_tokens], mode="clip")
+        # All tokens but a row's last are known.
         last = query_start[1 : num_rows + 1] - 1
+        tokens[last[lengths > slots.num_known[plan.slots]]] = NO_TOKEN
     query_start[num_rows:] = num_tokens
     np.subtract(query_start[1:], min(num_tokens, 1), out=sample_index)
-    # All tokens but a row's last are known.
-    is_known = lengths <= slots.num_known[plan.slots]
-    tokens[last] = np.where(is_known, tokens[last], NO_TOKEN)
     sample_slots[:] = padded
     if np.count_nonzero(plan.samples) < num_rows:
         sample_slots[:num_rows][~plan.samples] = slots.num_slots

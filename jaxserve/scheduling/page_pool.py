@@ -9,8 +9,6 @@ from jaxserve.scheduling.page_index import PageIndex
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
 _NOWHERE = -1
-# Most pages that are evicted ahead of need at once, so that no step waits long for it.
-_AHEAD = 128
 
 
 class PagePool:
@@ -76,7 +74,7 @@ class PagePool:
 
         And one in 64 of the others with them, since a call costs more than a page does.
         """
-        count += min((self._num_evictable - count) // 64, _AHEAD)
+        count += (self._num_evictable - count) // 64
         pages = self._next_evictable(count)
         self._place_of[pages] = _NOWHERE
         self._num_evictable -= count

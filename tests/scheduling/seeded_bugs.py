@@ -377,8 +377,14 @@ OTHER_BUGS = (
     Bug(
         "a token in flight is read from the table",
         BATCH,
-        "is_known = lengths <= slots.num_known[plan.slots]",
-        "is_known = lengths <= slots.num_known[plan.slots] + 1",
+        "is_known = plan.starts < slots.num_known[plan.slots]",
+        "is_known = plan.starts <= slots.num_known[plan.slots]",
+    ),
+    Bug(
+        "a token in flight is read from the table beside a prompt",
+        BATCH,
+        "lengths > slots.num_known[plan.slots]",
+        "lengths > slots.num_known[plan.slots] + 1",
     ),
     Bug(
         "a static batch is refilled",
