@@ -40,6 +40,12 @@ class PageIndex:
             found[key] = pages * (self._second.take(pages) == keys[key, 1])
         return found
 
+    def holds(self, key: np.ndarray) -> bool:
+        """Whether one key, u64[WORDS], may have a page: exact but for keys that share a word."""
+        first = key[0]
+        cells = self._buckets[int(first) & self._mask]
+        return np.count_nonzero(self._first[cells] == first) > 0
+
     def _bucket(self, first: np.ndarray) -> np.ndarray:
         """intp[n]: the bucket of keys with these first words."""
         return first.view(np.intp) & self._mask

@@ -121,15 +121,15 @@ class PagePool:
     def match(self, keys: np.ndarray) -> np.ndarray:
         """Pages that cache the longest prefix of `keys`, u64[n, WORDS]; nobody's hold changes."""
         # Most prompts share nothing, which their first page tells.
-        pages = self.index.find(keys[:1])
-        if np.count_nonzero(pages):
-            pages = self.index.find(keys)
+        if not len(keys) or not self.index.holds(keys[0]):
+            return NO_PAGES
+        pages = self.index.find(keys)
         missing = (pages == 0).nonzero()[0]
         return pages[: missing[0]] if len(missing) else pages
 
     def num_evictable(self, pages: np.ndarray) -> int:
         """How many of these cached pages are free now, and would not be once shared."""
-        return np.count_nonzero(self.ref_count[pages] == 0) if len(pages) else 0
+        return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
     def share(self, pages: np.ndarray) -> None:
         """Hold cached pages once more."""

@@ -93,7 +93,7 @@ class SlotTable:
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
-        self.sequences = np.full(rows, None, object)
+        self.sequences: Any = np.full(rows, None, object)
         self._free = list(range(num_slots - 1, -1, -1))
         self._generations = 0
 
