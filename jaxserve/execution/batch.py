@@ -128,28 +128,21 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     if num_tokens < bucket.num_tokens:
         tokens[num_tokens:] = positions[num_tokens:] = 0
         row_of_token[num_tokens:] = bucket.num_rows - 1
+    query_start[0] = 0
     if num_tokens == num_rows:
-        query_start[: num_rows + 1] = np.arange(num_rows + 1)
-        row_of_token[:num_rows] = query_start[:num_rows]
-        positions[:num_rows] = plan.starts
-        tokens[:num_rows] = NO_TOKEN
-        is_known = plan.starts < slots.num_known[plan.slots]
-        if np.count_nonzero(is_known):
-            owner, where = plan.slots[is_known], plan.starts[is_known]
-            tokens[:num_rows][is_known] = slots.tokens[owner, where]
+        query_start[1 : num_rows + 1] = np.arange(1, num_rows + 1)
     else:
-        query_start[0] = 0
         np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
-        row_of_token[:num_tokens] = np.arange(num_rows).repeat(plan.num_tokens)
-        shift = (plan.starts - query_start[:num_rows]).repeat(plan.num_tokens)
-        np.add(np.arange(num_tokens, dtype=np.int32), shift, out=positions[:num_tokens])
-        # In one dimension numpy takes several times faster.
-        where = (plan.slots * slots.max_model_len).repeat(plan.num_tokens)
-        where += positions[:num_tokens]
-        slots.tokens.ravel().take(where, out=tokens[:num_tokens], mode="clip")
-        # All tokens but a row's last are known.
-        last = query_start[1 : num_rows + 1] - 1
-        tokens[last[lengths > slots.num_known[plan.slots]]] = NO_TOKEN
+    first = query_start[:num_rows].astype(np.intp)
+    row_of_token[first] = np.arange(num_rows)
+    positions[first] = plan.starts
+    tokens[first] = NO_TOKEN
+    is_known = plan.starts < slots.num_known[plan.slots]
+    if np.count_nonzero(is_known):
+        owner, where = plan.slots[is_known], plan.starts[is_known]
+        tokens[first[is_known]] = slots.tokens[owner, where]
+    if num_tokens > num_rows:
+        _lay_chunks(plan, slots, parts)
     query_start[num_rows:] = num_tokens
     np.subtract(query_start[1:], min(num_tokens, 1), out=sample_index)
     sample_slots[:] = padded
@@ -162,6 +155,20 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     if slots.scores_prompts and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])
     return words
+
+
+def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
+    """Lay out the rows of several tokens, whose tokens are all known: chunks of prompts.
+
+    They are few, and long: a copy each costs less than an index for each of their tokens.
+    """
+    tokens, positions, row_of_token, _ = parts.tokens
+    for row in (plan.num_tokens > 1).nonzero()[0].tolist():
+        first, start = int(parts.query_start[row]), int(plan.starts[row])
+        count = int(plan.num_tokens[row])
+        tokens[first : first + count] = slots.tokens[plan.slots[row], start : start + count]
+        positions[first : first + count] = np.arange(start, start + count)
+        row_of_token[first : first + count] = row
 
 
 def _prompt_targets(plan: StepPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Cells of a bucket. With two buckets a page, one in 2**28 keys finds its bucket full.
+# Cells of a bucket. With two buckets a page, one in 2**24 keys finds its bucket full.
 _CELLS = 8
 
 

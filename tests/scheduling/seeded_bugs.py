@@ -381,10 +381,10 @@ OTHER_BUGS = (
         "is_known = plan.starts <= slots.num_known[plan.slots]",
     ),
     Bug(
-        "a token in flight is read from the table beside a prompt",
+        "a chunk of a prompt is laid out from its prompt's beginning",
         BATCH,
-        "lengths > slots.num_known[plan.slots]",
-        "lengths > slots.num_known[plan.slots] + 1",
+        "slots.tokens[plan.slots[row], start : start + count]",
+        "slots.tokens[plan.slots[row], :count]",
     ),
     Bug(
         "a static batch is refilled",
