@@ -119,8 +119,8 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
     parts.num_steps[0] = plan.num_steps
-    rows = np.full(bucket.num_rows, slots.num_slots, np.intp)
-    rows[:num_rows] = plan.slots
+    rows = np.empty(bucket.num_rows, np.intp)
+    rows[:num_rows], rows[num_rows:] = plan.slots, slots.num_slots
     padded[:] = rows
     lengths = plan.lengths
     kv_len[:num_rows] = lengths
@@ -128,22 +128,18 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     if num_tokens < bucket.num_tokens:
         tokens[num_tokens:] = positions[num_tokens:] = 0
         row_of_token[num_tokens:] = bucket.num_rows - 1
-    query_start[0] = 0
+    query_start[0], query_start[num_rows:] = 0, num_tokens
     if num_tokens == num_rows:
-        query_start[1 : num_rows + 1] = np.arange(1, num_rows + 1)
+        query_start[:num_rows] = np.arange(num_rows)
+        first = slice(num_rows)
     else:
         np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
-    first = query_start[:num_rows].astype(np.intp)
+        first = query_start[:num_rows].astype(np.intp)
     row_of_token[first] = np.arange(num_rows)
     positions[first] = plan.starts
-    tokens[first] = NO_TOKEN
-    is_known = plan.starts < slots.num_known[plan.slots]
-    if np.count_nonzero(is_known):
-        owner, where = plan.slots[is_known], plan.starts[is_known]
-        tokens[first[is_known]] = slots.tokens[owner, where]
+    tokens[first] = _first_tokens(plan, slots)
     if num_tokens > num_rows:
         _lay_chunks(plan, slots, parts)
-    query_start[num_rows:] = num_tokens
     np.subtract(query_start[1:], min(num_tokens, 1), out=sample_index)
     sample_slots[:] = padded
     if np.count_nonzero(plan.samples) < num_rows:
@@ -155,6 +151,16 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     if slots.scores_prompts and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])
     return words
+
+
+def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
+    """i32[R], or one for all: each row's first token, where the host knows it."""
+    is_known = plan.starts < slots.num_known[plan.slots]
+    if not np.count_nonzero(is_known):
+        return NO_TOKEN
+    tokens = np.full(len(plan), NO_TOKEN, np.int32)
+    tokens[is_known] = slots.tokens[plan.slots[is_known], plan.starts[is_known]]
+    return tokens
 
 
 def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
