@@ -44,7 +44,7 @@ class PageIndex:
         """Whether one key, u64[WORDS], may have a page: exact but for keys that share a word."""
         first = key[0]
         cells = self._buckets[int(first) & self._mask]
-        return np.count_nonzero(self._first[cells] == first) > 0
+        return bool(np.count_nonzero(self._first[cells] == first))
 
     def _bucket(self, first: np.ndarray) -> np.ndarray:
         """intp[n]: the bucket of keys with these first words."""
