@@ -67,9 +67,6 @@ class Publisher:
         """Offer every full page of these slots that has been computed."""
         if not self.enabled:
             return
-        if len(slots) == 1:
-            self._publish_one(int(slots[0]))
-            return
         table = self.slots
         full = table.num_committed[slots] // self.pool.page_size
         first = table.num_published[slots]
@@ -79,21 +76,11 @@ class Publisher:
         slots, first, full = slots[rows], first[rows], full[rows]
         self._make_keys(slots, full)
         table.num_published[slots] = full
-        owner, nth = each(slots, first, full)
+        if len(slots) == 1:
+            owner, nth = slots[0], slice(first[0], full[0])
+        else:
+            owner, nth = each(slots, first, full)
         self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
-
-    def _publish_one(self, slot: int) -> None:
-        """As `publish`: most steps compute one prompt or end one sequence, and numbers cost a
-        tenth of what arrays of one number do."""
-        table = self.slots
-        first = int(table.num_published[slot])
-        full = int(table.num_committed[slot]) // self.pool.page_size
-        if full <= first:
-            return
-        if table.num_keys[slot] < full:
-            self._make_keys(np.array([slot]), np.array([full]))
-        table.num_published[slot] = full
-        self.pool.publish(table.page_table[slot, first:full], table.page_keys[slot, first:full])
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
         """Make the keys of each slot's first `full` pages, as far as they are missing.
