@@ -10,9 +10,8 @@ import numpy as np
 from jax import lax
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.slot_table import NO_TOKEN, Settings, SlotTable
+from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
 Array = Any
 
@@ -66,12 +65,12 @@ class _Parts(NamedTuple):
 
 
 def _size(bucket: Bucket, max_pages: int) -> int:
-    return 4 * bucket.num_tokens + bucket.num_rows * (5 + Settings.width() + max_pages) + 2
+    return 4 * bucket.num_tokens + bucket.num_rows * (5 + WIDTH + max_pages) + 2
 
 
 def _parts(words: Array, num_tokens: int, num_rows: int) -> _Parts:
     """The parts of i32[N], which tells by its length how many pages a row has."""
-    T, R, W = num_tokens, num_rows, Settings.width()
+    T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
     pages = settings + R * W
@@ -120,43 +119,66 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
     parts.num_steps[0] = plan.num_steps
-    rows = np.full(bucket.num_rows, slots.num_slots, np.intp)
-    rows[:num_rows] = plan.slots
+    rows = np.empty(bucket.num_rows, np.intp)
+    rows[:num_rows], rows[num_rows:] = plan.slots, slots.num_slots
     padded[:] = rows
+    lengths = plan.lengths
+    kv_len[:num_rows] = lengths
     kv_len[num_rows:] = 0
-    query_start[0] = 0
-    query_start[num_rows:] = num_tokens
-    row_of_token[num_tokens:] = bucket.num_rows - 1
+    if num_tokens < bucket.num_tokens:
+        tokens[num_tokens:] = positions[num_tokens:] = 0
+        row_of_token[num_tokens:] = bucket.num_rows - 1
+    query_start[0], query_start[num_rows:] = 0, num_tokens
     if num_tokens == num_rows:
-        np.add(plan.starts, 1, out=kv_len[:num_rows])
-        query_start[:num_rows] = row_of_token[:num_rows] = np.arange(num_rows)
-        where = plan.starts.astype(np.intp)
-        owner = plan.slots
+        query_start[:num_rows] = np.arange(num_rows)
+        first = slice(num_rows)
     else:
-        np.add(plan.starts, plan.num_tokens, out=kv_len[:num_rows])
-        np.cumsum(plan.num_tokens, out=query_start[1 : num_rows + 1])
-        of_token = np.repeat(np.arange(num_rows), plan.num_tokens)
-        row_of_token[:num_tokens] = of_token
-        offsets = plan.starts - query_start[:num_rows]
-        where = np.arange(num_tokens) + offsets[of_token]
-        owner = plan.slots[of_token]
-    positions[:num_tokens] = where
-    tokens[:num_tokens] = slots.tokens[owner, where]
-    tokens[:num_tokens][where >= slots.num_known[owner]] = NO_TOKEN
-    tokens[num_tokens:] = positions[num_tokens:] = 0
-    np.maximum(query_start[1:] - 1, 0, out=sample_index)
-    sample_slots[:] = slots.num_slots
-    np.copyto(sample_slots[:num_rows], plan.slots, where=plan.samples)
+        np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
+        first = query_start[:num_rows].astype(np.intp)
+    row_of_token[first] = np.arange(num_rows)
+    positions[first] = plan.starts
+    tokens[first] = _first_tokens(plan, slots)
+    if num_tokens > num_rows:
+        _lay_chunks(plan, slots, parts)
+    np.subtract(query_start[1:], min(num_tokens, 1), out=sample_index)
+    sample_slots[:] = padded
+    if np.count_nonzero(plan.samples) < num_rows:
+        sample_slots[:num_rows][~plan.samples] = slots.num_slots
     # With another mode numpy would copy once more.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     slots.page_table.take(rows, axis=0, out=parts.page_table, mode="clip")
     targets[:] = NO_TOKEN
-    if not bucket.decode_only and (slots.asks[plan.slots] & Ask.PROMPT_LOGPROBS).any():
-        targets[:num_tokens] = _prompt_targets(slots, owner, where)
+    if slots.scores_prompts and not bucket.decode_only:
+        targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])
     return words
 
 
-def _prompt_targets(slots: SlotTable, owner: np.ndarray, where: np.ndarray) -> np.ndarray:
+def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
+    """i32[R], or one for all: each row's first token, where the host knows it."""
+    is_known = plan.starts < slots.num_known[plan.slots]
+    if not np.count_nonzero(is_known):
+        return NO_TOKEN
+    tokens = np.full(len(plan), NO_TOKEN, np.int32)
+    tokens[is_known] = slots.tokens[plan.slots[is_known], plan.starts[is_known]]
+    return tokens
+
+
+def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
+    """Lay out the rows of several tokens, whose tokens are all known: chunks of prompts.
+
+    They are few, and long: a copy each costs less than an index for each of their tokens.
+    """
+    tokens, positions, row_of_token, _ = parts.tokens
+    for row in (plan.num_tokens > 1).nonzero()[0].tolist():
+        first, start = int(parts.query_start[row]), int(plan.starts[row])
+        count = int(plan.num_tokens[row])
+        tokens[first : first + count] = slots.tokens[plan.slots[row], start : start + count]
+        positions[first : first + count] = np.arange(start, start + count)
+        row_of_token[first : first + count] = row
+
+
+def _prompt_targets(plan: StepPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:
     """i32[tokens]: the prompt token after each, where its request wants it scored."""
+    owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
     return np.where(slots.is_scored(owner, where), slots.tokens[owner, following], NO_TOKEN)

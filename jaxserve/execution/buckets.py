@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
@@ -98,8 +99,8 @@ class BucketSet:
         ):
             if sizes[0] < 1 or sizes[-1] < limit:
                 raise ValueError(f"{name} must be positive and reach {limit}; got {sizes}")
-        self._decode_sizes = np.array(decode)
-        self._token_sizes = np.array(tokens)
+        self._decode_sizes = decode
+        self._token_sizes = tokens
         self._decode = [Bucket(size, size, True, False, num_steps) for size in decode]
         self._greedy = [Bucket(size, size, True, greedy_decode, num_steps) for size in decode]
         self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
@@ -110,7 +111,7 @@ class BucketSet:
     @property
     def token_sizes(self) -> np.ndarray:
         """Padded sizes of steps with rows of several tokens, ascending."""
-        return self._token_sizes
+        return np.array(self._token_sizes)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -125,5 +126,5 @@ class BucketSet:
         rows, tokens = len(plan), plan.total_tokens
         if tokens == rows and not mixed:
             sizes = self._greedy if greedy else self._decode
-            return sizes[int(self._decode_sizes.searchsorted(rows))]
-        return self._mixed[int(self._token_sizes.searchsorted(tokens))]
+            return sizes[bisect_left(self._decode_sizes, rows)]
+        return self._mixed[bisect_left(self._token_sizes, tokens)]

@@ -25,7 +25,8 @@ def check(pool: PagePool, table: SlotTable, waiting: WaitingQueue, running: np.n
     assert table.num_free + len(taken) == table.num_slots, "slots were lost"
     ranks = [waiting.rank(table.sequences[slot]) for slot in slots]
     assert ranks == sorted(ranks), "running sequences are out of order"
-    length = table.num_known[running] + table.num_pending[running]
+    length = table.length[running]
+    assert np.all(table.num_known[running] <= length), "a token was drawn that no step had to draw"
     assert np.all(table.num_computed[running] <= length), "computed beyond the last token"
     assert np.all(length <= table.stop_length[running]), "longer than max_length"
     assert np.all(table.num_computed[running] <= table.num_pages[running] * pool.page_size), (

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 LANES = 4
-KEY = np.dtype("V16")
+# A key is two words: u64[WORDS].
+WORDS = 2
 
 
 class PrefixKeys(NamedTuple):
     """Keys of a sequence's first full pages, and what extends them."""
 
-    keys: np.ndarray  # KEY[pages]
+    keys: np.ndarray  # u64[pages, WORDS]
     state: np.ndarray  # u64[LANES], after the last of those pages
 
 
@@ -53,7 +54,7 @@ class PageKeys:
             start = start + (self._of_salt * words).sum(axis=1)
         pages = len(tokens) // self._page_size
         if not pages:
-            return PrefixKeys(np.zeros(0, KEY), start)
+            return PrefixKeys(np.zeros((0, WORDS), np.uint64), start)
         rows = tokens[: pages * self._page_size].reshape(pages, self._page_size)
         states = _sums(self._of_tokens[:pages], rows)
         np.cumsum(states, axis=0, out=states)
@@ -63,7 +64,8 @@ class PageKeys:
     def extend(
         self, states: np.ndarray, page: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One page more for each of several sequences; their keys, KEY[n], and new states.
+        """One page more for each of several sequences; their keys, u64[n, WORDS], and
+        new states.
 
         Args:
             states: u64[n, LANES], after the pages before.
@@ -88,4 +90,4 @@ def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _keys(states: np.ndarray) -> np.ndarray:
-    return (states >> np.uint64(32)).astype(np.uint32).view(KEY)[:, 0]
+    return (states >> np.uint64(32)).astype(np.uint32).view(np.uint64)

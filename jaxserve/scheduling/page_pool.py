@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
-from jaxserve.scheduling.page_keys import KEY
+from jaxserve.scheduling.page_index import PageIndex
 
 NULL_PAGE = 0
+NO_PAGES = np.zeros(0, np.int32)
 _NOWHERE = -1
 
 
@@ -22,8 +21,7 @@ class PagePool:
     Attributes:
         ref_count: int32[P], sequences holding each page.
         is_cached: bool[P], whether the page's content can be found by its key.
-        key_of: KEY[P], the key of each cached page.
-        page_of: the inverse of `key_of`.
+        index: the cached pages by their keys.
         num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
     """
 
@@ -40,8 +38,7 @@ class PagePool:
         """Forget every holder and every cached key."""
         self.ref_count = np.zeros(self.num_pages, np.int32)
         self.is_cached = np.zeros(self.num_pages, bool)
-        self.key_of = np.zeros(self.num_pages, KEY)
-        self.page_of: dict[bytes, int] = {}
+        self.index = PageIndex(self.num_pages)
         # A stack whose top is its end; low page ids are handed out first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
@@ -81,7 +78,7 @@ class PagePool:
         pages = self._next_evictable(count)
         self._place_of[pages] = _NOWHERE
         self._num_evictable -= count
-        deque(map(self.page_of.__delitem__, self.key_of[pages].tolist()), maxlen=0)
+        self.index.remove(pages)
         self.is_cached[pages] = False
         self.num_evictions += count
         self._add_blank(pages)
@@ -121,24 +118,22 @@ class PagePool:
         entries = self._queue[self._head : self._tail]
         return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 
-    def match(self, keys: list[bytes]) -> list[int]:
-        """Pages that cache the longest prefix of `keys`; nobody's hold on them changes."""
-        pages = []
-        page_of = self.page_of
-        for key in keys:
-            page = page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def match(self, keys: np.ndarray) -> np.ndarray:
+        """Pages that cache the longest prefix of `keys`, u64[n, WORDS]; nobody's hold changes."""
+        # Most prompts share nothing, which their first page tells.
+        if not len(keys) or not self.index.holds(keys[0]):
+            return NO_PAGES
+        pages = self.index.find(keys)
+        missing = (pages == 0).nonzero()[0]
+        return pages[: missing[0]] if len(missing) else pages
 
-    def num_evictable(self, pages: list[int]) -> int:
+    def num_evictable(self, pages: np.ndarray) -> int:
         """How many of these cached pages are free now, and would not be once shared."""
-        return int(np.count_nonzero(self.ref_count[pages] == 0)) if pages else 0
+        return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
-    def share(self, pages: list[int]) -> None:
+    def share(self, pages: np.ndarray) -> None:
         """Hold cached pages once more."""
-        if not pages:
+        if not len(pages):
             return
         self._num_evictable -= self.num_evictable(pages)
         self._place_of[pages] = _NOWHERE
@@ -149,9 +144,10 @@ class PagePool:
 
         The last page becomes the first to be evicted: a prefix is worth more than its tail.
         """
-        pages = pages.astype(np.intp)  # as indices: several times faster than others
-        self.ref_count[pages] -= 1
-        idle = pages[self.ref_count[pages] == 0]
+        pages = pages.astype(np.intp, copy=False)  # as indices: much faster than others
+        left = self.ref_count[pages] - 1
+        self.ref_count[pages] = left
+        idle = pages[left == 0]
         if not len(idle):
             return
         self.num_changes += 1
@@ -162,18 +158,11 @@ class PagePool:
             self._make_evictable(idle[cached][::-1])
 
     def publish(self, pages: np.ndarray, keys: np.ndarray) -> None:
-        """Offer full, computed pages, i32[n], to later prefixes under their keys, KEY[n].
+        """Offer full, computed pages, i32[n], to later prefixes under their keys, u64[n, WORDS].
 
         A key that is cached already stays with its page.
         """
-        pages = pages.astype(np.intp)
-        offered = pages.tolist()
-        owners = list(map(self.page_of.setdefault, keys.tolist(), offered))
-        if owners != offered:
-            new = np.equal(owners, pages)
-            pages, keys = pages[new], keys[new]
-        self.key_of[pages] = keys
-        self.is_cached[pages] = True
+        self.is_cached[self.index.add(pages.astype(np.intp), keys)] = True
         self.num_changes += 1
 
     def clear_cache(self) -> None:
@@ -182,7 +171,7 @@ class PagePool:
         self._add_blank(pages)
         self._place_of[pages] = _NOWHERE
         self._head = self._tail = self._num_evictable = 0
-        self.page_of.clear()
+        self.index.clear()
         self.is_cached[:] = False
         self.num_changes += 1
 
@@ -207,5 +196,4 @@ class PagePool:
         assert not self.is_cached[blank].any(), "a blank page caches something"
         assert self.is_cached[evictable].all(), "an evictable page caches nothing"
         cached = np.flatnonzero(self.is_cached)
-        keyed = dict(zip(self.key_of[cached].tolist(), cached.tolist(), strict=True))
-        assert keyed == self.page_of, "keys and cached pages differ"
+        assert np.array_equal(self.index.pages(), cached), "keys and cached pages differ"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ class StepPlan:
     def __len__(self) -> int:
         return len(self.slots)
 
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         """Tokens of one step."""
         return len(self) if self.num_steps > 1 else int(self.num_tokens.sum())

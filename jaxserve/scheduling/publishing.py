@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.page_keys import PageKeys
+from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.ragged import each
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
 # Decodes fill a page in 16 steps or so, and a call costs more than a page does: theirs are offered
@@ -31,6 +32,14 @@ class Publisher:
         self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
         self._steps = 0
 
+    def keys_of(self, sequence: Sequence) -> PrefixKeys:
+        """Keys of the full pages of a waiting sequence; they stay with it until it has a slot."""
+        if sequence.prefix_keys is None:
+            sequence.prefix_keys = self.page_keys.prefix(
+                sequence.request.cache_salt, sequence.token_ids
+            )
+        return sequence.prefix_keys
+
     def note(self, plan: StepPlan, well: np.ndarray, running: np.ndarray) -> None:
         """Count the tokens of a step whose results are known, and offer the pages that are due.
 
@@ -43,12 +52,15 @@ class Publisher:
         if plan.num_steps > 1:
             # A token drawn last has been computed by no step yet.
             ends = np.minimum(ends, table.num_known[plan.slots] - 1)
-        table.num_committed[plan.slots[well]] = ends[well]
+        slots = plan.slots
+        if np.count_nonzero(well) < len(well):
+            slots, ends = slots[well], ends[well]
+        table.num_committed[slots] = ends
         self._steps += plan.num_steps
         if self._steps >= _STEPS:
             self._steps = 0
             self.publish(running)
-        elif plan.num_steps == 1:
+        elif plan.num_steps == 1 and plan.total_tokens > len(plan):
             self.publish(plan.slots[well & (plan.num_tokens > 1)])
 
     def publish(self, slots: np.ndarray) -> None:
@@ -58,13 +70,16 @@ class Publisher:
         table = self.slots
         full = table.num_committed[slots] // self.pool.page_size
         first = table.num_published[slots]
-        rows = full > first
-        slots, first, full = slots[rows], first[rows], full[rows]
-        if not len(slots):
+        rows = (full > first).nonzero()[0]
+        if not len(rows):
             return
+        slots, first, full = slots[rows], first[rows], full[rows]
         self._make_keys(slots, full)
-        owner, nth = each(slots, first, full)
         table.num_published[slots] = full
+        if len(slots) == 1:
+            owner, nth = slots[0], slice(first[0], full[0])
+        else:
+            owner, nth = each(slots, first, full)
         self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:

@@ -8,5 +8,5 @@ import numpy as np
 def each(slots: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Every (slot, n) with first <= n < last, slot by slot, as two arrays."""
     counts = last - first
-    owner = np.repeat(slots, counts)
-    return owner, np.arange(len(owner)) + np.repeat(last - np.cumsum(counts), counts)
+    owner = slots.repeat(counts)
+    return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)

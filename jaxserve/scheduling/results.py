@@ -32,6 +32,8 @@ class Draws(NamedTuple):
 
     Attributes:
         drawn: bool[R], rows of the plan that keep at least one; N in all.
+        slots: intp[N], theirs.
+        length: int32[N], known tokens of each, these included.
         counts: int32[N], how many each of those keeps; None for one each.
         tokens: int32[sum(counts)], row by row.
         is_stop: bool[N], whether the row's last token stops it.
@@ -40,6 +42,8 @@ class Draws(NamedTuple):
     """
 
     drawn: np.ndarray
+    slots: np.ndarray
+    length: np.ndarray
     counts: np.ndarray | None
     tokens: np.ndarray
     is_stop: np.ndarray
@@ -58,17 +62,23 @@ def draws_of(
     """
     if plan.num_steps > 1:
         return _draws_of_several(table, plan, token_ids, ok, live)
-    all_ok = bool(ok.all())
+    all_ok = np.count_nonzero(ok) == len(ok)
     drawn = live & plan.samples
     if not all_ok:
         drawn &= ok
-    slots, tokens = plan.slots[drawn], token_ids[drawn]
-    known = table.num_known[slots]
-    stop_ids = table.stop_token_ids[slots, : table.max_stops]
-    is_stop = (tokens[:, None] == stop_ids).any(axis=1)
-    is_stop &= known >= table.min_length[slots]
-    is_last = is_stop | (known + 1 >= table.stop_length[slots])
-    return Draws(drawn, None, tokens, is_stop, is_last, None if all_ok else live & ~ok)
+    slots, tokens = plan.slots, token_ids
+    if np.count_nonzero(drawn) < len(drawn):
+        slots, tokens = slots[drawn], tokens[drawn]
+    length = table.num_known[slots] + 1
+    is_last = length >= table.stop_length[slots]
+    is_stop = np.zeros(len(slots), bool)
+    if table.max_stops:
+        stop_ids = table.stop_token_ids[slots, : table.max_stops]
+        is_stop = (tokens[:, None] == stop_ids).any(axis=1)
+        is_stop &= length > table.min_length[slots]
+        is_last |= is_stop
+    failed = None if all_ok else live & ~ok
+    return Draws(drawn, slots, length, None, tokens, is_stop, is_last, failed)
 
 
 def _draws_of_several(
@@ -90,6 +100,8 @@ def _draws_of_several(
     ends = ok[at, rows]
     return Draws(
         drawn,
+        slots[drawn],
+        known[0, drawn] + counts[drawn],
         counts[drawn],
         tokens,
         (stops[at, rows] & ends)[drawn],

@@ -16,7 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import Ask, FinishReason
 from jaxserve.scheduling.fitting import fitted
 from jaxserve.scheduling.invariants import check
-from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.ragged import each
@@ -110,6 +110,8 @@ class Scheduler:
                 "kv_cache_memory_bytes",
                 "max_tokens",
             )
+        if self.enable_prefix_caching:
+            self.publisher.keys_of(sequence)  # now, so that no step has to make them
         self.waiting.push(sequence)
 
     def _most_pages(self, length: int) -> int:
@@ -140,11 +142,14 @@ class Scheduler:
         if max_steps > 1 and not self.waiting and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, int(draws[1].max()))
         take, preempted = self._grow_running()
-        budget = self.max_num_batched_tokens - int(take.sum())
-        if not preempted:
-            take = self._admit(take, budget)
-        take = self._fitted(take)
-        slots, take = self._running[take > 0], take[take > 0]
+        if not preempted and self.slots.num_free and self.waiting:
+            take = self._admit(take, self.max_num_batched_tokens - int(take.sum()))
+        if len(self.token_sizes):
+            take = self._fitted(take)
+        slots = self._running
+        if np.count_nonzero(take) < len(take):
+            has_any = take > 0
+            slots, take = slots[has_any], take[has_any]
         if not len(slots) or would_part(self.slots, self._running, slots, take):
             return None
         return self._plan(slots, take, 1)
@@ -159,10 +164,11 @@ class Scheduler:
         ends = starts + take
         if num_steps > 1:
             samples = np.ones(len(slots), bool)
-            table.num_pending[slots] += take
+            table.length[slots] += take
         else:
-            samples = ends == table.num_known[slots] + table.num_pending[slots]
-            table.num_pending[slots] += samples
+            length = table.length[slots]
+            samples = ends == length
+            table.length[slots] = length + samples
         table.num_computed[slots] = ends
         return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps)
 
@@ -173,7 +179,7 @@ class Scheduler:
         than are free: nobody is preempted for tokens to come.
         """
         running, table = self._running, self.slots
-        length = table.num_known[running] + table.num_pending[running]
+        length = table.length[running]
         left = table.stop_length[running] - length
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
             left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
@@ -191,16 +197,17 @@ class Scheduler:
         for all, and then nobody got any."""
         table, size = self.slots, self.pool.page_size
         held = table.num_pages[slots]
-        growing = np.flatnonzero(ends > held * size)
-        slots, held = slots[growing], held[growing]
-        counts = -(-ends[growing] // size) - held
-        total = int(counts.sum())
+        growing = (ends > held * size).nonzero()[0]
+        if not len(growing):
+            return True
+        slots, first = slots[growing], held[growing]
+        last = -(-ends[growing] // size)
+        total = int((last - first).sum())
         if total > self.pool.num_free:
             return False
-        if total:
-            owner, nth = each(slots, held, held + counts)
-            table.page_table[owner, nth] = self.pool.allocate(total)
-            table.num_pages[slots] = held + counts
+        owner, nth = (slots, first) if total == len(slots) else each(slots, first, last)
+        table.page_table[owner, nth] = self.pool.allocate(total)
+        table.num_pages[slots] = last
         return True
 
     def _grow_running(self) -> tuple[np.ndarray, bool]:
@@ -217,12 +224,15 @@ class Scheduler:
     def _share_budget(self) -> np.ndarray:
         """Tokens for each running row: one for each that lacks any, the rest best rank first."""
         running, table = self._running, self.slots
-        length = table.num_known[running] + table.num_pending[running]
-        need = np.minimum(length - table.num_computed[running], self.max_row_tokens)
+        length = table.length[running]
+        need = length - table.num_computed[running]
         # A last token still in flight ends its sequence when read; nothing follows it.
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
             need[awaits_token(table, running)] = 0
+        if int(need.sum()) <= min(self.max_row_tokens, self.max_num_batched_tokens):
+            return need
+        need = np.minimum(need, self.max_row_tokens)
         if int(need.sum()) <= self.max_num_batched_tokens:
             return need
         extra = np.maximum(need - 1, 0)
@@ -278,7 +288,7 @@ class Scheduler:
             self._running, take = self._running[order], take[order]
         return take
 
-    def _fits(self, known: int, hits: list[int], num_running: int) -> bool:
+    def _fits(self, known: int, hits: np.ndarray, num_running: int) -> bool:
         """Whether all known tokens have pages now, with one page more for each that runs.
 
         Without that reserve a sequence would be admitted only to be preempted a few steps
@@ -289,13 +299,13 @@ class Scheduler:
         free = self.pool.num_free - self.pool.num_evictable(hits)
         return needed + num_running <= free or num_running == 0
 
-    def _place(self, sequence: Sequence, hits: list[int], cached: int, end: int) -> int:
+    def _place(self, sequence: Sequence, hits: np.ndarray, cached: int, end: int) -> int:
         """Give a waiting sequence a slot, the cached pages and pages for its tokens < end."""
         outside = self.slots.num_outside(cached)
         self.pool.share(hits[outside:])
         slot = self.slots.acquire(sequence)
         fresh = -(-end // self.pool.page_size) - len(hits)
-        if hits:
+        if len(hits):
             self.slots.append_pages(slot, hits)
             self.slots.drop_pages(slot, outside)
         self.slots.append_pages(slot, self.pool.allocate(fresh))
@@ -313,18 +323,15 @@ class Scheduler:
         assert sequence is not None
         return self.waiting.rank(sequence)
 
-    def _cached_pages(self, sequence: Sequence) -> list[int]:
+    def _cached_pages(self, sequence: Sequence) -> np.ndarray:
         """Pages of the longest cached prefix that leaves at least one token to compute."""
         if not self.enable_prefix_caching:
-            return []
-        tokens = sequence.token_ids
-        if sequence.prefix_keys is None:
-            sequence.prefix_keys = self.publisher.page_keys.prefix(
-                sequence.request.cache_salt, tokens
-            )
-        keys = sequence.prefix_keys.keys[: (len(tokens) - 1) // self.pool.page_size]
+            return NO_PAGES
+        keys = self.publisher.keys_of(sequence).keys
         # What a prompt is scored by must be computed.
-        return [] if sequence.scores_prompt else self.pool.match(keys.tolist())
+        if sequence.scores_prompt:
+            return NO_PAGES
+        return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a step's results: append tokens, publish full pages, end what has ended.
@@ -338,25 +345,20 @@ class Scheduler:
         table = self.slots
         live = table.generation[plan.slots] == plan.generations
         draws = draws_of(table, plan, token_ids, ok, live)
-        slots = plan.slots[draws.drawn]
-        known = table.num_known[slots]
+        owners = slots = draws.slots
         if draws.counts is None:
-            table.tokens[slots, known] = draws.tokens
-            table.num_known[slots] = known + 1
-            table.num_pending[slots] -= 1
-            owners = slots
+            table.tokens[slots, draws.length - 1] = draws.tokens
         else:
-            owners, where = each(slots, known, known + draws.counts)
+            owners, where = each(slots, draws.length - draws.counts, draws.length)
             table.tokens[owners, where] = draws.tokens
-            table.num_known[slots] = known + draws.counts
-            table.num_pending[slots] -= draws.counts
+        table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed
         self.publisher.note(plan, well, self._running)
         if table.window is not None:
             self._give_back(plan.slots[well])
-        sequences = list(map(table.sequences.__getitem__, owners.tolist()))
+        sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
-        for index in np.flatnonzero(draws.is_last).tolist():
+        for index in draws.is_last.nonzero()[0].tolist():
             slot, is_stop = slots[index], draws.is_stop[index]
             sequence = table.sequences[slot]
             if is_stop:

@@ -25,6 +25,10 @@ _PARTS = (
 )
 
 
+# W, words a row.
+WIDTH = sum(max(1, words) for _, words in _PARTS)
+
+
 class Settings(NamedTuple):
     """The settings of R rows, each a part of one array i32[R, W].
 
@@ -41,11 +45,6 @@ class Settings(NamedTuple):
     penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
     asks: Array  # i32[R], flags of `Ask`; neutral 0
     stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
-
-    @staticmethod
-    def width() -> int:
-        """W, words a row."""
-        return sum(max(1, words) for _, words in _PARTS)
 
     @classmethod
     def of(cls, words: Array, view: Callable[[Array, Any], Array] | None = None) -> Settings:

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.request import Ask
-from jaxserve.scheduling.page_keys import KEY, LANES
+from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.settings import Settings
+from jaxserve.scheduling.settings import WIDTH, Settings
 
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
+# As plain numbers: those of an IntFlag cost a microsecond each time.
+_EDITS, _PROMPT_LOGPROBS = int(Ask.EDITS), int(Ask.PROMPT_LOGPROBS)
 
 
 class SlotTable:
@@ -29,11 +31,11 @@ class SlotTable:
         first_page: the first one held; those before it were given back, their place is null.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
-        num_pending: 1 where a step in flight samples a token not read yet, else 0.
+        length: known tokens, and those that steps in flight will draw.
         num_computed: tokens whose KV is in the cache once every submitted step has run.
         num_committed: of those, the ones whose step's results the host has read.
         num_published: full pages offered to the prefix cache.
-        page_keys [slots + 1, M], num_keys: keys of full pages, as far as they have been made.
+        page_keys [u64, slots + 1, M, WORDS], num_keys: keys of full pages, as far as they are made.
         key_state [u64 x 4]: what extends them (see PageKeys).
         generation [i64]: changes whenever the slot gets another sequence.
         settings: what a step is told of each row; its parts, see `Settings`, have names here too.
@@ -63,15 +65,15 @@ class SlotTable:
         self.num_pages = column()
         self.first_page = column()
         self.num_known = column()
-        self.num_pending = column()
+        self.length = column()
         self.num_computed = column()
         self.num_committed = column()
         self.num_published = column()
-        self.page_keys = column(self.max_pages, dtype=KEY)
+        self.page_keys = column(self.max_pages, WORDS, dtype=np.uint64)
         self.num_keys = column()
         self.key_state = column(LANES, dtype=np.uint64)
         self.generation = column(dtype=np.int64)
-        self.settings = column(Settings.width())
+        self.settings = column(WIDTH)
         views = Settings.of(self.settings)
         self.stop_length, self.min_length = views.stop_length, views.min_length
         self.temperature, self.top_p, self.min_p = views.temperature, views.top_p, views.min_p
@@ -86,10 +88,12 @@ class SlotTable:
         self.num_prompt = column()
         self.is_guided = column(dtype=np.bool_)
         self.num_guided = 0
+        # Whether any request so far wanted its prompt scored: most engines see none.
+        self.scores_prompts = False
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
-        self.sequences: list[Any] = [None] * rows
+        self.sequences: Any = np.full(rows, None, object)
         self._free = list(range(num_slots - 1, -1, -1))
         self._generations = 0
 
@@ -108,7 +112,7 @@ class SlotTable:
         self.tokens[slot, :known] = sequence.token_ids
         self.num_known[slot] = known
         self.num_pages[slot] = self.first_page[slot] = 0
-        self.num_pending[slot] = 0
+        self.length[slot] = known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
         self.num_published[slot] = 0
@@ -126,14 +130,18 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.top_k[slot] = sampling.top_k
-        self.seed[slot] = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+        self.seed[slot, 0], self.seed[slot, 1] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt[slot] = sequence.num_prompt
-        self.asks[slot] = sampling.asks | (Ask.PROMPT_LOGPROBS if sequence.scores_prompt else 0)
-        self.needs_load[slot] = bool(sampling.asks & Ask.EDITS)
+        self.asks[slot] = sampling.asks
+        if sequence.scores_prompt:
+            self.asks[slot] |= _PROMPT_LOGPROBS
+            self.scores_prompts = True
+        self.needs_load[slot] = sampling.asks & _EDITS != 0
         self.needs_mask[slot] = False
         self.is_guided[slot] = False
-        self.guide(slot)
+        if sequence.constraint is not None:
+            self.guide(slot)
         self.penalties[slot] = (
             sampling.repetition_penalty,
             sampling.frequency_penalty,
@@ -172,7 +180,7 @@ class SlotTable:
     def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
         """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
         request wants it scored."""
-        asked = self.asks[slots] & Ask.PROMPT_LOGPROBS != 0
+        asked = self.asks[slots] & _PROMPT_LOGPROBS != 0
         return asked & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
@@ -193,7 +201,7 @@ class SlotTable:
         self.first_page[slot] = last
         return pages
 
-    def append_pages(self, slot: int, pages: np.ndarray | list[int]) -> None:
+    def append_pages(self, slot: int, pages: np.ndarray) -> None:
         """Add pages at the end of one slot's list."""
         first = int(self.num_pages[slot])
         self.page_table[slot, first : first + len(pages)] = pages
@@ -209,7 +217,7 @@ class SlotTable:
         sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
         sequence.slot = NO_SLOT
         self.num_guided -= int(self.is_guided[slot])
-        pages = self.pages(slot).copy()
+        pages = self.pages(slot).astype(np.intp)
         self.sequences[slot] = None
         self.num_pages[slot] = 0
         self.generation[slot] = 0

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
@@ -105,7 +105,7 @@ class StaticScheduler(Scheduler):
             if self._most_pages(length) > self.pool.num_free:
                 break
             self.waiting.pop()
-            slots.append(self._place(sequence, [], 0, length))
+            slots.append(self._place(sequence, NO_PAGES, 0, length))
         self._running = np.array(slots, np.intp)
         prompts = self.slots.num_known[self._running]
         self._num_members = len(slots)

@@ -13,7 +13,7 @@ BESIDE_WAITING = 2
 
 def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
     """bool[n]: guided rows whose newest token has not been read."""
-    return table.is_guided[slots] & (table.num_pending[slots] > 0)
+    return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])
 
 
 def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: np.ndarray) -> bool:

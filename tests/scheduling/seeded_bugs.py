@@ -53,8 +53,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a full hit leaves nothing to compute",
         SCHEDULER,
-        "keys[: (len(tokens) - 1) // self.pool.page_size]",
-        "keys[: len(tokens) // self.pool.page_size]",
+        "(len(sequence.token_ids) - 1) // self.pool.page_size",
+        "len(sequence.token_ids) // self.pool.page_size",
     ),
     Bug(
         "a partial page is published",
@@ -89,15 +89,15 @@ SCHEDULE_BUGS = (
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "            self.publisher.publish(np.array(slots))\n",
-        "            pass\n",
+        "        self.publisher.publish(np.array(slots, np.intp))\n",
+        "",
         only_slow=True,
     ),
     Bug(
         "pages of prompts are offered late",
         PUBLISHING,
-        "elif plan.num_steps == 1:",
-        "elif plan.num_steps < 1:",
+        "elif plan.num_steps == 1 and",
+        "elif plan.num_steps < 1 and",
         only_slow=True,
     ),
     Bug(
@@ -158,14 +158,14 @@ SCHEDULE_BUGS = (
     Bug(
         "a page is missing at a page's end",
         SCHEDULER,
-        "growing = np.flatnonzero(ends > held * size)",
-        "growing = np.flatnonzero(ends > (held + 1) * size)",
+        "growing = (ends > held * size)",
+        "growing = (ends > (held + 1) * size)",
     ),
     Bug(
         "growing rows get each other's columns",
         RAGGED,
-        "np.repeat(last - np.cumsum(counts), counts)",
-        "np.repeat(last - np.cumsum(counts)[0], counts)",
+        "(last - counts.cumsum()).repeat(counts)",
+        "(last - counts.cumsum()[0]).repeat(counts)",
     ),
     Bug(
         "admission counts hits as free pages",
@@ -188,8 +188,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a blocked sequence does not see pages being cached",
         POOL,
-        "self.is_cached[pages] = True\n        self.num_changes += 1\n",
-        "self.is_cached[pages] = True\n",
+        "keys)] = True\n        self.num_changes += 1\n",
+        "keys)] = True\n",
         only_slow=True,
     ),
     Bug(
@@ -240,32 +240,32 @@ COMMIT_BUGS = (
     Bug(
         "a NaN in a prompt's chunk is overlooked",
         RESULTS,
-        "None if all_ok else live & ~ok)",
-        "None if all_ok else live & ~ok & plan.samples)",
+        "None if all_ok else live & ~ok",
+        "None if all_ok else live & ~ok & plan.samples",
     ),
     Bug(
         "min_tokens is ignored",
         RESULTS,
-        "    is_stop &= known >= table.min_length[slots]\n",
+        "        is_stop &= length > table.min_length[slots]\n",
         "",
     ),
     Bug(
         "one token too many",
         RESULTS,
-        "is_last = is_stop | (known + 1 >= table.stop_length[slots])",
-        "is_last = is_stop | (known >= table.stop_length[slots])",
+        "is_last = length >= table.stop_length[slots]",
+        "is_last = length > table.stop_length[slots]",
     ),
     Bug(
-        "a pending token stays pending",
+        "a token in flight is not counted",
         SCHEDULER,
-        "            table.num_pending[slots] -= 1\n",
+        "            table.length[slots] = length + samples\n",
         "",
     ),
     Bug(
-        "tokens of a launch stay pending",
+        "a launch counts as one token in flight",
         SCHEDULER,
-        "table.num_pending[slots] -= draws.counts",
-        "table.num_pending[slots] -= 1",
+        "table.length[slots] += take",
+        "table.length[slots] += 1",
     ),
     Bug(
         "a launch publishes the page of a token that was only drawn",
@@ -325,8 +325,8 @@ COMMIT_BUGS = (
     Bug(
         "stop tokens end nothing",
         RESULTS,
-        "is_last = is_stop | (known",
-        "is_last = (known",
+        "        is_last |= is_stop\n",
+        "",
     ),
 )
 
@@ -341,8 +341,8 @@ TABLE_BUGS = (
     Bug(
         "a new sequence inherits a pending token",
         SLOTS,
-        "        self.num_pending[slot] = 0\n",
-        "",
+        "self.length[slot] = known",
+        "self.length[slot] = max(known, self.length[slot])",
     ),
     Bug("slots are lost", SLOTS, "self._free.append(slot)", "pass"),
     Bug(
@@ -377,8 +377,14 @@ OTHER_BUGS = (
     Bug(
         "a token in flight is read from the table",
         BATCH,
-        "[where >= slots.num_known[owner]] = NO_TOKEN",
-        "[where > slots.num_known[owner]] = NO_TOKEN",
+        "is_known = plan.starts < slots.num_known[plan.slots]",
+        "is_known = plan.starts <= slots.num_known[plan.slots]",
+    ),
+    Bug(
+        "a chunk of a prompt is laid out from its prompt's beginning",
+        BATCH,
+        "slots.tokens[plan.slots[row], start : start + count]",
+        "slots.tokens[plan.slots[row], :count]",
     ),
     Bug(
         "a static batch is refilled",
@@ -389,8 +395,8 @@ OTHER_BUGS = (
     Bug(
         "a static batch holds pages for its prompts only",
         STATIC,
-        "self._place(sequence, [], 0, length)",
-        "self._place(sequence, [], 0, len(sequence.token_ids))",
+        "self._place(sequence, NO_PAGES, 0, length)",
+        "self._place(sequence, NO_PAGES, 0, len(sequence.token_ids))",
     ),
     Bug(
         "padding rows are taken for a sequence's",

@@ -20,6 +20,7 @@ class Bug(NamedTuple):
 
 
 POOL = "scheduling/page_pool.py"
+INDEX = "scheduling/page_index.py"
 KEYS = "scheduling/page_keys.py"
 SCHEDULER = "scheduling/scheduler.py"
 RESULTS = "scheduling/results.py"
@@ -34,13 +35,13 @@ POOL_BUGS = (
     Bug(
         "the null page is handed out",
         POOL,
-        "np.arange(self.num_pages - 1, 0, -1, dtype=np.int32)",
-        "np.arange(self.num_pages - 2, -1, -1, dtype=np.int32)",
+        "np.arange(self.num_pages - 1, 0, -1)",
+        "np.arange(self.num_pages - 2, -1, -1)",
     ),
     Bug(
         "the key of an evicted page stays",
         POOL,
-        "        deque(map(self.page_of.__delitem__, self.key_of[pages].tolist()), maxlen=0)\n",
+        "        self.index.remove(pages)\n",
         "",
     ),
     Bug(
@@ -67,26 +68,55 @@ POOL_BUGS = (
         "            self._place_of[kept] = np.arange(len(kept))\n",
         "",
     ),
-    Bug("a page is published under its neighbour's key", POOL, "= keys\n", "= keys[::-1]\n"),
+    Bug(
+        "a page is published under its neighbour's key",
+        POOL,
+        "self.index.add(pages.astype(np.intp), keys)",
+        "self.index.add(pages.astype(np.intp), keys[::-1])",
+    ),
+    Bug(
+        "a page is found by the first word of its key",
+        INDEX,
+        "pages * (self._second.take(pages) == keys[key, 1])",
+        "pages",
+    ),
+    Bug(
+        "a full bucket loses a page for each that is added",
+        INDEX,
+        "is_out = self._cells.take(cell) > 0",
+        "is_out = np.zeros(len(cell), bool)",
+    ),
+    Bug(
+        "of pages that would take one cell all but one are forgotten",
+        INDEX,
+        "return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])",
+        "return kept",
+    ),
+    Bug(
+        "of equal keys the last counts",
+        INDEX,
+        "self._cells[cell[::-1]] = pages[::-1]",
+        "self._cells[cell] = pages",
+    ),
     Bug("a hit is not counted", POOL, "self.ref_count[pages] += 1", "pass"),
     Bug("allocated pages are not counted", POOL, "self.ref_count[pages] = 1", "pass"),
     Bug(
         "a shared page is freed by the first to leave",
         POOL,
-        "idle = pages[self.ref_count[pages] == 0]",
-        "idle = pages[self.ref_count[pages] <= 1]",
+        "idle = pages[left == 0]",
+        "idle = pages[left <= 1]",
     ),
     Bug("release loses blank pages", POOL, "        self._add_blank(blank)\n", ""),
     Bug(
         "match jumps over a missing page",
         POOL,
-        "            if page is None:\n                break\n            pages.append(page)",
-        "            if page is not None:\n                pages.append(page)",
+        "return pages[: missing[0]] if len(missing) else pages",
+        "return pages[pages > 0]",
     ),
     Bug(
         "a key is published twice",
-        POOL,
-        "if owners != offered:",
+        INDEX,
+        "if np.count_nonzero(is_known):",
         "if False:",
     ),
     Bug(
@@ -110,7 +140,7 @@ POOL_BUGS = (
         "prefix = sequence.prefix_keys",
         only_slow=True,
     ),
-    Bug("a lost cache keeps its keys", POOL, "self.page_of.clear()", "pass"),
+    Bug("a lost cache keeps its keys", POOL, "self.index.clear()", "pass"),
     Bug(
         "a lost cache is not forgotten",
         POOL,
