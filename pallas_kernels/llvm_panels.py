@@ -9,14 +9,24 @@ import numpy as np
 PANEL = 32  # outputs
 
 
+def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the panels of a weight of I inputs and O outputs.
+
+    [ceil(O / PANEL), words, PANEL], where a word holds one input of an output, or several that
+    follow each other in a row of [O, I]. 16-bit floats become bits.
+    """
+    return (
+        (-(-outputs // PANEL), inputs, PANEL),
+        np.dtype(np.uint16) if dtype.itemsize == 2 else dtype,
+    )
+
+
 def in_panels(weight: np.ndarray) -> np.ndarray:
-    """[I, O] as panels; outputs of the last one beyond O are zero. 16-bit floats become bits."""
+    """[I, O] as panels; outputs of the last one beyond O are zero."""
     inputs, outputs = weight.shape
-    if weight.dtype.itemsize == 2:
-        weight = weight.view(np.uint16)
-    count = -(-outputs // PANEL)
-    panels = np.empty((count, inputs, PANEL), weight.dtype)
-    whole = outputs // PANEL
+    shape, dtype = panel_shape(inputs, outputs, weight.dtype)
+    weight, panels = weight.view(dtype), np.empty(shape, dtype)
+    count, whole = len(panels), outputs // PANEL
     columns = weight[:, : whole * PANEL].reshape(inputs, whole, PANEL)
     np.copyto(panels[:whole], columns.transpose(1, 0, 2))
     if whole < count:

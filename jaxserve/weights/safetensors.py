@@ -146,6 +146,11 @@ class TensorEntry:
         return values
 
     @property
+    def rows_together(self) -> int:
+        """Rows are read from and to multiples of so many."""
+        return 1
+
+    @property
     def dtype_name(self) -> str:
         """As the file has it."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
