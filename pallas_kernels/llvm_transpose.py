@@ -72,7 +72,7 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
         dtype: of the weight.
     """
     words = panels.shape[1]
-    kernel = Transposition(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
+    kernel = _for_this_host(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
     whole = len(rows) // PANEL
     if words < kernel.lanes or rows.shape[1] * dtype.itemsize != words * panels.dtype.itemsize:
         whole = 0
@@ -84,6 +84,11 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
         sign = number.type(1 << (8 * dtype.itemsize - 1))
         most = max(most, int((rest.view(number) & ~sign).max(initial=0)))
     return most < int(np.array(np.inf, dtype).view(f"u{dtype.itemsize}"))
+
+
+@cache
+def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
+    return Transposition(word, number, widens)  # asking what the host can do takes a while
 
 
 def run(kernel: Transposition, rows: np.ndarray, panels: np.ndarray) -> int:
