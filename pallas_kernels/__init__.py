@@ -19,12 +19,12 @@ from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.ops import (
     grouped_matmul,
+    kernel_code,
     kv_write,
     paged_decode_attention,
     panel_product,
-    prepare_kernels,
-    prepare_product,
     ragged_paged_attention,
+    restore_kernels,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
@@ -34,12 +34,12 @@ __all__ = [
     "check_page_table",
     "dequantize",
     "grouped_matmul",
+    "kernel_code",
     "kv_write",
     "paged_decode_attention",
     "panel_product",
-    "prepare_kernels",
-    "prepare_product",
     "quantized_grouped_matmul",
     "quantized_matmul",
     "ragged_paged_attention",
+    "restore_kernels",
 ]

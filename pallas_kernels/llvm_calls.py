@@ -9,7 +9,7 @@ help that comes late finds nothing to do, and help that never comes is not misse
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -25,9 +25,10 @@ from pallas_kernels.llvm_code import (
     POINTER,
     VOID,
     Code,
-    compiled,
     const,
     host,
+    loaded,
+    machine_code,
     untyped,
 )
 
@@ -82,22 +83,51 @@ class Kernel(Protocol):
 
 def registered(kernel: Kernel) -> str:
     """The name under which XLA knows a kernel, which is compiled and registered the first time."""
-    with _REGISTRATION:  # threads that load weights come at once
-        return _registered(kernel)
+    name = kernel.name
+    with _REGISTRATION:
+        if name not in _known():
+            _register(name, machine_code(module_of(kernel), host()))
+    return name
+
+
+def restore(kernels: Mapping[str, bytes]) -> None:
+    """Register the machine code of kernels, by name, that `code_of` gave on a host like this one.
+
+    What XLA knows by such a name already, stays. The code is run as it is: see where it is from.
+
+    Raises:
+        ValueError: a name is none of a kernel, or its code lacks the kernel.
+    """
+    with _REGISTRATION:
+        for name, code in kernels.items():
+            if name not in _known():
+                _register(name, code)
+
+
+def code_of(name: str) -> bytes:
+    """The machine code of a kernel that XLA knows by this name. Raises KeyError: of none."""
+    return _known()[name]
 
 
 @cache
-def _registered(kernel: Kernel) -> str:
-    """Compile and register.
+def _known() -> dict[str, bytes]:
+    """Machine code by the name that XLA knows it by; XLA too keeps one list for the process."""
+    return {}
+
+
+def _register(name: str, code: bytes) -> None:
+    """Load and register.
 
     XLA keeps the code's address for good, so the code is never freed, not even at the end, when
     threads of the pool may still look for work.
     """
-    engine = compiled(module_of(kernel), host())
+    engine = loaded(code)
+    address: Any = engine.get_function_address(name)
+    if not name.startswith(NAMES) or not address:
+        raise ValueError(f"this is not the machine code of a kernel called {name!r}")
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
-    address: Any = engine.get_function_address(kernel.name)
-    jax.ffi.register_ffi_target(kernel.name, jax.ffi.pycapsule(address), platform="cpu")
-    return kernel.name
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+    _known()[name] = code
 
 
 def module_of(kernel: Kernel) -> ir.Module:

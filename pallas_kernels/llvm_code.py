@@ -307,16 +307,31 @@ def float_type(dtype: np.dtype) -> ir.Type:
 
 
 def compiled(module: ir.Module, cpu: Host) -> llvm.ExecutionEngine:
-    """A module's machine code; it lives as long as the result does."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3)
+    """A module's machine code, loaded; it lives as long as the result does."""
+    return loaded(machine_code(module, cpu))
+
+
+def machine_code(module: ir.Module, cpu: Host) -> bytes:
+    """A module as an object file."""
+    machine = _machine(cpu)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     passes = llvm.create_pass_builder(machine, options).getModulePassManager()
     passes.run(parsed, llvm.create_pass_builder(machine, options))
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    return machine.emit_object(parsed)
+
+
+def loaded(code: bytes) -> llvm.ExecutionEngine:
+    """What `machine_code` gave for this host, where it can be called."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(host()))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
+
+
+def _machine(cpu: Host) -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3, jit=True)

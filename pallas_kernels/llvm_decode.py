@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +76,6 @@ class PagedKernel:
     def name(self) -> str:
         kind = f"{self.dtype}_{self.pages}_{self.page_size}_{self.group}_{self.head_dim}"
         return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
-
-    @classmethod
-    def of_words(cls, words: Sequence[str]) -> Self:
-        """From a name's words."""
-        dtype, pages, page_size, group, head_dim, *capped = words
-        return cls(dtype, pages, int(page_size), int(group), int(head_dim), bool(capped))
 
 
 @dataclass(frozen=True)

@@ -52,18 +52,11 @@ class PanelProduct:
     cpu: Host = field(default_factory=host)
 
     operands = 2
-    prefix = f"{NAMES}product_"
 
     @property
     def name(self) -> str:
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
-        return f"{self.prefix}{self.dtype}_{self.weights}_{vectors}"
-
-    @classmethod
-    def of_words(cls, words: Sequence[str]) -> PanelProduct:
-        """From a name's words, for this host."""
-        dtype, weights, _ = words
-        return cls(dtype, weights)
+        return f"{NAMES}product_{self.dtype}_{self.weights}_{vectors}"
 
     @property
     def fields(self) -> Sequence[Field]:
@@ -162,11 +155,6 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
             code.write_vector(sums[row * vectors + at], to, const(at * lanes))
     code.ret_void()
     return function
-
-
-def prepare(weights: np.dtype, x: np.dtype | None = None) -> None:
-    """Make the kernel for weights of a dtype, before programs that use it are read from files."""
-    registered(_kernel(x or np.promote_types(weights, np.float32), weights.name))
 
 
 def _kernel(x: np.dtype, weights: str) -> PanelProduct:

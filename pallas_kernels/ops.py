@@ -52,10 +52,10 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 
-# On CPU only: a product with weights in panels, its kernel made ahead, and kernels by their names.
+# On CPU only: a product with weights in panels; kernels' machine code, to be kept, and kept ones.
 panel_product = _later("llvm_product", "panel_product")
-prepare_product = _later("llvm_product", "prepare")
-prepare_kernels = _later("llvm_kernels", "prepare")
+kernel_code = _later("llvm_calls", "code_of")
+restore_kernels = _later("llvm_calls", "restore")
 
 
 def ragged_paged_attention(

@@ -2,8 +2,8 @@
 
 A step that is queued again and again, alone, takes less than one that an engine runs: there the
 host works on the same cores, a step differs from the one before it, and after a pause caches are
-cold and threads asleep. So a real engine serves requests of random lengths, with pauses and
-without, every launch is timed, and lines are laid through what was found.
+cold and threads asleep. So a real engine serves requests of random lengths that come at several
+rates, every launch is timed, and lines are laid through what was found.
 """
 
 from __future__ import annotations
@@ -22,37 +22,51 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
-from sim_times import Line, Measured, kind_of, num_drawn
+from sim_times import Line, Measured, kind_of, kind_of_bucket, num_drawn
 
 QUANTILES = 50
 MOST_RANGES = 4
 LEAST_SAMPLES = 40
 MOST_OUTPUT = 64
+HOST_PARTS = ("request", "before", "after")
+LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
 
 
 @dataclass
 class Samples:
-    """Pairs of an amount and of the microseconds that it took, by the name of a line."""
+    """Amounts and the microseconds that they took, between a least and a most, by a line's name."""
 
-    amounts: dict[str, list[float]] = field(default_factory=dict)
-    micros: dict[str, list[float]] = field(default_factory=dict)
+    found: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
 
-    def add(self, name: str, amount: float, seconds: float) -> None:
-        self.amounts.setdefault(name, []).append(amount)
-        self.micros.setdefault(name, []).append(1e6 * seconds)
+    def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
+        """What took so many seconds, or, where `least` is given, somewhere from that to those."""
+        least = seconds if least is None else least
+        self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 
     def lines(self) -> dict[str, Line]:
-        """The line of each name; see `line`."""
-        return {name: line(self.amounts[name], self.micros[name]) for name in self.micros}
+        """The line of each name that has been met often enough; see `line` and `spread`.
+
+        Launches are spread over what they take alone, the host's parts over a line.
+        """
+        lines = {}
+        for name, samples in self.found.items():
+            if len(samples) >= LEAST_SAMPLES:
+                x, least, most = np.array(samples, float).T
+                host = name.split(",")[0] in HOST_PARTS
+                y = np.maximum(most if host else likely(x, least, most), 0.1)
+                lines[name] = spread(x, y, *(line(x, y) if host else (0.0, 1.0)))
+        return lines
 
 
-def line(amounts: list[float], micros: list[float]) -> Line:
-    """The line with the least absolute relative error, and quantiles of what is measured over it.
+def likely(x: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """What took between a least and a most: that to x which those have that are known exactly."""
+    exact = least == most
+    ratio = np.median(most[exact] / x[exact]) if exact.any() else 1.0
+    return np.clip(ratio * x, least, most)
 
-    Both of its parts are at least 0. What takes long is delayed by less in proportion, so that
-    quantiles are kept for each of several ranges of the amount.
-    """
-    x, y = np.array(amounts, float), np.maximum(np.array(micros), 0.1)
+
+def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The line of least absolute relative error: a fixed part and one for each, both at least 0."""
     columns = [np.ones(len(x)), x] if np.ptp(x) > 0 else [np.ones(len(x))]
     parts = _least_absolute(columns, y)
     if min(parts) < 0:
@@ -60,7 +74,15 @@ def line(amounts: list[float], micros: list[float]) -> Line:
         alone = [(_least_absolute([column], y), column) for column in columns]
         best = min(alone, key=lambda one: float(np.abs(one[0][0] * one[1] / y - 1).sum()))
         parts = [part[0] if column is best[1] else 0.0 for part, column in alone]
-    fixed, each = [*parts, 0.0][:2]
+    return parts[0], parts[1] if len(parts) > 1 else 0.0
+
+
+def spread(x: np.ndarray, y: np.ndarray, fixed: float, each: float) -> Line:
+    """A line, and quantiles of what is measured over it.
+
+    What takes long is delayed by less in proportion, so that quantiles are kept for each of several
+    ranges of the amount.
+    """
     ratios = y / np.maximum(fixed + each * x, 0.1)
     ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
     edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges, method="lower"))
@@ -82,10 +104,29 @@ def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
     return found.tolist()
 
 
+@dataclass
+class _Launch:
+    """A launch that has not been read: when it was given, and what is known of its end.
+
+    Attributes:
+        submitted: when.
+        idle: how long the device had had nothing to do.
+        runs: it was seen to be still at work, last at this time.
+        ended: it was seen to have ended, first at this time.
+    """
+
+    step: InFlight
+    submitted: float
+    idle: float
+    runs: float
+    ended: float | None = None
+
+
 class LaunchLog:
     """Times every launch of an engine, from within its loop.
 
-    It wraps methods of this engine's objects, which end with the engine.
+    A launch that ends while the host is at work is not seen to end; what is known is between which
+    looks it was. It wraps methods of this engine's objects, which end with the engine.
 
     Args:
         engine: that has not served yet.
@@ -96,9 +137,9 @@ class LaunchLog:
     def __init__(self, engine: Engine, times: Measured, samples: Samples) -> None:
         self._times, self._samples = times, samples
         self._buckets = engine.runner.buckets
-        self._begun = self._free = 0.0
+        self._begun = self._free = self._call = 0.0
         self._reads: list[tuple[float, StepPlan]] = []
-        self._submitted: dict[int, tuple[float, float]] = {}
+        self._launches: list[_Launch] = []
         self._restore: list[tuple[Any, str]] = []
         self._wrap(engine, "step", self._step)
         self._wrap(engine.runner, "submit", self._submit)
@@ -113,6 +154,17 @@ class LaunchLog:
         for owner, name in self._restore:
             delattr(owner, name)
 
+    def _look(self) -> None:
+        """See which launches have ended."""
+        for launch in self._launches:
+            if launch.ended is None:
+                ready = launch.step.output.token_ids.is_ready()
+                now = time.perf_counter()
+                if ready:
+                    launch.ended = now
+                else:
+                    launch.runs = now
+
     def _step(self, step: Callable[[], None]) -> None:
         self._begun = time.perf_counter()
         self._reads.clear()
@@ -121,22 +173,35 @@ class LaunchLog:
             self._samples.add("after", num_drawn(plan), time.perf_counter() - read)
 
     def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
+        self._look()
+        called = time.perf_counter()
         step = submit(plan, slots)
-        now = time.perf_counter()
-        idle = 0.0 if self._submitted else now - self._free
+        now = returned = time.perf_counter()
+        is_ready = step.output.token_ids.is_ready()
+        if is_ready:  # it has run within the call, as XLA on CPU may do
+            now = min(called + self._call, returned)
+        else:
+            self._call += 0.1 * (now - called - self._call)
+        idle = 0.0 if self._launches else now - self._free
         self._samples.add(kind_of("before", idle), len(plan), now - self._begun)
-        self._submitted[id(step)] = now, idle
+        launch = _Launch(step, now, idle, returned, returned if is_ready else None)
+        self._launches.append(launch)
         return step
 
     def _done(self, read: Callable[..., Any], step: InFlight) -> Any:
+        self._look()
         result = read(step)
         now = time.perf_counter()
-        submitted, idle = self._submitted.pop(id(step))
-        taken = now - max(submitted, self._free)
+        launch = self._launches.pop(0)
+        begun = max(launch.submitted, self._free)
         expected = self._times.alone(step.plan, self._buckets)
-        kind = "decode" if step.bucket.decode_only else "tokens"
-        self._samples.add(kind_of(kind, idle), 1e6 * expected, taken)
-        self._free = now
+        latest, earliest = now, now
+        if launch.ended is not None:
+            latest, earliest = launch.ended, max(launch.runs, begun)
+        for name in (kind_of_bucket(step.bucket), str(step.bucket)):
+            kind = kind_of(name, launch.idle)
+            self._samples.add(kind, 1e6 * expected, latest - begun, max(earliest - begun, 0.0))
+        self._free = min(max(begun + expected, earliest), latest)
         self._reads.append((now, step.plan))
         return result
 
@@ -154,15 +219,15 @@ class Calibration:
         self._samples, self._rng = Samples(), np.random.default_rng(0)
 
     def serve(self, seconds: float) -> None:
-        """One round; in half of it, one request at a time with pauses between."""
+        """One round: as fast as requests are answered, then at shares of that rate."""
         engine = Engine(self._loaded)
         log = LaunchLog(engine, self._alone, self._samples)
-        most = engine.slots.num_slots
-        crowds = sorted({2, max(2, most // 4), most})
+        users = _Users(engine, self._samples, self._rng)
+        part = seconds / (1 + len(LOADS))
         try:
-            _Users(engine, self._samples, self._rng, 0.1).ask(1, seconds / 2)
-            for users in crowds:
-                _Users(engine, self._samples, self._rng, 0.0).ask(users, seconds / 2 / len(crowds))
+            answered = users.crowd(engine.slots.num_slots, part)
+            for load in LOADS:
+                users.come(load * answered / part, part)
         finally:
             log.restore()
 
@@ -172,30 +237,33 @@ class Calibration:
 
 
 class _Users:
-    """Ask an engine in its own thread, again when they are answered, after a pause.
+    """Ask an engine in its own thread."""
 
-    Args:
-        pause: the longest, in seconds.
-    """
-
-    def __init__(
-        self, engine: Engine, samples: Samples, rng: np.random.Generator, pause: float
-    ) -> None:
-        self.engine, self.samples, self.rng, self.pause = engine, samples, rng, pause
+    def __init__(self, engine: Engine, samples: Samples, rng: np.random.Generator) -> None:
+        self.engine, self.samples, self.rng = engine, samples, rng
         self._active = self._number = 0
-        self._next = 0.0
 
-    def ask(self, users: int, seconds: float) -> None:
-        """Until so many seconds are over and all have been answered."""
-        self._next = time.perf_counter()
-        ends = self._next + seconds
+    def crowd(self, users: int, seconds: float) -> int:
+        """So many at a time, for so long; how many requests there were."""
+        before, ends = self._number, time.perf_counter() + seconds
         while (now := time.perf_counter()) < ends or self.engine.has_work:
-            if now < ends and self._active < users and now >= self._next:
-                self._add(now if self.engine.has_work else self._next)
+            if now < ends and self._active < users:
+                self._add(now)
+            else:
+                self.engine.step()
+        return self._number - before
+
+    def come(self, rate: float, seconds: float) -> None:
+        """So many a second, each whenever it likes (Poisson)."""
+        due = begun = time.perf_counter()
+        while due < begun + seconds or self.engine.has_work:
+            if due < begun + seconds and due <= (now := time.perf_counter()):
+                self._add(now if self.engine.has_work else due)
+                due += self.rng.exponential(1 / rate)
             elif self.engine.has_work:
                 self.engine.step()
             else:
-                time.sleep(max(self._next - time.perf_counter(), 0.0))
+                time.sleep(max(due - time.perf_counter(), 0.0))
 
     def _add(self, due: float) -> None:
         longest = self.engine.limits.max_model_len // 2
@@ -209,9 +277,7 @@ class _Users:
         self._active += 1
 
     def _sink(self, delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            self._active -= 1
-            self._next = time.perf_counter() + self.rng.uniform(0.0, self.pause)
+        self._active -= delta.finish_reason is not None
 
 
 def add_request(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.execution.buckets import BucketSet
+from jaxserve.execution.buckets import Bucket, BucketSet
 from jaxserve.scheduling.plan import StepPlan
 
 # A device that had nothing to do for so long must wake up, and the loop with it.
@@ -33,6 +33,11 @@ class StepTimes(Protocol):
 def kind_of(name: str, idle: float) -> str:
     """The line of a part of the loop: another one after a pause."""
     return f"{name}, woken" if idle >= WOKEN_SECONDS else name
+
+
+def kind_of_bucket(bucket: Bucket) -> str:
+    """The line of all launches like those of a bucket."""
+    return "decode" if bucket.decode_only else "tokens"
 
 
 def num_drawn(plan: StepPlan) -> int:
@@ -93,9 +98,10 @@ class Measured:
         cell_us: label of a bucket -> for each 1,000 cells.
         pair_us: label of a bucket -> for each million pairs; 0 for decode steps.
         more_us: label of a bucket -> for each further decode step of one launch.
-        lines: "decode" and "tokens": launches over their time alone, in microseconds; "request":
-            queueing one, over the tokens of its prompt; "before" and "after": the host's part of a
-            launch, over its rows and the tokens that it draws. All but the last also with
+        lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
+            label of a bucket that was met often; "request": queueing one, over the tokens of its
+            prompt; "before" and "after": the host's part of a launch, over its rows and the tokens
+            that it draws. All but the last also with
             ", woken", after a pause. A line that is missing changes nothing, or takes no time.
     """
 
@@ -127,8 +133,9 @@ class Measured:
         return (self.base_us[label] + attention + further) * 1e-6
 
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
-        kind = "decode" if buckets.pick(plan).decode_only else "tokens"
-        line = self._line(kind, idle, Line(0.0, 1.0))
+        bucket = buckets.pick(plan)
+        alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
+        line = self.lines.get(kind_of(str(bucket), idle), alike)
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
     def request(self, prompt: int, idle: float, luck: float) -> float:

@@ -19,13 +19,13 @@ from typing import Any
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
-from pallas_kernels import prepare_kernels
+from pallas_kernels import kernel_code, restore_kernels
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve program 1\n"
 # The form of an object's content; another one is another object.
-_FORM = "2: payload, trees, kernels"
-_KERNEL = re.compile(r'custom_call_target="(jaxserve_\w+)"')
+_FORM = "3: payload, trees, machine code of kernels by name"
+_KERNEL = re.compile(r'\b(?:custom_call_target="|stablehlo\.custom_call @)(jaxserve_\w+)')
 _MOST_HEADER_BYTES = 1 << 16
 _MOST_BYTES = 8 << 30
 
@@ -42,7 +42,7 @@ class ProgramStore:
     closed to others, files the user's own and no links; a file whose digest is not the one in its
     header is not loaded. What cannot be read is a warning and is compiled.
 
-    An object calls kernels by name (`pallas_kernels.llvm_calls`); these are made when it is loaded.
+    An object has the machine code of the kernels of `pallas_kernels.llvm_calls` that it calls.
 
     JAX's own cache is not used for these programs: on CPU, what comes out of it cannot be
     serialized again (its functions are not found when it runs, jaxlib 0.10.2).
@@ -165,7 +165,7 @@ class ProgramStore:
             try:
                 payload, in_tree, out_tree, kernels = pickle.loads(content)
                 if kernels:
-                    prepare_kernels(kernels)
+                    restore_kernels(kernels)
                 program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
@@ -178,7 +178,7 @@ class ProgramStore:
 
     def _keep(self, path: Path, program: Compiled) -> None:
         try:
-            kernels = sorted(set(_KERNEL.findall(program.as_text() or "")))
+            kernels = _kernels(program.as_text() or "")
             content = pickle.dumps((*serialize_executable.serialize(program), kernels))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             self._warn("a program cannot be kept: %s", error)
@@ -289,8 +289,14 @@ def _file_name(name: str) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{_digest(name.encode())[:8]}"
 
 
+def _kernels(program: str) -> dict[str, bytes]:
+    """The machine code of each kernel of our own that a program's text names."""
+    return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
+
+
 def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
     """What XLA is given, and the machine and versions; not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
-    text = _FORM + json.dumps(given, sort_keys=True) + str(lowered.in_tree) + str(lowered.out_tree)
-    return _digest((text + lowered.as_text()).encode())
+    text, trees = lowered.as_text(), str(lowered.in_tree) + str(lowered.out_tree)
+    kernels = {name: _digest(code) for name, code in _kernels(text).items()}
+    return _digest((_FORM + json.dumps([given, kernels], sort_keys=True) + trees + text).encode())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import panel_product, prepare_product
+from pallas_kernels import panel_product
 from pallas_kernels.llvm_panels import PANEL, in_panels
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ class PanelWeight:
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
-        """A weight [in..., out...], `contract` of them inputs; its product is made ready."""
+        """A weight [in..., out...], `contract` of them inputs."""
         inputs, outputs = weight.shape[:contract], weight.shape[contract:]
-        prepare_product(weight.dtype)
         panels = in_panels(weight.reshape(prod(inputs), prod(outputs)))
         return cls(jax.device_put(panels), weight.dtype.name, outputs)
 

@@ -1,0 +1,90 @@
+"""The machine code of kernels for CPU can be kept, and is used as it is by a later process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.execution.programs import ProgramStore
+from pallas_kernels import kernel_code, panel_product, restore_kernels
+from pallas_kernels.llvm_calls import NAMES, Kernel, registered
+from pallas_kernels.llvm_decode import PagedDecode
+from pallas_kernels.llvm_panels import in_panels
+from pallas_kernels.llvm_product import PanelProduct
+from pallas_kernels.llvm_ragged import PagedTiles
+
+KERNELS: list[Kernel] = [
+    PanelProduct("float32", "bfloat16"),
+    PanelProduct("float64", "float64"),
+    PagedDecode("float32", "float32", 16, 3, 64, capped=False),
+    PagedDecode("float64", "float64", 8, 1, 32, capped=True),
+    PagedTiles("float32", "float32", 16, 3, 64, capped=False),
+]
+LATER = """
+import sys
+from pathlib import Path
+import numpy as np
+from jaxserve.execution.programs import ProgramStore
+from pallas_kernels import llvm_calls
+
+def never(*_):
+    raise AssertionError("compiled or traced")
+
+llvm_calls.machine_code = never
+program = ProgramStore(Path(sys.argv[1]), {}, {}).get("product", never)
+x, panels, expected = (np.load(Path(sys.argv[1]) / f"{name}.npy") for name in "xpy")
+assert np.asarray(program(x, panels)).tobytes() == expected.tobytes()
+print("ran")
+"""
+
+
+def test_names_tell_kernels_apart() -> None:
+    names = {kernel.name for kernel in KERNELS}
+    assert len(names) == len(KERNELS)
+    assert all(name.startswith(NAMES) for name in names)
+
+
+def lower(x: np.ndarray, panels: np.ndarray) -> jax.stages.Lowered:
+    return jax.jit(lambda x, panels: panel_product(x, panels, "float32")).lower(x, panels)
+
+
+@pytest.mark.usefixtures("no_jax_cache")
+def test_a_later_process_compiles_no_kernel(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 70), np.float32)
+    panels = in_panels(rng.standard_normal((70, 40), np.float32))
+    folder = tmp_path / "programs"
+    program = ProgramStore(folder, {}, {}).get("product", lambda: lower(x, panels))
+    y = np.asarray(program(jnp.asarray(x), jnp.asarray(panels)))
+    for name, array in zip("xpy", (x, panels, y), strict=True):
+        np.save(folder / f"{name}.npy", array)
+    command = [sys.executable, "-c", LATER, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "ran\n", done.stderr
+
+
+@pytest.mark.usefixtures("no_jax_cache")
+def test_a_program_of_another_kernel_by_that_name_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, panels = np.ones((2, 3), np.float32), in_panels(np.ones((3, 5), np.float32))
+    ProgramStore(tmp_path / "kept", {}, {}).get("product", lambda: lower(x, panels))
+    code = "jaxserve.execution.programs.kernel_code"
+    monkeypatch.setattr(code, lambda name: kernel_code(name) + b"changed")
+    later = ProgramStore(tmp_path / "kept", {"its": "other settings"}, {})
+    later.get("product", lambda: lower(x, panels))
+    assert (later.num_loaded, later.num_built) == (0, 1)
+
+
+def test_code_of_another_kernel_is_refused() -> None:
+    code = kernel_code(registered(KERNELS[0]))
+    for name in ("jaxserve_other", "printf", "take"):
+        with pytest.raises(ValueError, match=name):
+            restore_kernels({name: code})
+    restore_kernels({KERNELS[0].name: b"known already, so not looked at"})
