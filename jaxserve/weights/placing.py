@@ -23,7 +23,6 @@ from jaxserve.weights.packed import Sorted, kv_scale_of
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
 from jaxserve.weights.quantize import quantize
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
-from pallas_kernels import prepare_product
 
 Parameters = Mapping[str, nnx.Param[Any]]
 # Puts a parameter, given its path and values, on its device or devices.
@@ -89,7 +88,7 @@ def panel_plans(
     parameters: Parameters,
     form: str | None,
 ) -> dict[str, PanelPlan]:
-    """Of the parameters that are read straight into panels, how; by path. None is quantized."""
+    """How parameters that are not quantized to `form` are read straight into panels, by path."""
     plans = {}
     for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
         parameter = parameters[path]
@@ -104,8 +103,7 @@ def panel_plans(
 
 
 def placed_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
-    """A parameter of which the panels were read; its product is made ready."""
-    prepare_product(plan.dtype)
+    """A parameter of which the panels were read."""
     return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs)
 
 

@@ -22,8 +22,8 @@ from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import DIRECT, SharedFile, TensorEntry, aligned_empty, room_for
+from pallas_kernels import rows_in_panels
 from pallas_kernels.llvm_panels import PANEL
-from pallas_kernels.llvm_transpose import rows_in_panels
 
 THREADS = 4
 BLOCK_BYTES = 8 << 20  # read at a time

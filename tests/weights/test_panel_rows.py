@@ -33,7 +33,7 @@ RAW: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
-PHI = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+PHI = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "sliding_window": None}
 VARIANTS = {
     "fused": {},
     "tied": {"tie_word_embeddings": True},
