@@ -25,6 +25,7 @@ from pallas_kernels.ops import (
     panel_product,
     ragged_paged_attention,
     restore_kernels,
+    rows_in_panels,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
@@ -42,4 +43,5 @@ __all__ = [
     "quantized_matmul",
     "ragged_paged_attention",
     "restore_kernels",
+    "rows_in_panels",
 ]

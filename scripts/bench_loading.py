@@ -159,7 +159,7 @@ def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
     prepare(folder)
     before = peak_bytes()
     started = time.perf_counter()
-    model = load_weights(folder, config, dtype)
+    model = load_weights(folder, config, dtype, panels=jax.default_backend() == "cpu")
     leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
     seconds = time.perf_counter() - started
     peak = peak_bytes()

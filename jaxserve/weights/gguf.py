@@ -94,6 +94,11 @@ class GgufTensor(TensorEntry):
     heads: int = 0
     added: float = 0.0
 
+    @property
+    def rows_together(self) -> int:
+        """Whole heads where rows are permuted."""
+        return self.shape[0] // self.heads if self.heads else 1
+
     def read_rows(
         self,
         first: int,

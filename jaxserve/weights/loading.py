@@ -20,7 +20,15 @@ from jaxserve.weights.gguf import GgufFile
 from jaxserve.weights.gguf_names import named_tensors
 from jaxserve.weights.names import match_names
 from jaxserve.weights.packed import sort_packed
-from jaxserve.weights.placing import Place, panelled, quantizing, read_packed, set_kv_scales
+from jaxserve.weights.placing import (
+    Place,
+    panel_plans,
+    panelled,
+    placed_panels,
+    quantizing,
+    read_packed,
+    set_kv_scales,
+)
 from jaxserve.weights.reading import read_parameters
 
 if TYPE_CHECKING:
@@ -75,10 +83,14 @@ def load_weights(
     place = panelled(place, parameters) if panels else place
     place = quantizing(place, parameters, quantization)
     values = read_packed(sorted_, parameters, dims, place, report)
+    plans = {}
+    if panels:
+        plans = panel_plans(sorted_.table, entries, dims, parameters, quantization)
     for path, array in read_parameters(
-        sorted_.table, entries, dims, shapes, report, check_finite=check_finite
+        sorted_.table, entries, dims, shapes, report, plans=plans, check_finite=check_finite
     ):
-        values[path] = place(path, array)
+        plan = plans.get(path)
+        values[path] = place(path, array) if plan is None else placed_panels(plan, array)
     opened.check_unchanged()
     model = filled(model, values)
     if kv_scales:

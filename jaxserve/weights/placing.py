@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -16,9 +16,11 @@ from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
 from jaxserve.models.panels import PanelWeight
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fusing import dequantized, fused
 from jaxserve.weights.packed import Sorted, kv_scale_of
+from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
 from jaxserve.weights.quantize import quantize
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
@@ -56,16 +58,53 @@ def use_panels(model: Decoder) -> None:
                 node.set_value(panels)
 
 
-def _panels(axes: Any, values: np.ndarray) -> PanelWeight | None:
-    """A parameter in panels, if it is one that is multiplied by; experts and routers stay.
+def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
+    """A parameter in panels, if it is one that has them."""
+    axes = panel_axes(names, values.dtype)
+    if axes is None:
+        return None
+    inputs, outputs = axes
+    return PanelWeight.of(values.transpose(*inputs, *outputs), len(inputs))
+
+
+def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
+    """The axes of a parameter that is multiplied by; experts and routers stay as they are.
 
     So does a table of embeddings, but one of 16 bits: what looks its rows up within a loop would
     have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
     """
-    if axes == ("vocab", "embed"):
-        return PanelWeight.of(values.T, 1) if values.dtype.itemsize == 2 else None
-    contract = 1 if axes == ("embed", "vocab") else PROJECTIONS.get(axes)
-    return None if contract is None else PanelWeight.of(values, contract)
+    if names == ("vocab", "embed"):
+        return ((1,), (0,)) if dtype.itemsize == 2 else None
+    contract = 1 if names == ("embed", "vocab") else PROJECTIONS.get(names)
+    if contract is None:
+        return None
+    return tuple(range(contract)), tuple(range(contract, len(names)))
+
+
+def panel_plans(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    parameters: Parameters,
+    form: str | None,
+) -> dict[str, PanelPlan]:
+    """How parameters that are not quantized to `form` are read straight into panels, by path."""
+    plans = {}
+    for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
+        parameter = parameters[path]
+        dtype = np.dtype(parameter.dtype)
+        axes = panel_axes(parameter.get_metadata()["axes"], dtype)
+        quantized = form is not None and contracted(parameter) is not None
+        if axes is not None and not quantized:
+            plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
+            if plan is not None:
+                plans[path] = plan
+    return plans
+
+
+def placed_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
+    """A parameter of which the panels were read."""
+    return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs)
 
 
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:

@@ -12,18 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from threading import local
+from types import MappingProxyType
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
-from jaxserve.weights.safetensors import SharedFile, TensorEntry
+from jaxserve.weights.panel_rows import PanelPlan
+from jaxserve.weights.safetensors import DIRECT, SharedFile, TensorEntry, aligned_empty, room_for
+from pallas_kernels import rows_in_panels
+from pallas_kernels.llvm_panels import PANEL
 
 THREADS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
+PANEL_BYTES = 4 << 20  # likewise, what becomes panels while it is in the processor's cache
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -36,28 +40,71 @@ class _Memory(local):
     """
 
     def __init__(self) -> None:
-        self._block = aligned_empty((0,), np.dtype(np.uint8))
-        self.scratch = aligned_empty((SCRATCH_BYTES,), np.dtype(np.uint8))
+        self._kept: dict[str, np.ndarray] = {}
+        self.scratch = room_for(SCRATCH_BYTES)[:SCRATCH_BYTES]
 
-    def of(self, size: int) -> np.ndarray:
-        """At least so many bytes."""
-        if len(self._block) < size:
-            self._block = aligned_empty((size,), np.dtype(np.uint8))
-        return self._block
+    def of(self, use: str, size: int) -> np.ndarray:
+        """At least so many bytes, other ones for each use."""
+        if len(self._kept.get(use, ())) < size + 2 * DIRECT:
+            self._kept[use] = room_for(size)
+        return self._kept[use]
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """Where a block goes in a parameter of its own shape."""
+
+    block: Block
+    target: np.ndarray
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.block.rows
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.target.dtype
+
+    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite."""
+        return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
+
+
+@dataclass(frozen=True)
+class _InPanels:
+    """The panels that rows make."""
+
+    rows: tuple[int, int]
+    panels: np.ndarray
+    dtype: np.dtype
+
+    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite."""
+        widened = rows.dtype.name == "bfloat16" and self.dtype == np.float32
+        if rows.dtype != self.dtype and not widened:
+            size = rows.size * self.dtype.itemsize
+            cast = memory.of("cast", size)[:size].view(self.dtype).reshape(rows.shape)
+            copy_checked(cast, rows, memory.scratch, check_finite=False)
+            rows = cast
+        finite = rows_in_panels(np.ascontiguousarray(rows), self.panels, self.dtype)
+        return finite or not check_finite
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A block to be read, and whether it is the last of its part and of its parameter."""
+    """Rows to be read, where they go, and whether they end their part and their parameter."""
 
     path: str
     entry: TensorEntry
-    block: Block
+    into: _Strided | _InPanels
     parameter: np.ndarray
-    target: np.ndarray
-    num_bytes: int
     ends_part: bool
     ends_parameter: bool
+
+    @property
+    def num_bytes(self) -> int:
+        first, last = self.into.rows
+        return self.entry.num_bytes * (last - first) // max(1, self.entry.shape[0])
 
 
 def read_parameters(
@@ -67,9 +114,10 @@ def read_parameters(
     shapes: Shapes,
     report: Callable[[int], None],
     *,
+    plans: Mapping[str, PanelPlan] = MappingProxyType({}),
     check_finite: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each parameter's path and values, in the order of the files.
+    """Each parameter's path and values, or its panels, in the order of the files.
 
     Args:
         table: which tensor fills what.
@@ -77,6 +125,7 @@ def read_parameters(
         dims: sizes of the letters in the table's layouts.
         shapes: of the parameters by path, and their dtypes.
         report: told the bytes of each tensor, or part of one, that has been read.
+        plans: of the parameters that are read into panels, by path.
         check_finite: refuse NaN and infinity, also where the cast makes them.
 
     Raises:
@@ -89,7 +138,7 @@ def read_parameters(
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
-    jobs = _jobs(groups, entries, dims, shapes)
+    jobs = _jobs(groups, entries, dims, shapes, plans)
     memory, file = _Memory(), SharedFile()
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
@@ -120,42 +169,48 @@ def _jobs(
     entries: Mapping[str, TensorEntry],
     dims: Mapping[str, int],
     shapes: Shapes,
+    plans: Mapping[str, PanelPlan],
 ) -> Iterator[_Job]:
     """Every block in order; a parameter is allocated with its first one."""
     for parts in groups:
         path = parts[0].path
-        parameter = aligned_empty(*shapes[path])
+        plan = plans.get(path)
+        parameter = aligned_empty(
+            *(shapes[path] if plan is None else (plan.shape, plan.stored)), ALIGNMENT
+        )
         for part in parts:
-            entry, whole = entries[part.name], parameter[part.at]
-            blocks = list(part.blocks(dims, BLOCK_BYTES // entry.dtype.itemsize))
-            for block in blocks:
-                first, last = block.rows
-                ends = block is blocks[-1]
-                yield _Job(
-                    path,
-                    entry,
-                    block,
-                    parameter,
-                    whole[block.at],
-                    entry.num_bytes * (last - first) // max(1, entry.shape[0]),
-                    ends,
-                    ends and part is parts[-1],
-                )
+            entry = entries[part.name]
+            if plan is None:
+                goals = list(_strided(part, entry, parameter[part.at], dims))
+            else:
+                goals = list(_in_panels(plan, part, entry, parameter))
+            for into in goals:
+                ends = into is goals[-1]
+                yield _Job(path, entry, into, parameter, ends, ends and part is parts[-1])
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory JAX can use as it is."""
-    size = prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+def _strided(
+    part: WeightName, entry: TensorEntry, whole: np.ndarray, dims: Mapping[str, int]
+) -> Iterator[_Strided]:
+    for block in part.blocks(dims, BLOCK_BYTES // entry.dtype.itemsize):
+        yield _Strided(block, whole[block.at])
+
+
+def _in_panels(
+    plan: PanelPlan, part: WeightName, entry: TensorEntry, parameter: np.ndarray
+) -> Iterator[_InPanels]:
+    for some in plan.rows[part.name, part.part]:
+        for block in some.blocks(entry, PANEL_BYTES):
+            count = -(-(block.rows[1] - block.rows[0]) // PANEL)
+            panels = parameter[block.panel : block.panel + count]
+            yield _InPanels(block.rows, panels, plan.dtype)
 
 
 def _fill(job: _Job, file: SharedFile, memory: _Memory, check_finite: bool) -> None:
-    rows = job.entry.read_rows(*job.block.rows, memory.of(job.num_bytes), file)
-    source = job.block.arrange(rows)
-    if not copy_checked(job.target, source, memory.scratch, check_finite):
-        raise _not_finite(rows, job.entry, job.target.dtype)
+    room = memory.of("read", job.num_bytes)
+    rows = job.entry.read_rows(*job.into.rows, room, file)
+    if not job.into.fill(rows, memory, check_finite):
+        raise _not_finite(rows, job.entry, job.into.dtype)
 
 
 def _not_finite(rows: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> CheckpointError:

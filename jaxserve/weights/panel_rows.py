@@ -1,0 +1,147 @@
+"""Which rows of a checkpoint are which panels of a parameter, so that they are read into them.
+
+Checkpoints store most matrices as [O, I], outputs first, also those that are fused here. Where
+PANEL rows in a row are the outputs of one panel, with their inputs in order, no parameter is needed
+in its own shape in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+import numpy as np
+
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.safetensors import TensorEntry
+from pallas_kernels.llvm_panels import PANEL, panel_shape
+
+# The axes of a parameter that are inputs, and those that are outputs.
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PanelRows:
+    """Rows of a tensor, from and to, that make panels from `panel` on."""
+
+    rows: tuple[int, int]
+    panel: int
+
+    def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
+        """The rows in pieces of about `most` bytes, but whole where they are read together."""
+        first, last = self.rows
+        least = lcm(PANEL, entry.rows_together)
+        row = max(1, entry.num_bytes // entry.shape[0])
+        step = max(1, most // (least * row)) * least
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            yield PanelRows((start, stop), self.panel + (start - first) // PANEL)
+
+
+@dataclass(frozen=True)
+class PanelPlan:
+    """How a parameter is read into panels.
+
+    Attributes:
+        shape: of the panels.
+        stored: dtype of the panels.
+        dtype: of the weights.
+        outputs: sizes of the outputs' dimensions.
+        rows: by a tensor's name and the part of it, in the order of the file.
+    """
+
+    shape: tuple[int, ...]
+    stored: np.dtype
+    dtype: np.dtype
+    outputs: tuple[int, ...]
+    rows: Mapping[tuple[str, int], Sequence[PanelRows]]
+
+
+def panel_plan(
+    parts: Sequence[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    axes: Axes,
+) -> PanelPlan | None:
+    """How a parameter of `shape` is filled by these tensors; None where it is not that simple."""
+    inputs, outputs = (tuple(shape[axis] for axis in some) for some in axes)
+    rows = {}
+    for part in parts:
+        order = _output_of_rows(part, dims, shape, axes)
+        found = None if order is None else _panel_rows(*order, prod(outputs))
+        if found is None or any(
+            row % entries[part.name].rows_together for one in found for row in one.rows
+        ):
+            return None
+        rows[part.name, part.part] = found
+    return PanelPlan(*panel_shape(prod(inputs), prod(outputs), dtype), dtype, outputs, rows)
+
+
+def _output_of_rows(
+    part: WeightName, dims: Mapping[str, int], shape: tuple[int, ...], axes: Axes
+) -> tuple[int, np.ndarray] | None:
+    """The first row of the part, and of each of its rows the output that it is.
+
+    Numbers of rows and of their places go the way of the values, as arrays without memory: an axis
+    along which they do not change has no stride. None where rows are no outputs, or their inputs
+    are some of the parameter's, or in another order.
+    """
+    stored = part.shape(dims)
+    if len(stored) != 2 or len(shape) != len(axes[0]) + len(axes[1]):
+        return None
+    whole = next(part.blocks(dims, prod(stored)))
+    first, last = whole.rows
+    row, column = (
+        whole.arrange(np.broadcast_to(numbers, (last - first, stored[1])))
+        for numbers in (np.arange(last - first)[:, None], np.arange(stored[1])[None])
+    )
+    input_, output = (_numbered(shape, some)[part.at] for some in axes)
+    if row.shape != output.shape:
+        return None
+    lines = _along(row, column, output, input_)
+    if lines is None:
+        return None
+    row, output, column, input_ = lines
+    if not np.array_equal(column, input_) or len(input_) != stored[1]:
+        return None
+    numbers = np.empty(last - first, np.int64)
+    numbers[row] = output
+    return first, numbers
+
+
+def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+    """The numbers of some axes' positions, the same along all other axes."""
+    sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
+    return np.broadcast_to(np.arange(prod(sizes)).reshape(sizes), shape)
+
+
+def _along(
+    row: np.ndarray, column: np.ndarray, output: np.ndarray, input_: np.ndarray
+) -> tuple[np.ndarray, ...] | None:
+    """Rows and outputs along their axes, columns and inputs along theirs; None if any is shared."""
+    of_rows, of_columns = [], []
+    for axis, size in enumerate(row.shape):
+        rows_stay = size == 1 or not (row.strides[axis] or output.strides[axis])
+        columns_stay = size == 1 or not (column.strides[axis] or input_.strides[axis])
+        if not (rows_stay or columns_stay):
+            return None
+        of_rows.append(0 if rows_stay else slice(None))
+        of_columns.append(0 if columns_stay else slice(None))
+    pairs = ((row, of_rows), (output, of_rows), (column, of_columns), (input_, of_columns))
+    return tuple(numbers[tuple(index)].reshape(-1) for numbers, index in pairs)
+
+
+def _panel_rows(first: int, outputs: np.ndarray, end: int) -> list[PanelRows] | None:
+    """Runs of rows that make panels, given each row's output; `end` is the number of outputs."""
+    breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
+    found = []
+    for run in np.split(np.arange(len(outputs)), breaks):
+        output = int(outputs[run[0]])
+        if output % PANEL or (len(run) % PANEL and output + len(run) != end):
+            return None
+        rows = (first + int(run[0]), first + int(run[-1]) + 1)
+        found.append(PanelRows(rows, output // PANEL))
+    return found

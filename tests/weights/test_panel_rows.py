@@ -1,0 +1,121 @@
+"""Parameters read straight into panels are those read whole and laid out afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.weights import load_weights, safetensors
+from jaxserve.weights.panel_rows import panel_plan
+from jaxserve.weights.placing import use_panels
+from jaxserve.weights.safetensors import Shard, TensorEntry
+
+RAW: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 70,
+    "hidden_size": 65,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+PHI = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "sliding_window": None}
+VARIANTS = {
+    "fused": {},
+    "tied": {"tie_word_embeddings": True},
+    "stacked": PHI,
+    "heads of 16": {"head_dim": 16},
+    "one kv head": {"num_key_value_heads": 1},
+    "gates of 40": {"intermediate_size": 40},
+    "few inputs": {"hidden_size": 4},
+}
+
+
+def checkpoint(folder: Path, changes: dict[str, Any], dtype: Any) -> Path:
+    raw = RAW | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+    config, generator = ModelConfig.from_dict(raw), np.random.default_rng(0)
+    shapes = {one.name: one.shape(dimensions(config)) for one in checkpoint_weights(config)}
+    tensors = {name: generator.normal(size=size).astype(dtype) for name, size in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def bits(model: Any) -> list[tuple[Any, Any, bytes]]:
+    leaves = map(np.asarray, jax.tree.leaves(nnx.state(model)))
+    return [(leaf.shape, leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (np.float32, "float32"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        (ml_dtypes.bfloat16, "float32"),
+        (np.float32, "bfloat16"),
+        (np.float16, "float16"),
+    ],
+)
+def test_panels_are_those_laid_out_afterwards(tmp_path, variant, stored, wanted, monkeypatch):
+    monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 1)  # as many blocks as can be
+    folder = checkpoint(tmp_path, VARIANTS[variant], stored)
+    config = read_model_config(folder)
+    want = load_weights(folder, config, wanted)
+    use_panels(want)
+    assert bits(load_weights(folder, config, wanted, panels=True)) == bits(want)
+
+
+def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
+    folder = checkpoint(tmp_path, {}, np.float32)
+    config = read_model_config(folder)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + np.array(np.nan, np.float32).tobytes())
+    last = safetensors.read_header(path)
+    name = max(last, key=lambda entry: entry.offset).name
+    with pytest.raises(CheckpointError, match=f"{name}.*NaN"):
+        load_weights(folder, config, "float32", panels=True)
+
+
+def entry(shape: tuple[int, ...]) -> TensorEntry:
+    shard = Shard(Path("model.safetensors"), (0, 0, 0, 0))
+    return TensorEntry("w", shard, np.dtype(np.float32), shape, 0, 4 * int(np.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "contract", "rows"),
+    [
+        ("F D -> D F", 1, [(0, 0, 96)]),
+        ("(K G H) D -> D K G H", 1, [(0, 0, 128)]),
+        ("(G K H) D -> D K G H", 1, [(0, 0, 32), (2, 32, 64), (1, 64, 96), (3, 96, 128)]),
+        ("(H K) D -> D K H", 1, None),  # rows of a panel lie apart
+        ("D F -> D F", 1, None),  # rows are inputs
+        ("D (G K H) -> K G H D", 3, None),  # inputs in another order
+        ("E D F -> E F D", 1, None),
+    ],
+)
+def test_rows_are_found_in_their_panels_or_not_at_all(layout, contract, rows):
+    dims = {"F": 96, "D": 64, "K": 2, "G": 2, "H": 32, "E": 2}
+    part = WeightName("w", layout, "p")
+    shape = tuple(dims[name] for name in layout.split("->")[1].split())
+    axes = tuple(range(contract)), tuple(range(contract, len(shape)))
+    found = panel_plan(
+        [part], {"w": entry(part.shape(dims))}, dims, shape, np.dtype(np.float32), axes
+    )
+    got = found and [(one.panel, *one.rows) for one in found.rows["w", 0]]
+    assert got == rows
