@@ -34,7 +34,7 @@ def panels_for(rows: int, inputs: int, dtype: np.dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(64, 64), (96, 77), (3, 200), (37, 7), (65, 33)], ids=str)
-def test_panels_are_those_of_the_plain_layout(shape, dtype):
+def test_panels_are_those_of_the_plain_layout(shape: tuple[int, int], dtype: np.dtype):
     rows = stored(*shape, dtype)
     panels = panels_for(*shape, dtype)
     assert rows_in_panels(rows, panels, dtype)
