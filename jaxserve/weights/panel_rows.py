@@ -47,6 +47,7 @@ class PanelPlan:
         shape: of the panels.
         stored: dtype of the panels.
         dtype: of the weights.
+        inputs: how many there are.
         outputs: sizes of the outputs' dimensions.
         rows: by a tensor's name and the part of it, in the order of the file.
     """
@@ -54,6 +55,7 @@ class PanelPlan:
     shape: tuple[int, ...]
     stored: np.dtype
     dtype: np.dtype
+    inputs: int
     outputs: tuple[int, ...]
     rows: Mapping[tuple[str, int], Sequence[PanelRows]]
 
@@ -77,7 +79,8 @@ def panel_plan(
         ):
             return None
         rows[part.name, part.part] = found
-    return PanelPlan(*panel_shape(prod(inputs), prod(outputs), dtype), dtype, outputs, rows)
+    count = prod(inputs)
+    return PanelPlan(*panel_shape(count, prod(outputs), dtype), dtype, count, outputs, rows)
 
 
 def _output_of_rows(

@@ -104,7 +104,7 @@ def panel_plans(
 
 def placed_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
     """A parameter of which the panels were read."""
-    return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs)
+    return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
 
 
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:

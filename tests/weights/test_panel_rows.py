@@ -55,9 +55,11 @@ def checkpoint(folder: Path, changes: dict[str, Any], dtype: Any) -> Path:
     return folder
 
 
-def bits(model: Any) -> list[tuple[Any, Any, bytes]]:
-    leaves = map(np.asarray, jax.tree.leaves(nnx.state(model)))
-    return [(leaf.shape, leaf.dtype, leaf.tobytes()) for leaf in leaves]
+def bits(model: Any) -> tuple[Any, list[tuple[Any, Any, bytes]]]:
+    """What a model holds, with what its panels say of themselves."""
+    leaves, structure = jax.tree.flatten(nnx.state(model))
+    found = map(np.asarray, leaves)
+    return structure, [(leaf.shape, leaf.dtype, leaf.tobytes()) for leaf in found]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
