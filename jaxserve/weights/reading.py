@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from threading import local
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
-from jaxserve.weights.safetensors import DIRECT, SharedFile, TensorEntry, aligned_empty, room_for
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels import rows_in_panels
 from pallas_kernels.llvm_panels import PANEL
 
@@ -29,6 +30,8 @@ THREADS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
 PANEL_BYTES = 4 << 20  # likewise, what becomes panels while it is in the processor's cache
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
+
+BYTES = np.dtype(np.uint8)
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -41,12 +44,12 @@ class _Memory(local):
 
     def __init__(self) -> None:
         self._kept: dict[str, np.ndarray] = {}
-        self.scratch = room_for(SCRATCH_BYTES)[:SCRATCH_BYTES]
+        self.scratch = aligned_empty((SCRATCH_BYTES,), BYTES)
 
     def of(self, use: str, size: int) -> np.ndarray:
         """At least so many bytes, other ones for each use."""
-        if len(self._kept.get(use, ())) < size + 2 * DIRECT:
-            self._kept[use] = room_for(size)
+        if len(self._kept.get(use, ())) < size:
+            self._kept[use] = aligned_empty((size,), BYTES)
         return self._kept[use]
 
 
@@ -175,9 +178,7 @@ def _jobs(
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)
-        parameter = aligned_empty(
-            *(shapes[path] if plan is None else (plan.shape, plan.stored)), ALIGNMENT
-        )
+        parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
         for part in parts:
             entry = entries[part.name]
             if plan is None:
@@ -187,6 +188,14 @@ def _jobs(
             for into in goals:
                 ends = into is goals[-1]
                 yield _Job(path, entry, into, parameter, ends, ends and part is parts[-1])
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array whose memory JAX can use as it is."""
+    size = prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _strided(

@@ -7,13 +7,10 @@ accepts duplicate keys; and the data is read, not mapped, because the process di
 mapped file is truncated.
 """
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from fcntl import F_GETFL, F_SETFL, fcntl
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -32,7 +29,6 @@ from jaxserve.models.strict_json import open_regular, parse_object
 MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 1 << 17  # in one checkpoint; the largest that a config.json may imply has a tenth
 READ_BYTES = 16 << 20
-DIRECT = 4096  # what is read past the page cache begins in files and memory at multiples of it
 
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
@@ -61,29 +57,23 @@ class Shard:
 class SharedFile:
     """A shard that stays open until another is asked for, read by one thread at a time.
 
-    So it is read in order if that is how blocks are asked for, and a disk sees one reader. What the
-    page cache does not hold is read past it, where the system can do that: pages for the cache may
-    take longer to get than their contents. To be closed.
+    So it is read in order if that is how blocks are asked for, and the kernel reads ahead: in
+    larger pieces, and with less work, than where it is told what to fetch, or each block is read
+    from a file opened anew. To be closed.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._shard: Shard | None = None
         self._file: FileIO | None = None
-        self._direct = False
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    def read(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> np.ndarray | None:
-        """What lies at `offset`, as a part of `memory`; None where the file ends before.
-
-        Args:
-            shard: the file.
-            offset, size: in bytes.
-            memory: uint8, at least size + 2 * DIRECT bytes from a multiple of DIRECT on.
+    def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
+        """Fill `values`, uint8, with what lies at `offset`; False where the file ends before.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -91,78 +81,21 @@ class SharedFile:
         with self._lock:
             if self._file is None or self._shard != shard:
                 self.close()
-                self._open(shard)
-            assert self._file is not None
+                self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
+                self._shard = shard
+                if hasattr(os, "posix_fadvise"):  # not on every system
+                    # The kernel reads ahead twice as far, so that the disk works between turns.
+                    os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             _check_unchanged(shard, self._file.fileno())
-            skew = offset % DIRECT
-            # Whole sectors are read, but of the last one only what is left of the file.
-            wanted = memory[: -(-(skew + size) // DIRECT) * DIRECT]
-            done = 0
-            while done < skew + size:
-                count = self._read_some(wanted[done:], offset - skew + done)
+            self._file.seek(offset)
+            left = values.data
+            while left:
+                count = self._file.readinto(left)
                 if not count:
-                    return None
-                done += count
+                    return False
+                left = left[count:]
             _check_unchanged(shard, self._file.fileno())
-            return memory[skew : skew + size]
-
-    def _open(self, shard: Shard) -> None:
-        self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
-        self._shard = shard
-        self._direct = False
-        descriptor = self._file.fileno()
-        if hasattr(os, "posix_fadvise"):  # not on every system
-            # The kernel reads ahead twice as far, so that the disk works between turns.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        if hasattr(os, "O_DIRECT") and not mostly_cached(descriptor):
-            flags = fcntl(descriptor, F_GETFL)
-            with suppress(OSError):  # not on every file system
-                fcntl(descriptor, F_SETFL, flags | os.O_DIRECT)
-                self._direct = True
-
-    def _read_some(self, memory: np.ndarray, offset: int) -> int:
-        assert self._file is not None
-        descriptor = self._file.fileno()
-        if self._direct and offset % DIRECT == 0:
-            try:
-                return os.preadv(descriptor, [memory.data], offset)
-            except OSError:  # larger sectors than DIRECT, say
-                pass
-        if self._direct:
-            fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) & ~os.O_DIRECT)
-            self._direct = False
-        return os.preadv(descriptor, [memory.data], offset)
-
-
-def room_for(size: int) -> np.ndarray:
-    """Memory that `SharedFile` can read so many bytes into."""
-    return aligned_empty((size + 2 * DIRECT,), np.dtype(np.uint8), DIRECT)
-
-
-def mostly_cached(descriptor: int) -> bool:
-    """Whether the page cache holds more than half of a file, or that cannot be told."""
-    size = os.fstat(descriptor).st_size
-    if not size:
-        return True
-    library: Any = ctypes.CDLL(None)
-    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:  # never looked into
-        pages = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
-        view = np.frombuffer(mapped, np.uint8)
-        address = view.ctypes.data
-        del view
-        length = ctypes.c_size_t(size)
-        wrong = library.mincore(
-            ctypes.c_void_p(address), length, ctypes.c_void_p(pages.ctypes.data)
-        )
-    return bool(wrong) or bool((pages & 1).mean() > 0.5)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int) -> np.ndarray:
-    """An array whose memory begins at a multiple of `alignment`."""
-    size = prod(shape) * dtype.itemsize
-    memory = np.empty(size + alignment, np.uint8)
-    start = -memory.ctypes.data % alignment
-    return memory[start : start + size].view(dtype).reshape(shape)
+            return True
 
 
 @dataclass(frozen=True)
@@ -187,7 +120,7 @@ class TensorEntry:
 
         Args:
             first, last: of the tensor's first dimension.
-            memory: `room_for` the bytes that are read; None takes fresh memory.
+            memory: uint8, aligned, that the file may be read into; None takes fresh memory.
             file: reads it; None opens the file for this call.
 
         Raises:
@@ -206,11 +139,9 @@ class TensorEntry:
         """The bytes of some rows. Takes and raises what `read_rows` does."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
-        if memory is None:
-            memory = room_for(count)
+        values = np.empty(count, np.uint8) if memory is None else memory[:count]
         with nullcontext(file) if file is not None else closing(SharedFile()) as opened:
-            values = opened.read(self.shard, self.offset + first * size, count, memory)
-            if values is None:
+            if not opened.read(self.shard, self.offset + first * size, values):
                 raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
         return values
 
