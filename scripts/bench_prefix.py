@@ -59,7 +59,7 @@ def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) ->
     queries = hits = 0
     for number, job in enumerate(jobs):
         tokens = job.request.prompt_token_ids
-        names: list[Any] = keys.prefix("", tokens).keys.tolist()
+        names: list[Any] = list(map(tuple, keys.prefix("", tokens).keys.tolist()))
         usable = names[: (len(tokens) - 1) // size]
         found = next((n for n, name in enumerate(usable) if name not in cache), len(usable))
         queries, hits = queries + len(tokens), hits + found * size

@@ -31,24 +31,28 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
             engine.step()
     log.restore()
     assert len(tokens) == 12
-    counts = {name: len(micros) for name, micros in samples.micros.items()}
+    counts = {name: len(found) for name, found in samples.found.items()}
     # Prompts of 40 tokens and of 3 take two chunks of at most 32 and one.
     assert counts["tokens, woken"] == 2 and counts.get("tokens", 0) == 1
     assert counts["before, woken"] == 2
     launches = counts["tokens"] + counts["tokens, woken"] + counts["decode"]
     assert counts["before"] + counts["before, woken"] == counts["after"] == launches
-    assert sum(samples.amounts["after"]) == 12
-    assert all(micros > 0 for each in samples.micros.values() for micros in each)
+    of_buckets = {name.split(", woken")[0] for name in counts} & alone.base_us.keys()
+    assert sum(counts[name] + counts.get(f"{name}, woken", 0) for name in of_buckets) == launches
+    assert sum(amount for amount, _, _ in samples.found["after"]) == 12
+    everything = [one for each in samples.found.values() for one in each]
+    assert all(0 <= least <= most and most > 0 for _, least, most in everything)
     add_request(engine, "later", [7], 2, lambda d: tokens.extend(d.token_ids))
     while engine.has_work:
         engine.step()
-    assert {name: len(micros) for name, micros in samples.micros.items()} == counts
+    assert {name: len(found) for name, found in samples.found.items()} == counts
 
 
 def test_a_calibrated_table_prices_every_part_of_the_loop(
     loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
+    monkeypatch.setattr(sim_calibrate, "LEAST_SAMPLES", 1)
     calibration = Calibration(loaded, alone)
     calibration.serve(0.4)
     times = calibration.times()
