@@ -37,6 +37,8 @@ class Samples:
     """Amounts and the microseconds that they took, between a least and a most, by a line's name."""
 
     found: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
+    # Whether the call waited for its launch, of those that found the device free.
+    waited: dict[str, list[bool]] = field(default_factory=dict)
 
     def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
         """What took so many seconds, or, where `least` is given, somewhere from that to those."""
@@ -183,6 +185,8 @@ class LaunchLog:
         else:
             self._call += 0.1 * (now - called - self._call)
         idle = 0.0 if self._launches else now - self._free
+        if all(launch.ended is not None for launch in self._launches):
+            self._samples.waited.setdefault(kind_of("free", idle), []).append(is_ready)
         self._samples.add(kind_of("before", idle), len(plan), now - self._begun)
         launch = _Launch(step, now, idle, returned, returned if is_ready else None)
         self._launches.append(launch)
@@ -233,7 +237,8 @@ class Calibration:
 
     def times(self) -> Measured:
         """The table with lines through all that was found."""
-        return replace(self._alone, lines=self._samples.lines())
+        waited = {name: float(np.mean(each)) for name, each in self._samples.waited.items()}
+        return replace(self._alone, lines=self._samples.lines(), waited=waited)
 
 
 class _Users:

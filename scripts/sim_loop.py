@@ -230,9 +230,12 @@ class Simulation:
         submitted = None
         if plan is not None:
             self.now += self.times.before(plan, self._idle, self._rng.random())
-            luck = self._rng.random()
-            seconds = self.times.device(plan, self.buckets, self._idle, luck)
+            idle, luck = self._idle, self._rng.random()
+            seconds = self.times.device(plan, self.buckets, idle, luck)
+            is_free = self._device_free <= self.now
             self._device_free = max(self._device_free, self.now) + seconds
+            if is_free and self._rng.random() < self.times.waiting(idle):
+                self.now = self._device_free
             submitted = (plan, self.now, self._device_free)
             self.usage.busy += seconds
             self.usage.steps += 1

@@ -19,6 +19,9 @@ WOKEN_SECONDS = 1e-3
 class StepTimes(Protocol):
     """Seconds of what the loop does: queue a request, prepare a launch, run it, and tell of it.
 
+    `waiting` is a share: of the launches that find the device free, those that the call which
+    submits them waits for, as XLA on CPU does with some.
+
     Args:
         idle: seconds for which the device has had nothing to do.
         luck: from 0 to 1: how long this one takes among its like.
@@ -28,6 +31,7 @@ class StepTimes(Protocol):
     def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
     def after(self, plan: StepPlan, luck: float) -> float: ...
+    def waiting(self, idle: float) -> float: ...
 
 
 def kind_of(name: str, idle: float) -> str:
@@ -112,6 +116,7 @@ class Measured:
     pair_us: dict[str, float]
     more_us: dict[str, float]
     lines: dict[str, Line] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -146,6 +151,9 @@ class Measured:
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
+
+    def waiting(self, idle: float) -> float:
+        return self.waited.get(kind_of("free", idle), 0.0)
 
     def _line(self, name: str, idle: float, none: Line | None = None) -> Line:
         found = self.lines.get(kind_of(name, idle), self.lines.get(name))
@@ -214,6 +222,9 @@ class Assumed:
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return self.host_after
+
+    def waiting(self, idle: float) -> float:
+        return 0.0
 
 
 def table(times: Measured) -> str:

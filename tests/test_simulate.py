@@ -31,8 +31,8 @@ US = 1e-6
 class Fixed:
     """Every launch takes 1 s, and the host 0.1 s before it and 0.2 s after; or shares of that."""
 
-    def __init__(self, unit: float = 1.0) -> None:
-        self.unit = unit
+    def __init__(self, unit: float = 1.0, share: float = 0.0) -> None:
+        self.unit, self.share = unit, share
 
     def request(self, prompt: int, idle: float, luck: float) -> float:
         return 0.0
@@ -45,6 +45,9 @@ class Fixed:
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return 0.2 * self.unit
+
+    def waiting(self, idle: float) -> float:
+        return self.share
 
 
 def job(prompt: int, output: int, arrival: float = 0.0, token: int = 5) -> Job:
@@ -59,6 +62,12 @@ def test_the_clock_by_hand_overlapped() -> None:
     # 3.3, at 3.4; the device runs without a gap from 2.1 on.
     assert record.token_times == pytest.approx([3.3, 4.3, 5.3])
     assert record.ttft == pytest.approx(1.3) and record.tpot == pytest.approx(1.0)
+
+
+def test_the_clock_by_hand_where_calls_wait_for_what_they_submit() -> None:
+    """Each launch finds the device free: they end at 3.1, 4.2 and 5.5, before anything is read."""
+    [record] = Simulation(SETTING, Fixed(share=1.0)).run([job(8, 3, 2.0)]).records
+    assert record.token_times == pytest.approx([4.4, 5.7, 5.9])
 
 
 def test_the_clock_by_hand_in_turns() -> None:

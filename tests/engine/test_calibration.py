@@ -58,5 +58,6 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     times = calibration.times()
     assert set(times.lines) >= {"tokens, woken", "decode", "before", "after", "request, woken"}
     assert all(min(map(min, line.spreads)) > 0 for line in times.lines.values())
+    assert times.waited and all(0 <= share <= 1 for share in times.waited.values())
     assert times.base_us == alone.base_us and isinstance(times.lines["after"], Line)
     assert "submit" not in vars(loaded.runner)
