@@ -14,7 +14,7 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
 
 WORK = [
-    ("one", SamplingParams(temperature=0, max_tokens=14)),
+    ("one", SamplingParams(temperature=0, max_tokens=30)),
     ("two", SamplingParams(temperature=0.9, seed=5, max_tokens=4)),
     ("three", SamplingParams(temperature=0, max_tokens=10, min_tokens=6)),
     ("four", SamplingParams(temperature=1.2, top_p=0.8, seed=6, max_tokens=7)),
