@@ -62,16 +62,13 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
         panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
 
 
-def columns(panels: jax.Array, outputs: jax.Array, inputs: int | None, dtype: str) -> jax.Array:
-    """The weights [T, I] of some outputs [T], which must be in range, in their own dtype.
-
-    I may be None unless it is odd.
-    """
+def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> jax.Array:
+    """The weights [T, I] of some outputs [T], which must be in range, in their own dtype."""
     index = outputs // PANEL, slice(None), outputs % PANEL
     return _weights(panels.at[index].get(mode="promise_in_bounds"), inputs, dtype)
 
 
-def _weights(columns: jax.Array, inputs: int | None, dtype: str) -> jax.Array:
+def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
     """[T, I] of what panels hold of it."""
     if in_pairs(dtype):
         halves = jax.lax.bitcast_convert_type(columns, jnp.uint16)

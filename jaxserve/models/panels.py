@@ -27,13 +27,13 @@ class PanelWeight:
         panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie.
         dtype: the weights' own.
         outputs: the shape that the outputs have in the model; their product is O.
-        inputs: I; may be left out unless it is odd.
+        inputs: I.
     """
 
     panels: Array
     dtype: str = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
-    inputs: int | None = field(default=None, metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
