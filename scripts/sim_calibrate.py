@@ -163,9 +163,17 @@ class LaunchLog:
                 ready = launch.step.output.token_ids.is_ready()
                 now = time.perf_counter()
                 if ready:
-                    launch.ended = now
+                    self._ended(launch, now)
                 else:
                     launch.runs = now
+
+    def _ended(self, last: _Launch, now: float) -> None:
+        """This launch has ended, and so have those before it: a device runs them in order."""
+        for launch in self._launches:
+            if launch.ended is None:
+                launch.ended = now
+            if launch is last:
+                return
 
     def _step(self, step: Callable[[], None]) -> None:
         self._begun = time.perf_counter()
@@ -178,18 +186,21 @@ class LaunchLog:
         self._look()
         called = time.perf_counter()
         step = submit(plan, slots)
-        now = returned = time.perf_counter()
+        submitted = runs = now = returned = time.perf_counter()
         is_ready = step.output.token_ids.is_ready()
         if is_ready:  # it has run within the call, as XLA on CPU may do
             now = min(called + self._call, returned)
+            submitted, runs = called, max(called, returned - self._call)
         else:
             self._call += 0.1 * (now - called - self._call)
         idle = 0.0 if self._launches else now - self._free
         if all(launch.ended is not None for launch in self._launches):
             self._samples.waited.setdefault(kind_of("free", idle), []).append(is_ready)
         self._samples.add(kind_of("before", idle), len(plan), now - self._begun)
-        launch = _Launch(step, now, idle, returned, returned if is_ready else None)
+        launch = _Launch(step, submitted, idle, runs)
         self._launches.append(launch)
+        if is_ready:
+            self._ended(launch, returned)
         return step
 
     def _done(self, read: Callable[..., Any], step: InFlight) -> Any:
