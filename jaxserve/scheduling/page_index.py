@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.scheduling.page_keys import WORDS
+
 # Cells of a bucket. With two buckets a page, one in 2**24 keys finds its bucket full.
 _CELLS = 8
 
@@ -13,10 +15,11 @@ class PageIndex:
 
     A step publishes, evicts and looks up hundreds of keys, scattered over memory that no cache
     holds. A dictionary waits for one after the other, 0.3 us each; here a batch is a dozen array
-    operations, whose loads overlap. Keys are random numbers, so that a part of them is their hash.
+    operations, whose loads overlap. Keys are random numbers, so that parts of them are their hash:
+    the lower half of the first word chooses the bucket, its upper half is the tag of the cell.
 
-    A key that finds its bucket full is not kept, nor one that has its first word in common with
-    another: either costs a page of cache, and never returns a wrong one.
+    A key that finds its bucket full is not kept, nor one whose tag is there already or is 0:
+    each costs a page of cache, and never returns a wrong one.
 
     Args:
         num_pages: page 0, which is never kept, included.
@@ -24,70 +27,67 @@ class PageIndex:
 
     def __init__(self, num_pages: int) -> None:
         self._mask = (1 << (2 * num_pages).bit_length()) - 1
-        # Pages; 0 where empty. The same cells once more in one row: numpy takes those faster.
-        self._buckets = np.zeros((self._mask + 1, _CELLS), np.int32)
-        self._cells = self._buckets.ravel()
-        self._first = np.zeros(num_pages, np.uint64)
-        self._second = np.zeros(num_pages, np.uint64)
+        # The tag in each cell, 0 where it is empty, and the page where it is not.
+        self._buckets = np.zeros((self._mask + 1, _CELLS), np.uint32)
+        self._page_of = np.zeros(self._buckets.size, np.intp)
+        # The same cells once more in one row: numpy takes those faster.
+        self._tags = self._buckets.ravel()
+        self._cell_of = np.zeros(num_pages, np.intp)
+        self._key_of = np.zeros((num_pages, WORDS), np.uint64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """intp[n]: for each key, u64[n, WORDS], its page, or 0."""
         found = np.zeros(len(keys), np.intp)
-        cells = self._buckets.take(self._bucket(keys[:, 0]), axis=0)
-        key, cell = (self._first.take(cells) == keys[:, :1]).nonzero()
+        bucket, tag = self._hash(keys)
+        key, cell = (self._buckets.take(bucket, axis=0) == tag[:, None]).nonzero()
         if len(key):
-            pages = cells[key, cell]
-            found[key] = pages * (self._second.take(pages) == keys[key, 1])
+            pages = self._page_of.take(bucket[key] * _CELLS + cell)
+            found[key] = pages * (self._key_of.take(pages, axis=0) == keys[key]).all(axis=1)
         return found
 
     def holds(self, key: np.ndarray) -> bool:
-        """Whether one key, u64[WORDS], may have a page: exact but for keys that share a word."""
-        first = key[0]
-        cells = self._buckets[int(first) & self._mask]
-        return bool(np.count_nonzero(self._first[cells] == first))
+        """Whether one key, u64[WORDS], may have a page: exact but for keys that share a tag."""
+        first = int(key[0])
+        return first >> 32 in self._buckets[first & self._mask].tolist()
 
-    def _bucket(self, first: np.ndarray) -> np.ndarray:
-        """intp[n]: the bucket of keys with these first words."""
-        return first.view(np.intp) & self._mask
+    def _hash(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """intp[n] and u32[n]: buckets and tags of keys."""
+        first = keys[:, 0]
+        return first.view(np.intp) & self._mask, (first >> np.uint64(32)).astype(np.uint32)
 
     def add(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Keep pages, intp[n], under their keys, u64[n, WORDS]; returns those that are kept now.
 
         A key that has a page already stays with it, and of equal keys here the first counts.
         """
-        bucket = self._bucket(keys[:, 0])
-        pages_there = self._buckets.take(bucket, axis=0)
-        is_known = self._first.take(pages_there) == keys[:, :1]
-        cell = pages_there.argmin(axis=1)
+        bucket, tag = self._hash(keys)
+        tags_there = self._buckets.take(bucket, axis=0)
+        is_known = tags_there == tag[:, None]
+        cell = (tags_there == 0).argmax(axis=1)
         cell += bucket * _CELLS
-        is_out = self._cells.take(cell) > 0  # its bucket is full
-        if np.count_nonzero(is_known):
-            is_out |= is_known.any(axis=1)
-        if np.count_nonzero(is_out):
-            pages, keys, cell = pages[~is_out], keys[~is_out], cell[~is_out]
+        is_full = self._tags.take(cell) > 0
+        if np.count_nonzero(is_known) or np.count_nonzero(is_full):
+            is_in = ~(is_known.any(axis=1) | is_full)
+            pages, keys, cell, tag = pages[is_in], keys[is_in], cell[is_in], tag[is_in]
         # Where several take one cell, the last is written: from back to front, the first of them.
-        self._cells[cell[::-1]] = pages[::-1]
-        is_kept = self._cells.take(cell) == pages
+        self._page_of[cell[::-1]] = pages[::-1]
+        is_kept = self._page_of.take(cell) == pages
         if np.count_nonzero(is_kept) == len(pages):
-            self._first[pages], self._second[pages] = keys[:, 0], keys[:, 1]
+            self._tags[cell] = tag
+            self._cell_of[pages], self._key_of[pages] = cell, keys
             return pages
-        kept = pages[is_kept]
-        self._first[kept], self._second[kept] = keys[is_kept, 0], keys[is_kept, 1]
+        kept = self.add(pages[is_kept], keys[is_kept])
         return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])
 
     def remove(self, pages: np.ndarray) -> None:
         """Forget pages that are kept."""
-        bucket = self._bucket(self._first.take(pages))
-        cell = (self._buckets.take(bucket, axis=0) == pages[:, None]).argmax(axis=1)
-        cell += bucket * _CELLS
-        self._cells[cell] = 0
+        self._tags[self._cell_of.take(pages)] = 0
 
     def clear(self) -> None:
         """Forget all."""
-        self._buckets[:] = 0
+        self._tags[:] = 0
 
     def pages(self) -> np.ndarray:
         """Every page that is kept and found by its key, ascending."""
-        pages = np.sort(self._buckets[self._buckets > 0])
-        keys = np.stack([self._first[pages], self._second[pages]], axis=1)
-        return pages[self.find(keys) == pages]
+        pages = np.sort(self._page_of[self._tags > 0])
+        return pages[self.find(self._key_of[pages]) == pages]

@@ -57,7 +57,7 @@ class PageKeys:
             return PrefixKeys(np.zeros((0, WORDS), np.uint64), start)
         rows = tokens[: pages * self._page_size].reshape(pages, self._page_size)
         states = _sums(self._of_tokens[:pages], rows)
-        np.cumsum(states, axis=0, out=states)
+        np.add.accumulate(states, axis=0, out=states)
         states += start
         return PrefixKeys(_keys(states), states[-1])
 

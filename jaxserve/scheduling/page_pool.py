@@ -147,7 +147,9 @@ class PagePool:
         pages = pages.astype(np.intp, copy=False)  # as indices: much faster than others
         left = self.ref_count[pages] - 1
         self.ref_count[pages] = left
-        idle = pages[left == 0]
+        idle = pages
+        if np.count_nonzero(left):  # few pages are shared
+            idle = pages[left == 0]
         if not len(idle):
             return
         self.num_changes += 1

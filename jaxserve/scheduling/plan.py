@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ class Row(NamedTuple):
     samples: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepPlan:
     """The rows of one step, as arrays of one entry a row.
 
@@ -34,6 +33,7 @@ class StepPlan:
         generations: int64[R]; a slot whose generation has changed since belongs to another
             sequence now, and the row's result to nobody.
         num_steps: decode steps of the launch.
+        total_tokens: tokens of one step.
     """
 
     slots: np.ndarray
@@ -42,14 +42,14 @@ class StepPlan:
     samples: np.ndarray
     generations: np.ndarray
     num_steps: int = 1
+    total_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        several = self.num_steps > 1
+        self.total_tokens = len(self.slots) if several else int(self.num_tokens.sum())
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    @cached_property
-    def total_tokens(self) -> int:
-        """Tokens of one step."""
-        return len(self) if self.num_steps > 1 else int(self.num_tokens.sum())
 
     @property
     def lengths(self) -> np.ndarray:

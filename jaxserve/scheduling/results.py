@@ -12,7 +12,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepResult:
     """What one committed step changed: the tokens that were drawn, and the sequences that ended.
 

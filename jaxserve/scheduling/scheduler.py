@@ -146,10 +146,9 @@ class Scheduler:
             take = self._admit(take, self.max_num_batched_tokens - int(take.sum()))
         if len(self.token_sizes):
             take = self._fitted(take)
-        slots = self._running
-        if np.count_nonzero(take) < len(take):
-            has_any = take > 0
-            slots, take = slots[has_any], take[has_any]
+        slots, rows = self._running, take.nonzero()[0]
+        if len(rows) < len(take):
+            slots, take = slots[rows], take[rows]
         if not len(slots) or would_part(self.slots, self._running, slots, take):
             return None
         return self._plan(slots, take, 1)
@@ -201,8 +200,8 @@ class Scheduler:
         if not len(growing):
             return True
         slots, first = slots[growing], held[growing]
-        last = -(-ends[growing] // size)
-        total = int((last - first).sum())
+        last = (ends[growing] + (size - 1)) // size
+        total = sum((last - first).tolist())
         if total > self.pool.num_free:
             return False
         owner, nth = (slots, first) if total == len(slots) else each(slots, first, last)

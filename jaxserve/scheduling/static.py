@@ -156,5 +156,5 @@ def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
     def both(name: str) -> np.ndarray:
         return np.concatenate([getattr(first, name), getattr(second, name)])
 
-    names = (field.name for field in fields(StepPlan) if field.name != "num_steps")
+    names = (field.name for field in fields(StepPlan) if field.init and field.name != "num_steps")
     return replace(first, **{name: both(name) for name in names})

@@ -75,16 +75,16 @@ POOL_BUGS = (
         "self.index.add(pages.astype(np.intp), keys[::-1])",
     ),
     Bug(
-        "a page is found by the first word of its key",
+        "a page is found by its key's tag alone",
         INDEX,
-        "pages * (self._second.take(pages) == keys[key, 1])",
+        "pages * (self._key_of.take(pages, axis=0) == keys[key]).all(axis=1)",
         "pages",
     ),
     Bug(
         "a full bucket loses a page for each that is added",
         INDEX,
-        "is_out = self._cells.take(cell) > 0",
-        "is_out = np.zeros(len(cell), bool)",
+        "is_full = self._tags.take(cell) > 0",
+        "is_full = np.zeros(len(cell), bool)",
     ),
     Bug(
         "of pages that would take one cell all but one are forgotten",
@@ -95,8 +95,8 @@ POOL_BUGS = (
     Bug(
         "of equal keys the last counts",
         INDEX,
-        "self._cells[cell[::-1]] = pages[::-1]",
-        "self._cells[cell] = pages",
+        "self._page_of[cell[::-1]] = pages[::-1]",
+        "self._page_of[cell] = pages",
     ),
     Bug("a hit is not counted", POOL, "self.ref_count[pages] += 1", "pass"),
     Bug("allocated pages are not counted", POOL, "self.ref_count[pages] = 1", "pass"),
@@ -116,13 +116,13 @@ POOL_BUGS = (
     Bug(
         "a key is published twice",
         INDEX,
-        "if np.count_nonzero(is_known):",
-        "if False:",
+        "~(is_known.any(axis=1) | is_full)",
+        "~is_full",
     ),
     Bug(
         "a page's key leaves out its parent",
         KEYS,
-        "        np.cumsum(states, axis=0, out=states)\n",
+        "        np.add.accumulate(states, axis=0, out=states)\n",
         "",
     ),
     Bug(

@@ -6,8 +6,9 @@ from jaxserve.scheduling.page_index import PageIndex
 
 
 def keys(*firsts: int, second: int = 7) -> np.ndarray:
-    """Keys of these first words; small ones that differ by a multiple of 1024 share a bucket."""
-    return np.array([(first, second) for first in firsts], np.uint64)
+    """Keys with these numbers as tags; small ones that differ by a multiple of 1024 share a
+    bucket."""
+    return np.array([(first << 32 | first, second) for first in firsts], np.uint64)
 
 
 def pages(*numbers: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from jaxserve.scheduling.page_pool import NULL_PAGE, PagePool
 
 def keys(names: str) -> np.ndarray:
     """A key for each letter."""
-    return np.array([[ord(name)] * WORDS for name in names], np.uint64)
+    return np.array([[ord(name) << 32 | ord(name)] * WORDS for name in names], np.uint64)
 
 
 def cached(pool: PagePool, names: str) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_what_was_released_first_is_evicted_first():
 def test_a_large_cache_is_evicted_ahead_and_in_order():
     pool = PagePool(1001, 4)
     pages = pool.allocate(1000)
-    names = np.arange(1, 1 + 1000 * WORDS, dtype=np.uint64).reshape(-1, WORDS)
+    names = np.random.default_rng(0).integers(1, 2**64, (1000, WORDS), np.uint64)
     pool.publish(pages, names)
     pool.release(pages[500:])
     pool.release(pages[:500])
