@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from jaxserve.scheduling.page_keys import WORDS
 
 # Cells of a bucket. With two buckets a page, one in 2**24 keys finds its bucket full.
 _CELLS = 8
+# Where a word's upper half is among the halves of a key.
+_UPPER = 1 if sys.byteorder == "little" else 0
 
 
 class PageIndex:
@@ -33,7 +37,8 @@ class PageIndex:
         # The same cells once more in one row: numpy takes those faster.
         self._tags = self._buckets.ravel()
         self._cell_of = np.zeros(num_pages, np.intp)
-        self._key_of = np.zeros((num_pages, WORDS), np.uint64)
+        # Word by word: rows of two would take twice as long.
+        self._first_of, self._second_of = np.zeros((WORDS, num_pages), np.uint64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """intp[n]: for each key, u64[n, WORDS], its page, or 0."""
@@ -42,7 +47,7 @@ class PageIndex:
         key, cell = (self._buckets.take(bucket, axis=0) == tag[:, None]).nonzero()
         if len(key):
             pages = self._page_of.take(bucket[key] * _CELLS + cell)
-            found[key] = pages * (self._key_of.take(pages, axis=0) == keys[key]).all(axis=1)
+            found[key] = pages * self._have(pages, keys[key])
         return found
 
     def holds(self, key: np.ndarray) -> bool:
@@ -52,8 +57,12 @@ class PageIndex:
 
     def _hash(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """intp[n] and u32[n]: buckets and tags of keys."""
-        first = keys[:, 0]
-        return first.view(np.intp) & self._mask, (first >> np.uint64(32)).astype(np.uint32)
+        return keys[:, 0].view(np.intp) & self._mask, keys.view(np.uint32)[:, _UPPER]
+
+    def _have(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """bool[n]: whether each page was kept last under its key."""
+        is_first = self._first_of.take(pages) == keys[:, 0]
+        return is_first & (self._second_of.take(pages) == keys[:, 1])
 
     def add(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Keep pages, intp[n], under their keys, u64[n, WORDS]; returns those that are kept now.
@@ -65,16 +74,17 @@ class PageIndex:
         is_known = tags_there == tag[:, None]
         cell = (tags_there == 0).argmax(axis=1)
         cell += bucket * _CELLS
-        is_full = self._tags.take(cell) > 0
-        if np.count_nonzero(is_known) or np.count_nonzero(is_full):
-            is_in = ~(is_known.any(axis=1) | is_full)
+        in_its_way = self._tags.take(cell)  # none, unless its bucket is full
+        if np.count_nonzero(is_known) or np.count_nonzero(in_its_way):
+            is_in = ~is_known.any(axis=1) & (in_its_way == 0)
             pages, keys, cell, tag = pages[is_in], keys[is_in], cell[is_in], tag[is_in]
         # Where several take one cell, the last is written: from back to front, the first of them.
         self._page_of[cell[::-1]] = pages[::-1]
         is_kept = self._page_of.take(cell) == pages
         if np.count_nonzero(is_kept) == len(pages):
             self._tags[cell] = tag
-            self._cell_of[pages], self._key_of[pages] = cell, keys
+            self._cell_of[pages] = cell
+            self._first_of[pages], self._second_of[pages] = keys[:, 0], keys[:, 1]
             return pages
         kept = self.add(pages[is_kept], keys[is_kept])
         return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])
@@ -90,4 +100,5 @@ class PageIndex:
     def pages(self) -> np.ndarray:
         """Every page that is kept and found by its key, ascending."""
         pages = np.sort(self._page_of[self._tags > 0])
-        return pages[self.find(self._key_of[pages]) == pages]
+        keys = np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
+        return pages[self.find(keys) == pages]

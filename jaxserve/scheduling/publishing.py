@@ -40,12 +40,15 @@ class Publisher:
             )
         return sequence.prefix_keys
 
-    def note(self, plan: StepPlan, well: np.ndarray, running: np.ndarray) -> None:
+    def note(
+        self, plan: StepPlan, well: np.ndarray, running: np.ndarray, leaving: np.ndarray
+    ) -> None:
         """Count the tokens of a step whose results are known, and offer the pages that are due.
 
         Args:
             well: bool[R], rows of the plan that still belong to their sequence, and were finite.
             running: slots of all running sequences.
+            leaving: those of them that end with this step.
         """
         table = self.slots
         ends = plan.starts + plan.num_tokens
@@ -60,8 +63,12 @@ class Publisher:
         if self._steps >= _STEPS:
             self._steps = 0
             self.publish(running)
-        elif plan.num_steps == 1 and plan.total_tokens > len(plan):
-            self.publish(plan.slots[well & (plan.num_tokens > 1)])
+            return
+        if plan.num_steps == 1 and plan.total_tokens > len(plan):
+            # A prompt may leave with its first token: nothing happens to a slot named twice.
+            leaving = np.concatenate([leaving, plan.slots[well & (plan.num_tokens > 1)]])
+        if len(leaving):
+            self.publish(leaving)
 
     def publish(self, slots: np.ndarray) -> None:
         """Offer every full page of these slots that has been computed."""

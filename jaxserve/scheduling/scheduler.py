@@ -352,12 +352,13 @@ class Scheduler:
             table.tokens[owners, where] = draws.tokens
         table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed
-        self.publisher.note(plan, well, self._running)
+        last = draws.is_last.nonzero()[0]
+        self.publisher.note(plan, well, self._running, slots[last])
         if table.window is not None:
             self._give_back(plan.slots[well])
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
-        for index in draws.is_last.nonzero()[0].tolist():
+        for index in last.tolist():
             slot, is_stop = slots[index], draws.is_stop[index]
             sequence = table.sequences[slot]
             if is_stop:
@@ -369,7 +370,8 @@ class Scheduler:
             sequence.finish_reason = FinishReason.ERROR
             finished.append(sequence)
         if finished:
-            self._vacate([sequence.slot for sequence in finished])
+            offered = draws.failed is None
+            self._vacate([sequence.slot for sequence in finished], offered)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
@@ -381,9 +383,14 @@ class Scheduler:
             self.publisher.publish(slots[row : row + 1])
             self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
 
-    def _vacate(self, slots: list[int]) -> None:
-        """Take slots and pages from their sequences, and the slots out of the running order."""
-        self.publisher.publish(np.array(slots, np.intp))
+    def _vacate(self, slots: list[int], offered: bool = False) -> None:
+        """Take slots and pages from their sequences, and the slots out of the running order.
+
+        Args:
+            offered: whether the publisher knows that they leave.
+        """
+        if not offered:
+            self.publisher.publish(np.array(slots, np.intp))
         for slot in slots:
             self.pool.release(self.slots.release(slot))
         self._running = self._running[self.slots.generation[self._running] > 0]

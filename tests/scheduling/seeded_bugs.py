@@ -89,15 +89,15 @@ SCHEDULE_BUGS = (
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "        self.publisher.publish(np.array(slots, np.intp))\n",
-        "",
+        "            self.publisher.publish(np.array(slots, np.intp))\n",
+        "            pass\n",
         only_slow=True,
     ),
     Bug(
         "pages of prompts are offered late",
         PUBLISHING,
-        "elif plan.num_steps == 1 and",
-        "elif plan.num_steps < 1 and",
+        "if plan.num_steps == 1 and plan.total_tokens > len(plan):",
+        "if plan.num_steps < 1:",
         only_slow=True,
     ),
     Bug(

@@ -77,14 +77,14 @@ POOL_BUGS = (
     Bug(
         "a page is found by its key's tag alone",
         INDEX,
-        "pages * (self._key_of.take(pages, axis=0) == keys[key]).all(axis=1)",
+        "pages * self._have(pages, keys[key])",
         "pages",
     ),
     Bug(
         "a full bucket loses a page for each that is added",
         INDEX,
-        "is_full = self._tags.take(cell) > 0",
-        "is_full = np.zeros(len(cell), bool)",
+        "in_its_way = self._tags.take(cell)",
+        "in_its_way = np.zeros(len(cell), np.uint32)",
     ),
     Bug(
         "of pages that would take one cell all but one are forgotten",
@@ -116,8 +116,8 @@ POOL_BUGS = (
     Bug(
         "a key is published twice",
         INDEX,
-        "~(is_known.any(axis=1) | is_full)",
-        "~is_full",
+        "~is_known.any(axis=1) & (in_its_way == 0)",
+        "in_its_way == 0",
     ),
     Bug(
         "a page's key leaves out its parent",
