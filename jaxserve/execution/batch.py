@@ -119,23 +119,24 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
     parts.num_steps[0] = plan.num_steps
-    rows = np.empty(bucket.num_rows, np.intp)
-    rows[:num_rows], rows[num_rows:] = plan.slots, slots.num_slots
+    rows, order = plan.slots, np.arange(num_rows)
+    if num_rows < bucket.num_rows:
+        rows = np.full(bucket.num_rows, slots.num_slots, np.intp)
+        rows[:num_rows] = plan.slots
     padded[:] = rows
-    lengths = plan.lengths
-    kv_len[:num_rows] = lengths
+    kv_len[:num_rows] = plan.lengths
     kv_len[num_rows:] = 0
     if num_tokens < bucket.num_tokens:
         tokens[num_tokens:] = positions[num_tokens:] = 0
         row_of_token[num_tokens:] = bucket.num_rows - 1
     query_start[0], query_start[num_rows:] = 0, num_tokens
     if num_tokens == num_rows:
-        query_start[:num_rows] = np.arange(num_rows)
+        query_start[:num_rows] = order
         first = slice(num_rows)
     else:
         np.add.accumulate(plan.num_tokens, out=query_start[1 : num_rows + 1])
         first = query_start[:num_rows].astype(np.intp)
-    row_of_token[first] = np.arange(num_rows)
+    row_of_token[first] = order
     positions[first] = plan.starts
     tokens[first] = _first_tokens(plan, slots)
     if num_tokens > num_rows:
@@ -155,11 +156,11 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
 
 def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
     """i32[R], or one for all: each row's first token, where the host knows it."""
-    is_known = plan.starts < slots.num_known[plan.slots]
-    if not np.count_nonzero(is_known):
+    known = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
+    if not len(known):
         return NO_TOKEN
     tokens = np.full(len(plan), NO_TOKEN, np.int32)
-    tokens[is_known] = slots.tokens[plan.slots[is_known], plan.starts[is_known]]
+    tokens[known] = slots.tokens[plan.slots[known], plan.starts[known]]
     return tokens
 
 

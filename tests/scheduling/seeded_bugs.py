@@ -89,8 +89,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "            self.publisher.publish(np.array(slots, np.intp))\n",
-        "            pass\n",
+        "self._running, slots[last])",
+        "self._running, slots[:0])",
         only_slow=True,
     ),
     Bug(
@@ -377,8 +377,8 @@ OTHER_BUGS = (
     Bug(
         "a token in flight is read from the table",
         BATCH,
-        "is_known = plan.starts < slots.num_known[plan.slots]",
-        "is_known = plan.starts <= slots.num_known[plan.slots]",
+        "(plan.starts < slots.num_known[plan.slots])",
+        "(plan.starts <= slots.num_known[plan.slots])",
     ),
     Bug(
         "a chunk of a prompt is laid out from its prompt's beginning",
