@@ -10,6 +10,8 @@ from jaxserve.scheduling.page_keys import WORDS
 
 # Cells of a bucket. With two buckets a page, one in 2**24 keys finds its bucket full.
 _CELLS = 8
+# Most pages that are added one by one: array operations cost a microsecond each.
+_FEW = 2
 # Where a word's upper half is among the halves of a key.
 _UPPER = 1 if sys.byteorder == "little" else 0
 
@@ -69,6 +71,8 @@ class PageIndex:
 
         A key that has a page already stays with it, and of equal keys here the first counts.
         """
+        if len(pages) <= _FEW:
+            return self._add_few(pages, keys)
         bucket, tag = self._hash(keys)
         tags_there = self._buckets.take(bucket, axis=0)
         is_known = tags_there == tag[:, None]
@@ -88,6 +92,22 @@ class PageIndex:
             return pages
         kept = self.add(pages[is_kept], keys[is_kept])
         return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])
+
+    def _add_few(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """As `add`, page by page."""
+        kept: list[int] = []
+        for at, (page, (first, second)) in enumerate(
+            zip(pages.tolist(), keys.tolist(), strict=True)
+        ):
+            bucket, tag = first & self._mask, first >> 32
+            tags = self._buckets[bucket].tolist()
+            if not tag or tag in tags or 0 not in tags:
+                continue
+            cell = bucket * _CELLS + tags.index(0)
+            self._tags[cell], self._page_of[cell], self._cell_of[page] = tag, page, cell
+            self._first_of[page], self._second_of[page] = first, second
+            kept.append(at)
+        return pages[kept]
 
     def remove(self, pages: np.ndarray) -> None:
         """Forget pages that are kept."""

@@ -120,6 +120,12 @@ POOL_BUGS = (
         "in_its_way == 0",
     ),
     Bug(
+        "a key of a few is published twice",
+        INDEX,
+        "if not tag or tag in tags or 0 not in tags:",
+        "if not tag or 0 not in tags:",
+    ),
+    Bug(
         "a page's key leaves out its parent",
         KEYS,
         "        np.add.accumulate(states, axis=0, out=states)\n",
