@@ -32,6 +32,7 @@ from pallas_kernels.llvm_code import (
     I1,
     I32,
     I64,
+    LINE,
     POINTER,
     VOID,
     Code,
@@ -145,17 +146,34 @@ class PanelProduct:
             here = code.at(
                 w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), self.stored
             )
+            below = code.at(here, code.mul(inputs, const(PANEL)), self.stored)
             row = chunk
             for size in sizes:
                 with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
+                    nth = code.sdiv(code.sub(start, chunk), const(sizes[0]))
+                    ahead = self._ahead(code, here, (panel, last), below, nth, count)
                     first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
                     from_ = code.at(x, first_x, self.read)
                     to = code.at(y, code.add(code.mul(start, outputs), at), float_type(self.dtype))
                     begins = code.icmp_signed("==", k, const(0))
-                    code.call(tiles[size], [from_, here, to, count, inputs, outputs, begins])
+                    code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
                 whole = code.sdiv(code.sub(end, row), const(size))
                 row = code.add(row, code.mul(whole, const(size)))
         self._fill(code, y, (rows, all_rows), (first, last), outputs)
+
+    def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
+        """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
+
+        The first two ask for a half each of the panel below, which they leave no time to read when
+        its turn comes: memory would wait while the others compute. The rest ask for their own.
+        """
+        panel, last = panels
+        half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
+        asks = code.and_(
+            code.icmp_signed("<", code.add(panel, const(1)), last),
+            code.icmp_signed("<", nth, const(2)),
+        )
+        return code.select(asks, code.at(below, half, self.stored), here)
 
     def _fill(self, code: Code, y: Any, rows: Any, panels: Any, outputs: Any) -> None:
         """Zeros in rows and panels, from the first to before the last of each."""
@@ -181,19 +199,20 @@ def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
-    """tile(x, panel, y, count, inputs, outputs, begins): y[:size, :PANEL] += x[:size] @ panel.
+    """tile(x, panel, y, ahead, count, inputs, outputs, begins).
 
-    Over `count` inputs; rows of x are `inputs` apart, those of y `outputs`. Where the sums begin,
-    what y holds is not read as a number.
+    y[:size, :PANEL] += x[:size] @ panel, over `count` inputs; rows of x are `inputs` apart, those
+    of y `outputs`. Where the sums begin, what y holds is not read as a number. Lines of memory from
+    `ahead` on are asked for.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = cpu.vector_bytes // element_bytes(real)
     vectors = PANEL // lanes
-    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3 + [I1])
+    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 3 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
     code = Code(function)
-    x, w, y, count, inputs, outputs, begins = function.args
+    x, w, y, ahead, count, inputs, outputs, begins = function.args
     between = code.mul(inputs, const(kernel.reads))
     rows = [code.at(x, code.mul(const(row), between), kernel.read) for row in range(size)]
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
@@ -205,6 +224,8 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     ]
     with code.loop(const(0), count, carry=before) as (k, sums):
         here = code.at(w, code.mul(k, const(PANEL)), stored)
+        line = const(LINE // element_bytes(stored))
+        code.prefetch(code.at(ahead, code.mul(k, line), stored), 2)
         if size >= ROWS_TO_PREFETCH:
             for line in range(0, PANEL, 64 // element_bytes(stored)):
                 code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
