@@ -1,14 +1,16 @@
 """Read tensors block by block, on several threads, into the parameters that they fill.
 
-A block is read, cast and transposed by one thread. Threads take turns in reading, so that the disk
-sees one reader going from one end to the other, for whom the kernel reads ahead while all threads
-compute. Each thread holds one block besides the parameters.
+A block is read, cast and transposed by one thread, which holds it besides the parameters. What is
+read comes in a few streams, stretches of the files of about equal size: each is read from one end
+to the other, by one thread at a time, so that the kernel reads ahead for all of them. Several,
+because most of the time of reading from a fast disk is the kernel's own, for pages that it takes
+and copies: one stream would keep one core at it, whatever the other cores do.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,6 +29,7 @@ from pallas_kernels import rows_in_panels
 from pallas_kernels.llvm_panels import PANEL
 
 THREADS = 4
+STREAMS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
 PANEL_BYTES = 4 << 20  # likewise, what becomes panels while it is in the processor's cache
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
@@ -99,6 +102,7 @@ class _Job:
 
     path: str
     entry: TensorEntry
+    file: SharedFile
     into: _Strided | _InPanels
     parameter: np.ndarray
     ends_part: bool
@@ -120,7 +124,7 @@ def read_parameters(
     plans: Mapping[str, PanelPlan] = MappingProxyType({}),
     check_finite: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each parameter's path and values, or its panels, in the order of the files.
+    """Each parameter's path and values, or its panels, in the order in which streams end them.
 
     Args:
         table: which tensor fills what.
@@ -141,13 +145,14 @@ def read_parameters(
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
-    jobs = _jobs(groups, entries, dims, shapes, plans)
-    memory, file = _Memory(), SharedFile()
+    memory, files = _Memory(), [SharedFile() for _ in range(STREAMS)]
+    streams = zip(_stretches(groups, entries), files, strict=True)
+    jobs = _in_step([_jobs(some, entries, dims, shapes, plans, file) for some, file in streams])
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
         while True:
             while len(window) < 2 * THREADS and (job := next(jobs, None)) is not None:
-                window.append((job, pool.submit(_fill, job, file, memory, check_finite)))
+                window.append((job, pool.submit(_fill, job, memory, check_finite)))
             if not window:
                 return
             job, future = window.popleft()
@@ -160,11 +165,39 @@ def read_parameters(
                 yield job.path, job.parameter
     finally:
         pool.shutdown(cancel_futures=True)
-        file.close()
+        for file in files:
+            file.close()
 
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
     return str(entry.shard.path), entry.offset
+
+
+def _stretches(
+    groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry]
+) -> list[list[list[WeightName]]]:
+    """One for each stream: neighbours in their order, of about as many bytes."""
+    sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
+    total, before = max(1, sum(sizes)), 0
+    found: list[list[list[WeightName]]] = [[] for _ in range(STREAMS)]
+    for parts, size in zip(groups, sizes, strict=True):
+        # Where its middle is; of no bytes at all, the last ends behind the last stretch.
+        found[min(STREAMS - 1, (2 * before + size) * STREAMS // (2 * total))].append(parts)
+        before += size
+    return found
+
+
+def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:
+    """Every stream's jobs in their order; next is one of the stream that is least far."""
+    far = dict.fromkeys(streams, 0)
+    while far:
+        stream = min(far, key=far.__getitem__)
+        job = next(stream, None)
+        if job is None:
+            del far[stream]
+        else:
+            far[stream] += job.num_bytes
+            yield job
 
 
 def _jobs(
@@ -173,8 +206,9 @@ def _jobs(
     dims: Mapping[str, int],
     shapes: Shapes,
     plans: Mapping[str, PanelPlan],
+    file: SharedFile,
 ) -> Iterator[_Job]:
-    """Every block in order; a parameter is allocated with its first one."""
+    """Every block of a stream in order; a parameter is allocated with its first one."""
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)
@@ -187,7 +221,8 @@ def _jobs(
                 goals = list(_in_panels(plan, part, entry, parameter))
             for into in goals:
                 ends = into is goals[-1]
-                yield _Job(path, entry, into, parameter, ends, ends and part is parts[-1])
+                last = ends and part is parts[-1]
+                yield _Job(path, entry, file, into, parameter, ends, last)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -215,9 +250,9 @@ def _in_panels(
             yield _InPanels(block.rows, panels, plan.dtype)
 
 
-def _fill(job: _Job, file: SharedFile, memory: _Memory, check_finite: bool) -> None:
+def _fill(job: _Job, memory: _Memory, check_finite: bool) -> None:
     room = memory.of("read", job.num_bytes)
-    rows = job.entry.read_rows(*job.into.rows, room, file)
+    rows = job.entry.read_rows(*job.into.rows, room, job.file)
     if not job.into.fill(rows, memory, check_finite):
         raise _not_finite(rows, job.entry, job.into.dtype)
 
