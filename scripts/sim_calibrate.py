@@ -23,8 +23,8 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.execution.runner import InFlight
-from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
+from sim_client import add_request, alike, serve_really
 from sim_jobs import Job
 from sim_times import Line, Measured, kind_of, kind_of_bucket, num_drawn
 
@@ -298,26 +298,23 @@ class Calibration:
                 users.come(load * answered / part, part)
         return samples
 
-    def serve_like(self, jobs: list[Job], seconds: float) -> Samples:
-        """One round at the rate of these jobs, with prompts and outputs as long as theirs.
+    def serve_like(self, jobs: list[Job]) -> Samples:
+        """One round of as many other requests, which come at the same rate.
 
-        Requests come at random times, and each has the lengths of any of them.
+        Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
+        drawn on its own.
         """
-        lengths = [(len(job.request.prompt_token_ids), job.output) for job in jobs]
-        rate = (len(jobs) - 1) / (jobs[-1].arrival - jobs[0].arrival)
-        with self._users(lengths) as (users, samples):
-            users.come(rate, seconds)
+        with self._users() as (users, samples):
+            serve_really(users.engine, alike(jobs, self._rng), samples)
         return samples
 
     @contextmanager
-    def _users(
-        self, lengths: list[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[_Users, Samples]]:
+    def _users(self) -> Iterator[tuple[_Users, Samples]]:
         """Users of a new engine, and what its log has found once they are gone."""
         engine, found = Engine(self._loaded), Samples()
         log = LaunchLog(engine)
         try:
-            yield _Users(engine, found, self._rng, lengths), found
+            yield _Users(engine, found, self._rng), found
         finally:
             found.update(log.samples(self._alone))
 
@@ -333,15 +330,8 @@ class Calibration:
 class _Users:
     """Ask an engine in its own thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        samples: Samples,
-        rng: np.random.Generator,
-        lengths: list[tuple[int, int]] | None,
-    ) -> None:
+    def __init__(self, engine: Engine, samples: Samples, rng: np.random.Generator) -> None:
         self.engine, self.samples, self.rng = engine, samples, rng
-        self.lengths = lengths
         self._active = self._number = 0
 
     def crowd(self, seconds: float) -> int:
@@ -368,7 +358,9 @@ class _Users:
                 time.sleep(max(due - time.perf_counter(), 0.0))
 
     def _add(self, due: float) -> None:
-        prompt, output = self._draw_lengths()
+        longest = self.engine.limits.max_model_len // 2
+        prompt = int(np.exp(self.rng.uniform(np.log(4), np.log(longest))))
+        output = int(np.exp(self.rng.uniform(np.log(2), np.log(min(longest, MOST_OUTPUT)))))
         tokens = self.rng.integers(3, self.engine.limits.vocab_size, prompt).tolist()
         kind = "request" if self.engine.has_work else "request, woken"
         add_request(self.engine, f"asked {self._number}", tokens, output, self._sink)
@@ -376,22 +368,5 @@ class _Users:
         self._number += 1
         self._active += 1
 
-    def _draw_lengths(self) -> tuple[int, int]:
-        """Of a prompt and its output: any of those given, or any that fit."""
-        if self.lengths is not None:
-            return self.lengths[self.rng.integers(len(self.lengths))]
-        longest = self.engine.limits.max_model_len // 2
-        prompt = int(np.exp(self.rng.uniform(np.log(4), np.log(longest))))
-        output = int(np.exp(self.rng.uniform(np.log(2), np.log(min(longest, MOST_OUTPUT)))))
-        return prompt, output
-
     def _sink(self, delta: Delta) -> None:
         self._active -= delta.finish_reason is not None
-
-
-def add_request(
-    engine: Engine, name: str, tokens: list[int], output: int, sink: Callable[[Delta], None]
-) -> None:
-    """Queue a greedy request of a given length."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    engine.add(engine.request(name, tokens, sampling), sink)

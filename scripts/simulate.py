@@ -124,7 +124,7 @@ def do_measure(arguments: argparse.Namespace) -> int:
     setting = module.setting_of(loaded)
     if arguments.rate:
         jobs = _jobs(arguments, setting, arguments.rate, loaded.limits.vocab_size)
-        rounds = [calibration.serve_like(jobs, arguments.seconds) for _ in range(3)]
+        rounds = [calibration.serve_like(jobs) for _ in range(3)]
     else:
         rounds = [calibration.serve(arguments.seconds) for _ in range(3)]
     times = calibration.times(*rounds)
@@ -149,15 +149,14 @@ def do_validate(arguments: argparse.Namespace) -> int:
     rows, holds = {}, True
     for rate in arguments.rate or [5.0, 20.0, 40.0]:
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
-        seconds = arguments.seconds or jobs[-1].arrival
-        pairs: list[tuple[Numbers, Numbers]] = []
-        before = calibration.serve_like(jobs, seconds)
+        rounds: list[tuple[Numbers, Measured]] = []
+        before = calibration.serve_like(jobs)
         for _ in range(arguments.repeats):
-            real = summarize(module.serve_really(loaded, jobs))
-            after = calibration.serve_like(jobs, seconds)
-            times = calibration.times(before, after)
-            pairs.append((real, _simulated(setting, times, jobs)))
+            real = summarize(module.serve_really(module.Engine(loaded), jobs))
+            after = calibration.serve_like(jobs)
+            rounds.append((real, calibration.times(before, after)))
             before = after
+        pairs = [(real, _simulated(setting, times, jobs)) for real, times in rounds]
         print(f"\n{rate:g} requests a second, {len(jobs)} of them, {len(pairs)} times")
         result = compare(pairs)
         rows[f"{rate:g}"] = result["rows"]
@@ -344,12 +343,12 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
         if name == "measure":
             command.add_argument("--out", type=Path)
-        if name in ("measure", "validate"):
+        if name == "measure":
             command.add_argument(
                 "--seconds",
                 type=float,
-                default=8.0 if name == "measure" else None,
-                help="of each round that times the loop; validate: as long as the requests come",
+                default=8.0,
+                help="of each round that times the loop at several rates",
             )
         if name == "validate":
             command.add_argument("--repeats", type=int, default=3)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 import sim_calibrate
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from sim_calibrate import Calibration, LaunchLog, add_request
+from sim_calibrate import Calibration, LaunchLog
+from sim_client import add_request, alike
 from sim_jobs import make_jobs
 from sim_times import WOKEN_SECONDS, Line, Measured
 
@@ -66,15 +68,24 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     assert "submit" not in vars(loaded.runner)
 
 
-def test_a_load_is_timed_with_its_lengths_and_without_its_requests(
-    loaded: Loaded, alone: Measured
-) -> None:
-    jobs = make_jobs("azure-conv", 5, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    samples = Calibration(loaded, alone).serve_like(jobs, 0.2)
+def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
+    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
+    samples = Calibration(loaded, alone).serve_like(jobs)
     asked = [*samples.found.get("request", []), *samples.found["request, woken"]]
+    assert len(asked) == 12
     assert {length for length, _, _ in asked} <= {len(j.request.prompt_token_ids) for j in jobs}
-    assert len(asked) > 3
-    # Each request draws as many tokens as one of the jobs.
-    drawn = sum(amount for amount, _, _ in samples.found["after"])
     outputs = [one.output for one in jobs]
-    assert len(asked) * min(outputs) <= drawn <= len(asked) * max(outputs)
+    drawn = sum(amount for amount, _, _ in samples.found["after"])
+    assert 12 * min(outputs) <= drawn <= 12 * max(outputs)
+    assert "step" not in vars(loaded.runner) and "submit" not in vars(loaded.runner)
+
+
+def test_requests_like_others_are_not_the_same() -> None:
+    jobs = make_jobs("azure-conv", 60, rate=9.0, max_model_len=64)
+    others = alike(jobs, np.random.default_rng(1))
+    assert others[0].arrival == 0.0 and others[-1].arrival == pytest.approx(jobs[-1].arrival)
+    assert [one.arrival for one in others] != [one.arrival for one in jobs]
+    lengths = {(len(one.request.prompt_token_ids), one.output) for one in jobs}
+    drawn = [(len(one.request.prompt_token_ids), one.output) for one in others]
+    assert set(drawn) <= lengths
+    assert drawn != [(len(one.request.prompt_token_ids), one.output) for one in jobs]
