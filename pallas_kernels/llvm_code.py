@@ -262,9 +262,9 @@ class Code(ir.IRBuilder):
             value = self.multiply_add(value, rest, number)
         return power, self.fmul(value, rest), filled(kind, 1.0 - bias)
 
-    def prefetch(self, address: Any) -> None:
-        """Bring a line of memory near, for reading."""
-        flags = [ir.Constant(I32, value) for value in (0, 3, 1)]
+    def prefetch(self, address: Any, near: int = 3) -> None:
+        """Bring a line of memory near, for reading: into the first cache (3) or the second (2)."""
+        flags = [ir.Constant(I32, value) for value in (0, near, 1)]
         self.intrinsic("llvm.prefetch.p0", VOID, [address, *flags])
 
 

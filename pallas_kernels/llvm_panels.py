@@ -78,7 +78,7 @@ def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
 
 
 def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """What `panel_product` computes, in plain JAX."""
+    """What `panel_product` computes of all rows, in plain JAX."""
     outputs = panels.shape[0] * PANEL
     rows = panels.transpose(0, 2, 1).reshape(outputs, -1)
     exact = jnp.promote_types(x.dtype, jnp.float32)

@@ -11,6 +11,9 @@ Weights of bfloat16 lie in pairs of inputs. Where x is bfloat16 too and the proc
 products of such pairs (AVX512-BF16), these are used: products are exact, the second of a pair is
 added before the first, each addition rounds to float32, and subnormal numbers count as zeros.
 Otherwise weights are widened, and products are added in the order of the inputs, rounded once.
+
+How many rows count is an operand, for a batch is padded to one of few shapes: rows behind them are
+not multiplied, and their results are zero.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pallas_kernels.llvm_code import (
     I1,
     I32,
     I64,
+    LINE,
     POINTER,
     VOID,
     Code,
@@ -63,7 +67,7 @@ class PanelProduct:
     weights: str
     cpu: Host = field(default_factory=host)
 
-    operands = 2
+    operands = 3
 
     @property
     def name(self) -> str:
@@ -103,11 +107,13 @@ class PanelProduct:
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, panels, y; rows, inputs (or pairs of them), number of panels."""
-        return (Field(0), Field(1), Field(2), Field(0, 0), Field(1, 1), Field(1, 0))
+        """x, panels, rows that count, y; rows, inputs (or pairs of them), number of panels."""
+        buffers = (Field(buffer) for buffer in range(self.operands + 1))
+        return (*buffers, Field(0, 0), Field(1, 1), Field(1, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        *_, rows, inputs, panels = fields
+        *_, inputs, panels = fields
+        rows = _counted(code, fields)
         weights = code.mul(code.mul(inputs, panels), const(PANEL))
         eighth = code.ashr(code.add(rows, const(7)), const(3))
         work = code.sdiv(code.mul(weights, eighth), const(WORK_OF_A_PART))
@@ -117,7 +123,8 @@ class PanelProduct:
         return parts
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        x, w, y, rows, inputs, panels = fields
+        x, w, _, y, all_rows, inputs, panels = fields
+        rows = _counted(code, fields)
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
@@ -139,16 +146,49 @@ class PanelProduct:
             here = code.at(
                 w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), self.stored
             )
+            below = code.at(here, code.mul(inputs, const(PANEL)), self.stored)
             row = chunk
             for size in sizes:
                 with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
+                    nth = code.sdiv(code.sub(start, chunk), const(sizes[0]))
+                    ahead = self._ahead(code, here, (panel, last), below, nth, count)
                     first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
                     from_ = code.at(x, first_x, self.read)
                     to = code.at(y, code.add(code.mul(start, outputs), at), float_type(self.dtype))
                     begins = code.icmp_signed("==", k, const(0))
-                    code.call(tiles[size], [from_, here, to, count, inputs, outputs, begins])
+                    code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
                 whole = code.sdiv(code.sub(end, row), const(size))
                 row = code.add(row, code.mul(whole, const(size)))
+        self._fill(code, y, (rows, all_rows), (first, last), outputs)
+
+    def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
+        """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
+
+        The first two ask for a half each of the panel below, which they leave no time to read when
+        its turn comes: memory would wait while the others compute. The rest ask for their own.
+        """
+        panel, last = panels
+        half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
+        asks = code.and_(
+            code.icmp_signed("<", code.add(panel, const(1)), last),
+            code.icmp_signed("<", nth, const(2)),
+        )
+        return code.select(asks, code.at(below, half, self.stored), here)
+
+    def _fill(self, code: Code, y: Any, rows: Any, panels: Any, outputs: Any) -> None:
+        """Zeros in rows and panels, from the first to before the last of each."""
+        real = float_type(self.dtype)
+        zero = filled(ir.VectorType(real, self.cpu.vector_bytes // element_bytes(real)), 0.0)
+        low, high = (code.mul(at, const(PANEL)) for at in panels)
+        with code.loop(*rows) as (row, _), code.loop(low, high, zero.type.count) as (at, _):
+            code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
+
+
+def _counted(code: Code, fields: Sequence[Any]) -> Any:
+    """How many rows count: what the operand says, from none to all."""
+    rows = fields[4]
+    count = code.sext(code.load(fields[2], typ=I32), I64)
+    return code.smaller_int(code.larger_int(count, const(0)), rows)
 
 
 def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
@@ -159,19 +199,20 @@ def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
-    """tile(x, panel, y, count, inputs, outputs, begins): y[:size, :PANEL] += x[:size] @ panel.
+    """tile(x, panel, y, ahead, count, inputs, outputs, begins).
 
-    Over `count` inputs; rows of x are `inputs` apart, those of y `outputs`. Where the sums begin,
-    what y holds is not read as a number.
+    y[:size, :PANEL] += x[:size] @ panel, over `count` inputs; rows of x are `inputs` apart, those
+    of y `outputs`. Where the sums begin, what y holds is not read as a number. Lines of memory from
+    `ahead` on are asked for.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = cpu.vector_bytes // element_bytes(real)
     vectors = PANEL // lanes
-    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3 + [I1])
+    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 3 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
     code = Code(function)
-    x, w, y, count, inputs, outputs, begins = function.args
+    x, w, y, ahead, count, inputs, outputs, begins = function.args
     between = code.mul(inputs, const(kernel.reads))
     rows = [code.at(x, code.mul(const(row), between), kernel.read) for row in range(size)]
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
@@ -183,6 +224,8 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     ]
     with code.loop(const(0), count, carry=before) as (k, sums):
         here = code.at(w, code.mul(k, const(PANEL)), stored)
+        line = const(LINE // element_bytes(stored))
+        code.prefetch(code.at(ahead, code.mul(k, line), stored), 2)
         if size >= ROWS_TO_PREFETCH:
             for line in range(0, PANEL, 64 // element_bytes(stored)):
                 code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
@@ -232,22 +275,28 @@ def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProdu
     return PanelProduct(x.name, weights, cpu)
 
 
-def panel_product(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
+def panel_product(
+    x: jax.Array, panels: jax.Array, weights: str, num_rows: jax.Array | None = None
+) -> jax.Array:
     """x [T, I] times a weight in panels of dtype `weights` (see `panel_shape`): [T, O].
 
     The result, and the sums, are of x's dtype, float32 at least. x is taken as it is where it is
-    bfloat16 and the processor multiplies that, else in at least float32.
+    bfloat16 and the processor multiplies that, else in at least float32. Where `num_rows` (i32[])
+    is given, rows from there on are zero.
     """
-    return run(kernel_for(np.dtype(x.dtype), weights), x, panels)
+    return run(kernel_for(np.dtype(x.dtype), weights), x, panels, num_rows)
 
 
-def run(kernel: PanelProduct, x: jax.Array, panels: jax.Array) -> jax.Array:
+def run(
+    kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
+) -> jax.Array:
     """`panel_product` by this kernel."""
     name = registered(kernel)
+    count = jnp.int32(x.shape[0]) if num_rows is None else num_rows.astype(jnp.int32)
     x = x.astype(kernel.x)
     if in_pairs(kernel.weights) and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
     if kernel.dots:  # as bits: XLA on CPU may convert 16-bit floats as a whole
         x = jax.lax.bitcast_convert_type(x, jnp.uint16)
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), kernel.dtype)
-    return jax.ffi.ffi_call(name, shape)(x, panels)
+    return jax.ffi.ffi_call(name, shape)(x, panels, count)

@@ -17,6 +17,7 @@ from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
+from jaxserve.models.panels import padded_beyond
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
@@ -57,7 +58,10 @@ def model_step(
         greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention runs.
     """
-    model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    # Rows that count come first, whatever a product's rows are: tokens, or rows of the batch.
+    num_tokens = batch.query_start[-1]
+    parameters = padded_beyond(jax.tree.unflatten(treedef, leaves), num_tokens)
+    model = nnx.merge(graphdef, parameters)
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
     drawn = state.last_token.at[owner].get(mode="clip")
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, drawn)
@@ -72,7 +76,9 @@ def model_step(
     )
     hidden, kv = model(tokens, step, state.kv)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
-    logits = model.logits(last)
+    # Not by kv_len: a row that has ended within a launch lies before others that have not.
+    num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
+    logits = model.logits(last, num_rows)
     with jax.named_scope("sample"):
         token_ids, ok = sample(logits, batch, state.sampler, greedy)
         # Where every row is greedy none counts its tokens.

@@ -129,10 +129,15 @@ class Decoder(nnx.Module):
             written.append(pages)
         return self.norm(x), written
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Scores of every token after the given hidden states, in at least float32."""
+    def logits(
+        self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
+    ) -> Float[Array, "R V"]:
+        """Scores of every token after the given hidden states, in at least float32.
+
+        What rows from `num_rows` on get, where that is given, means nothing.
+        """
         with jax.named_scope("logits"):
-            scores, scales = self.embedding.logits(hidden), self.config.scales
+            scores, scales = self.embedding.logits(hidden, num_rows), self.config.scales
             if scales.logit_divisor != 1.0:
                 scores = scores / scales.logit_divisor
             if scales.logit_cap is not None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import PanelWeight
+from jaxserve.models.panels import PanelWeight, padded_beyond
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -98,9 +98,14 @@ class Embedding(nnx.Module):
             return jnp.take(table, tokens, axis=1, mode="clip").T
         return jnp.take(table, tokens, axis=0, mode="clip")
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Scores of every token, in at least float32."""
-        return matmul(hidden, self.project[...], out_dtype=accumulator(hidden.dtype))
+    def logits(
+        self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
+    ) -> Float[Array, "R V"]:
+        """Scores of every token, in at least float32; for the rows that count, where told."""
+        project = self.project[...]
+        if num_rows is not None:
+            project = padded_beyond(project, num_rows)
+        return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
 
 
 class GatedMLP(nnx.Module):

@@ -174,6 +174,21 @@ def test_memory_that_held_nan_is_not_read() -> None:
         assert np.isfinite(twice(jnp.asarray(rows(4, 1300, "float32")), panels)).all()
 
 
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+def test_rows_that_do_not_count_are_zero_and_disturb_nothing(x_dtype: str, dtype: str) -> None:
+    panels = jnp.asarray(in_panels(weight(1101, 600, dtype)))
+    x = rows(150, 1101, x_dtype)
+    whole = np.asarray(panel_product(jnp.asarray(x), panels, dtype))
+    counted = jax.jit(lambda x, count: panel_product(x, panels, dtype, count))
+    for count in (0, 1, 13, 96, 97, 149, 150, 151, -3):
+        last = min(max(count, 0), 150)
+        spoiled = x.copy()
+        spoiled[last:] = np.nan
+        got = np.asarray(counted(jnp.asarray(spoiled), jnp.int32(count)))
+        np.testing.assert_array_equal(got[:last], whole[:last])
+        np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
+
+
 def test_threads_of_the_process_do_not_disturb_each_other() -> None:
     shapes = [(300, 2000), (1000, 700), (64, 64), (2000, 3200)]
     work = []
