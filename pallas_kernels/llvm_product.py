@@ -178,9 +178,10 @@ class PanelProduct:
     def _fill(self, code: Code, y: Any, rows: Any, panels: Any, outputs: Any) -> None:
         """Zeros in rows and panels, from the first to before the last of each."""
         real = float_type(self.dtype)
-        zero = filled(ir.VectorType(real, self.cpu.vector_bytes // element_bytes(real)), 0.0)
+        lanes = self.cpu.vector_bytes // element_bytes(real)
+        zero = filled(ir.VectorType(real, lanes), 0.0)
         low, high = (code.mul(at, const(PANEL)) for at in panels)
-        with code.loop(*rows) as (row, _), code.loop(low, high, zero.type.count) as (at, _):
+        with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (at, _):
             code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
 
 

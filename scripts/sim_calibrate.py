@@ -2,14 +2,17 @@
 
 A step that is queued again and again, alone, takes less than one that an engine runs: there the
 host works on the same cores, a step differs from the one before it, and after a pause caches are
-cold and threads asleep. So a real engine serves requests of random lengths that come at several
-rates, every launch is timed, and lines are laid through what was found.
+cold and threads asleep. So a real engine serves requests that come at random, every launch is
+timed, and lines are laid through what was found. The less an engine has to do, the longer short
+launches take, so that lines tell of a load what was found at such a load: requests of its lengths
+at its rate, or at several rates where none is known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -20,11 +23,13 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.execution.runner import InFlight
-from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
+from sim_client import add_request, alike, serve_really
+from sim_jobs import Job
 from sim_times import Line, Measured, kind_of, kind_of_bucket, num_drawn
 
 QUANTILES = 50
+GRID = 200
 MOST_RANGES = 4
 LEAST_SAMPLES = 40
 MOST_OUTPUT = 64
@@ -45,6 +50,13 @@ class Samples:
         least = seconds if least is None else least
         self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 
+    def update(self, other: Samples) -> None:
+        """Add what was found elsewhere."""
+        for name, samples in other.found.items():
+            self.found.setdefault(name, []).extend(samples)
+        for name, waited in other.waited.items():
+            self.waited.setdefault(name, []).extend(waited)
+
     def lines(self) -> dict[str, Line]:
         """The line of each name that has been met often enough; see `line` and `spread`.
 
@@ -55,16 +67,33 @@ class Samples:
             if len(samples) >= LEAST_SAMPLES:
                 x, least, most = np.array(samples, float).T
                 host = name.split(",")[0] in HOST_PARTS
-                y = np.maximum(most if host else likely(x, least, most), 0.1)
-                lines[name] = spread(x, y, *(line(x, y) if host else (0.0, 1.0)))
+                most = np.maximum(most, 0.1)
+                parts = line(x, most) if host else (0.0, 1.0)
+                lines[name] = spread(x, least, most, *parts)
         return lines
 
 
-def likely(x: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """What took between a least and a most: that to x which those have that are known exactly."""
-    exact = least == most
-    ratio = np.median(most[exact] / x[exact]) if exact.any() else 1.0
-    return np.clip(ratio * x, least, most)
+def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """f64[QUANTILES] of values that are known to lie between a least and a most each.
+
+    Turnbull's estimate: the shares of a grid's places that explain themselves. Each value is
+    spread over the places that it may have, as all values together are. What is seen exactly is
+    what the host waited for, the longest of all, so that it alone would tell too much.
+    """
+    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    if np.array_equal(least, most):
+        return np.quantile(most, places)
+    grid = np.geomspace(most.min(), max(most.max(), 1.001 * most.min()), GRID)
+    step = np.log(grid[1] / grid[0])
+    first, last = (
+        np.rint(np.log(np.maximum(ends, grid[0]) / grid[0]) / step) for ends in (least, most)
+    )
+    index = np.arange(GRID)
+    may = ((first[:, None] <= index) & (index <= last[:, None])).astype(float)
+    shares = np.full(GRID, 1 / GRID)
+    for _ in range(100):
+        shares *= may.T @ (1 / (may @ shares)) / len(may)
+    return np.interp(places, np.cumsum(shares) - shares / 2, grid)
 
 
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -79,20 +108,22 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return parts[0], parts[1] if len(parts) > 1 else 0.0
 
 
-def spread(x: np.ndarray, y: np.ndarray, fixed: float, each: float) -> Line:
+def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, each: float) -> Line:
     """A line, and quantiles of what is measured over it.
 
     What takes long is delayed by less in proportion, so that quantiles are kept for each of several
     ranges of the amount.
     """
-    ratios = y / np.maximum(fixed + each * x, 0.1)
+    over = np.maximum(fixed + each * x, 0.1)
     ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
     edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges, method="lower"))
     edges = edges[edges < x.max()]
     member = edges.searchsorted(x)
-    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    spreads = [np.quantile(ratios[member == n], places).tolist() for n in range(len(edges) + 1)]
-    return Line(fixed, each, tuple(map(tuple, spreads)), tuple(edges.tolist()))
+    spreads = [
+        tuple(quantiles((least / over)[member == n], (most / over)[member == n]).tolist())
+        for n in range(len(edges) + 1)
+    ]
+    return Line(fixed, each, tuple(spreads), tuple(edges.tolist()))
 
 
 def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
@@ -108,57 +139,63 @@ def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
 
 @dataclass
 class _Launch:
-    """A launch that has not been read: when it was given, and what is known of its end.
+    """A launch, and what is known of it; all times are seconds of one clock.
 
     Attributes:
-        submitted: when.
-        idle: how long the device had had nothing to do.
+        begun: the turn of the loop that submits it.
+        called, returned: the call that submits it.
+        within: it had run when that returned, as XLA on CPU may do.
+        behind: another one was in flight then.
+        free: whatever was in flight had ended before the call.
         runs: it was seen to be still at work, last at this time.
         ended: it was seen to have ended, first at this time.
+        read: its results were there.
+        told: the turn that read it was over.
     """
 
     step: InFlight
-    submitted: float
-    idle: float
-    runs: float
+    begun: float
+    called: float
+    returned: float
+    within: bool
+    behind: bool
+    free: bool
+    runs: float = 0.0
     ended: float | None = None
+    read: float = 0.0
+    told: float = 0.0
 
 
 class LaunchLog:
     """Times every launch of an engine, from within its loop.
 
     A launch that ends while the host is at work is not seen to end; what is known is between which
-    looks it was. It wraps methods of this engine's objects, which end with the engine.
+    looks it was. It wraps methods of this engine's objects until `samples`, which alone computes
+    anything: what the log does within the loop delays it.
 
     Args:
         engine: that has not served yet.
-        times: the table that launches are compared with.
-        samples: where they go.
     """
 
-    def __init__(self, engine: Engine, times: Measured, samples: Samples) -> None:
-        self._times, self._samples = times, samples
+    def __init__(self, engine: Engine) -> None:
         self._buckets = engine.runner.buckets
-        self._begun = self._free = self._call = 0.0
-        self._reads: list[tuple[float, StepPlan]] = []
+        self._begun = 0.0
         self._launches: list[_Launch] = []
+        self._in_flight: list[_Launch] = []
+        self._reads: list[_Launch] = []
         self._restore: list[tuple[Any, str]] = []
         self._wrap(engine, "step", self._step)
         self._wrap(engine.runner, "submit", self._submit)
-        self._wrap(engine.runner, "read", self._done)
+        self._wrap(engine.runner, "read", self._read)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         function = getattr(owner, name)
         setattr(owner, name, wraps(function)(lambda *given: around(function, *given)))
         self._restore.append((owner, name))
 
-    def restore(self) -> None:
-        for owner, name in self._restore:
-            delattr(owner, name)
-
     def _look(self) -> None:
         """See which launches have ended."""
-        for launch in self._launches:
+        for launch in self._in_flight:
             if launch.ended is None:
                 ready = launch.step.output.token_ids.is_ready()
                 now = time.perf_counter()
@@ -169,7 +206,7 @@ class LaunchLog:
 
     def _ended(self, last: _Launch, now: float) -> None:
         """This launch has ended, and so have those before it: a device runs them in order."""
-        for launch in self._launches:
+        for launch in self._in_flight:
             if launch.ended is None:
                 launch.ended = now
             if launch is last:
@@ -179,46 +216,65 @@ class LaunchLog:
         self._begun = time.perf_counter()
         self._reads.clear()
         step()
-        for read, plan in self._reads:
-            self._samples.add("after", num_drawn(plan), time.perf_counter() - read)
+        now = time.perf_counter()
+        for launch in self._reads:
+            launch.told = now
 
     def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
         self._look()
+        before = self._in_flight
+        free = all(launch.ended is not None for launch in before)
         called = time.perf_counter()
         step = submit(plan, slots)
-        submitted = runs = now = returned = time.perf_counter()
-        is_ready = step.output.token_ids.is_ready()
-        if is_ready:  # it has run within the call, as XLA on CPU may do
-            now = min(called + self._call, returned)
-            submitted, runs = called, max(called, returned - self._call)
-        else:
-            self._call += 0.1 * (now - called - self._call)
-        idle = 0.0 if self._launches else now - self._free
-        if all(launch.ended is not None for launch in self._launches):
-            self._samples.waited.setdefault(kind_of("free", idle), []).append(is_ready)
-        self._samples.add(kind_of("before", idle), len(plan), now - self._begun)
-        launch = _Launch(step, submitted, idle, runs)
+        returned = time.perf_counter()
+        within = step.output.token_ids.is_ready()
+        launch = _Launch(step, self._begun, called, returned, within, bool(before), free, returned)
         self._launches.append(launch)
-        if is_ready:
+        before.append(launch)
+        if within:
             self._ended(launch, returned)
         return step
 
-    def _done(self, read: Callable[..., Any], step: InFlight) -> Any:
+    def _read(self, read: Callable[..., Any], step: InFlight) -> Any:
         self._look()
         result = read(step)
-        now = time.perf_counter()
-        launch = self._launches.pop(0)
-        begun = max(launch.submitted, self._free)
-        expected = self._times.alone(step.plan, self._buckets)
-        latest, earliest = now, now
-        if launch.ended is not None:
-            latest, earliest = launch.ended, max(launch.runs, begun)
-        for name in (kind_of_bucket(step.bucket), str(step.bucket)):
-            kind = kind_of(name, launch.idle)
-            self._samples.add(kind, 1e6 * expected, latest - begun, max(earliest - begun, 0.0))
-        self._free = min(max(begun + expected, earliest), latest)
-        self._reads.append((now, step.plan))
+        launch = self._in_flight.pop(0)
+        launch.read = time.perf_counter()
+        self._reads.append(launch)
         return result
+
+    def samples(self, times: Measured) -> Samples:
+        """All that was found; the engine's methods are its own again.
+
+        Args:
+            times: the table that launches are compared with.
+        """
+        for owner, name in self._restore:
+            delattr(owner, name)
+        self._restore.clear()
+        samples, free, call = Samples(), 0.0, 0.0
+        for launch in self._launches:
+            submitted = now = launch.returned
+            if launch.within:
+                now = min(launch.called + call, now)
+                submitted, launch.runs = launch.called, max(launch.called, launch.returned - call)
+            else:
+                call += 0.1 * (now - launch.called - call)
+            idle = 0.0 if launch.behind else now - free
+            plan, begun = launch.step.plan, max(submitted, free)
+            if launch.free:
+                samples.waited.setdefault(kind_of("free", idle), []).append(launch.within)
+            samples.add(kind_of("before", idle), len(plan), now - launch.begun)
+            samples.add("after", num_drawn(plan), launch.told - launch.read)
+            expected = times.alone(plan, self._buckets)
+            latest = earliest = launch.read
+            if launch.ended is not None:
+                latest, earliest = launch.ended, max(launch.runs, begun)
+            for name in (kind_of_bucket(launch.step.bucket), str(launch.step.bucket)):
+                least = max(earliest - begun, 0.0)
+                samples.add(kind_of(name, idle), 1e6 * expected, latest - begun, least)
+            free = min(max(begun + expected, earliest), latest)
+        return samples
 
 
 class Calibration:
@@ -231,25 +287,44 @@ class Calibration:
 
     def __init__(self, loaded: Loaded, alone: Measured) -> None:
         self._loaded, self._alone = loaded, alone
-        self._samples, self._rng = Samples(), np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
 
-    def serve(self, seconds: float) -> None:
+    def serve(self, seconds: float) -> Samples:
         """One round: as fast as requests are answered, then at shares of that rate."""
-        engine = Engine(self._loaded)
-        log = LaunchLog(engine, self._alone, self._samples)
-        users = _Users(engine, self._samples, self._rng)
         part = seconds / (1 + len(LOADS))
-        try:
-            answered = users.crowd(engine.slots.num_slots, part)
+        with self._users() as (users, samples):
+            answered = users.crowd(part)
             for load in LOADS:
                 users.come(load * answered / part, part)
-        finally:
-            log.restore()
+        return samples
 
-    def times(self) -> Measured:
-        """The table with lines through all that was found."""
-        waited = {name: float(np.mean(each)) for name, each in self._samples.waited.items()}
-        return replace(self._alone, lines=self._samples.lines(), waited=waited)
+    def serve_like(self, jobs: list[Job]) -> Samples:
+        """One round of as many other requests, which come at the same rate.
+
+        Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
+        drawn on its own.
+        """
+        with self._users() as (users, samples):
+            serve_really(users.engine, alike(jobs, self._rng), samples)
+        return samples
+
+    @contextmanager
+    def _users(self) -> Iterator[tuple[_Users, Samples]]:
+        """Users of a new engine, and what its log has found once they are gone."""
+        engine, found = Engine(self._loaded), Samples()
+        log = LaunchLog(engine)
+        try:
+            yield _Users(engine, found, self._rng), found
+        finally:
+            found.update(log.samples(self._alone))
+
+    def times(self, *rounds: Samples) -> Measured:
+        """The table with lines through all that was found in these rounds."""
+        samples = Samples()
+        for one in rounds:
+            samples.update(one)
+        waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
+        return replace(self._alone, lines=samples.lines(), waited=waited)
 
 
 class _Users:
@@ -259,8 +334,9 @@ class _Users:
         self.engine, self.samples, self.rng = engine, samples, rng
         self._active = self._number = 0
 
-    def crowd(self, users: int, seconds: float) -> int:
-        """So many at a time, for so long; how many requests there were."""
+    def crowd(self, seconds: float) -> int:
+        """As many at a time as there are slots, for so long; how many requests there were."""
+        users = self.engine.slots.num_slots
         before, ends = self._number, time.perf_counter() + seconds
         while (now := time.perf_counter()) < ends or self.engine.has_work:
             if now < ends and self._active < users:
@@ -294,11 +370,3 @@ class _Users:
 
     def _sink(self, delta: Delta) -> None:
         self._active -= delta.finish_reason is not None
-
-
-def add_request(
-    engine: Engine, name: str, tokens: list[int], output: int, sink: Callable[[Delta], None]
-) -> None:
-    """Queue a greedy request of a given length."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    engine.add(engine.request(name, tokens, sampling), sink)

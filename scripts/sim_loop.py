@@ -234,9 +234,9 @@ class Simulation:
             seconds = self.times.device(plan, self.buckets, idle, luck)
             is_free = self._device_free <= self.now
             self._device_free = max(self._device_free, self.now) + seconds
+            submitted = (plan, self.now, self._device_free)
             if is_free and self._rng.random() < self.times.waiting(idle):
                 self.now = self._device_free
-            submitted = (plan, self.now, self._device_free)
             self.usage.busy += seconds
             self.usage.steps += 1
         before, self._in_flight = self._in_flight, submitted

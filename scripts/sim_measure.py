@@ -13,20 +13,27 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
-from sim_calibrate import Calibration, add_request
-from sim_jobs import Job
-from sim_loop import Record, Setting
+from sim_calibrate import Calibration
+from sim_client import serve_really
+from sim_loop import Setting
 from sim_times import Measured, attention_work
 
 ROUNDS = 5
-__all__ = ["Calibration", "HostClock", "load_engine", "measure", "serve_really", "setting_of"]
+__all__ = [
+    "Calibration",
+    "Engine",
+    "HostClock",
+    "load_engine",
+    "measure",
+    "serve_really",
+    "setting_of",
+]
 
 
 def load_engine(config: EngineConfig) -> Loaded:
@@ -181,35 +188,3 @@ class HostClock:
     def restore(self) -> None:
         for owner, name in self._wrapped:
             delattr(owner, name)
-
-
-def serve_really(loaded: Loaded, jobs: list[Job]) -> list[Record]:
-    """Serve jobs with the real engine at the times they arrive, by the real clock.
-
-    As in the simulation, a request begins when it is due, and a token is there when its receiver is
-    called.
-    """
-    engine = Engine(loaded)
-    records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
-    begun, next_job = time.perf_counter(), 0
-    while next_job < len(jobs) or engine.has_work:
-        now = time.perf_counter() - begun
-        while next_job < len(jobs) and jobs[next_job].arrival <= now:
-            job, record = jobs[next_job], records[next_job]
-            tokens = job.request.prompt_token_ids.tolist()
-            add_request(engine, str(next_job), tokens, job.output, _stamp(record, begun))
-            next_job += 1
-        if engine.has_work:
-            engine.step()
-        elif next_job < len(jobs):
-            time.sleep(min(max(jobs[next_job].arrival - now, 0.0), 0.05))
-    return records
-
-
-def _stamp(record: Record, begun: float) -> Callable[[Delta], None]:
-    def sink(delta: Delta) -> None:
-        now = time.perf_counter() - begun
-        record.token_times.extend([now] * len(delta.token_ids))
-        record.cached = delta.num_cached_tokens
-
-    return sink

@@ -1,6 +1,6 @@
 """What an engine would do with a load: the real scheduler under a virtual clock.
 
-    python scripts/simulate.py measure --out bundled.json          # step times of this device
+    python scripts/simulate.py measure --scale 8 --rate 20 --out bundled.json    # of this device
     python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
     python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
     python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10
@@ -37,7 +37,12 @@ from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
 from trace_rows import TRACES
 
-COMPARED = ("ttft", "tpot", "e2el")
+COMPARED = (
+    *(f"{p}_{what}_ms" for what in ("ttft", "tpot", "e2el") for p in ("p50", "p99")),
+    "request_throughput",
+    "output_throughput",
+)
+SEEDS = 9
 SHOWN = ("ttft", "tpot", "itl", "e2el")
 TOLERANCE = 0.15
 Numbers = dict[str, float]
@@ -111,10 +116,18 @@ def do_measure(arguments: argparse.Namespace) -> int:
     module = _measuring()
     loaded = module.load_engine(_config(arguments))
     about = {"model": arguments.model or "bundled", "threads": str(len(os.sched_getaffinity(0)))}
+    about["load"] = "several rates"
+    if arguments.rate:
+        scale = f", lengths / {arguments.scale:g}"
+        about["load"] = f"{arguments.rate:g} requests a second of {arguments.trace}{scale}"
     calibration = module.Calibration(loaded, module.measure(loaded, about))
-    for _ in range(3):
-        calibration.serve(arguments.seconds)
-    times = calibration.times()
+    setting = module.setting_of(loaded)
+    if arguments.rate:
+        jobs = _jobs(arguments, setting, arguments.rate, loaded.limits.vocab_size)
+        rounds = [calibration.serve_like(jobs) for _ in range(3)]
+    else:
+        rounds = [calibration.serve(arguments.seconds) for _ in range(3)]
+    times = calibration.times(*rounds)
     print(table(times))
     if arguments.out:
         times.write(arguments.out)
@@ -122,52 +135,66 @@ def do_measure(arguments: argparse.Namespace) -> int:
 
 
 def do_validate(arguments: argparse.Namespace) -> int:
-    """`validate`: measure, serve really, simulate the same, and compare, at each rate."""
+    """`validate`: serve really, simulate the same from what was measured next to it, and compare.
+
+    The machine's speed swings between minutes, so that each run of the real engine has rounds that
+    time the loop before and after it, of as many requests a second with the same lengths, but not
+    the same requests; only those feed the simulation that is held against it.
+    """
     module = _measuring()
     loaded = module.load_engine(_config(arguments))
     setting = module.setting_of(loaded)
-    calibration = module.Calibration(
-        loaded, module.measure(loaded, {"model": arguments.model or "bundled"})
-    )
-    rates = arguments.rate or [5.0, 20.0, 40.0]
-    vocabulary = loaded.limits.vocab_size
-    jobs = {rate: _jobs(arguments, setting, rate, vocabulary) for rate in rates}
-    rounds: dict[float, list[Numbers]] = {rate: [] for rate in rates}
-    # The loop is timed between the rounds, so that both meet the machine as it is by then.
-    for _ in range(arguments.repeats):
-        calibration.serve(arguments.seconds)
-        for rate in rates:
-            rounds[rate].append(summarize(module.serve_really(loaded, jobs[rate])))
-    calibration.serve(arguments.seconds)
-    times, results = calibration.times(), {}
-    print(table(times))
-    for rate in rates:
-        print(f"\n{rate:g} requests a second")
-        runs = [Simulation(setting, times, seed).run(jobs[rate]).summary() for seed in range(9)]
-        middle = {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
-        results[f"{rate:g}"] = compare(rounds[rate], middle)
-    holds = all(result["holds"] for result in results.values())
+    about = {"model": arguments.model or "bundled"}
+    calibration = module.Calibration(loaded, module.measure(loaded, about))
+    rows, holds = {}, True
+    for rate in arguments.rate or [5.0, 20.0, 40.0]:
+        jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
+        rounds: list[tuple[Numbers, Measured]] = []
+        before = calibration.serve_like(jobs)
+        for _ in range(arguments.repeats):
+            real = summarize(module.serve_really(module.Engine(loaded), jobs))
+            after = calibration.serve_like(jobs)
+            rounds.append((real, calibration.times(before, after)))
+            before = after
+        pairs = [(real, _simulated(setting, times, jobs)) for real, times in rounds]
+        print(f"\n{rate:g} requests a second, {len(jobs)} of them, {len(pairs)} times")
+        result = compare(pairs)
+        rows[f"{rate:g}"] = result["rows"]
+        holds &= result["holds"]
+    print("\nEach run of the engine is paired with a simulation that was fed with what was timed "
+          "right before\nand after it; error and gate are the median over the pairs.")  # fmt: skip
     if arguments.json:
-        rows = {rate: result["rows"] for rate, result in results.items()}
-        lines = {name: [one.fixed, one.each] for name, one in times.lines.items()}
-        about = {"setting": repr(setting), "holds": holds, "lines": lines}
-        _write(arguments.json, about | {"by_requests_a_second": rows})
+        about = {"setting": repr(setting), "holds": holds, "by_requests_a_second": rows}
+        _write(arguments.json, about)
     return 0 if holds else 1
 
 
-def compare(rounds: list[Numbers], simulated: Numbers) -> dict[str, Any]:
-    """Print real against simulated; the real value is the median of the rounds."""
-    print(f"{'':<16}{'real':>10}{'spread':>16}{'simulated':>12}{'error':>9}")
+def _simulated(setting: Setting, times: Measured, jobs: list[Job]) -> Numbers:
+    """What is most likely: the median over several draws of what each part takes."""
+    runs = [Simulation(setting, times, seed).run(jobs).summary() for seed in range(SEEDS)]
+    return {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
+
+
+def compare(pairs: list[tuple[Numbers, Numbers]]) -> dict[str, Any]:
+    """Print real runs against the simulation of each; an error is the median over the pairs."""
+    print(f"{'':<20}{'real':>10}{'spread':>18}{'simulated':>12}{'error':>9}{'spread':>17}")
     rows, holds = {}, True
-    for name in (f"{p}_{what}_ms" for what in COMPARED for p in ("p50", "p99")):
-        values = sorted(one[name] for one in rounds)
-        real, guess = float(np.median(values)), simulated[name]
-        error = guess / real - 1
+    for name in COMPARED:
+        real, simulated = (np.array([pair[side][name] for pair in pairs]) for side in (0, 1))
+        errors = simulated / real - 1
+        error = float(np.median(errors))
         holds &= abs(error) <= TOLERANCE
         mark = "" if abs(error) <= TOLERANCE else "  above 15 %"
-        spread = f"{values[0]:.2f}-{values[-1]:.2f}"
-        print(f"{name:<16}{real:>10.2f}{spread:>16}{guess:>12.2f}{100 * error:>8.1f}%{mark}")
-        rows[name] = {"real": real, "rounds": values, "simulated": guess, "error": error}
+        spread = f"{real.min():.2f}-{real.max():.2f}"
+        misses = f"{100 * errors.min():.0f} to {100 * errors.max():.0f} %"
+        print(f"{name:<20}{np.median(real):>10.2f}{spread:>18}{np.median(simulated):>12.2f}"
+              f"{100 * error:>8.1f}%{misses:>17}{mark}")  # fmt: skip
+        rows[name] = {
+            "real": real.tolist(),
+            "simulated": simulated.tolist(),
+            "errors": errors.tolist(),
+            "error": error,
+        }
     return {"rows": rows, "holds": holds}
 
 
@@ -303,17 +330,25 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--set", nargs="+", metavar="NAME=N")
         if name in ("run", "suggest", "slo"):
             command.add_argument("--shape", choices=SHAPES, default="8b")
-        if name in ("run", "suggest", "validate"):
+        if name in ("measure", "run", "suggest", "validate"):
             command.add_argument("--trace", choices=TRACES, default="azure-conv")
             command.add_argument("--scale", type=float, default=1.0, help="divides lengths")
             several = "+" if name == "validate" else None
-            command.add_argument("--rate", type=float, nargs=several, help="requests a second")
+            command.add_argument(
+                "--rate",
+                type=float,
+                nargs=several,
+                help="requests a second; measure: time the loop at this load, not at several",
+            )
             command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
         if name == "measure":
             command.add_argument("--out", type=Path)
-        if name in ("measure", "validate"):
+        if name == "measure":
             command.add_argument(
-                "--seconds", type=float, default=8.0, help="of each round that times the loop"
+                "--seconds",
+                type=float,
+                default=8.0,
+                help="of each round that times the loop at several rates",
             )
         if name == "validate":
             command.add_argument("--repeats", type=int, default=3)

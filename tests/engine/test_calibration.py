@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 
 import sim_calibrate
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from sim_calibrate import Calibration, LaunchLog, Samples, add_request
+from sim_calibrate import Calibration, LaunchLog
+from sim_client import add_request, alike
+from sim_jobs import make_jobs
 from sim_times import WOKEN_SECONDS, Line, Measured
 
 
@@ -20,16 +25,16 @@ def alone(loaded: Loaded) -> Measured:
 
 
 def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
-    engine, samples = Engine(loaded), Samples()
-    log = LaunchLog(engine, alone, samples)
+    engine = Engine(loaded)
+    log = LaunchLog(engine)
     tokens: list[int] = []
     for prompt in (40, 3):
         # Long enough for a pause: nothing is in flight in between.
-        log._free -= 2 * WOKEN_SECONDS
+        time.sleep(3 * WOKEN_SECONDS)
         add_request(engine, f"{prompt}", [7] * prompt, 6, lambda d: tokens.extend(d.token_ids))
         while engine.has_work:
             engine.step()
-    log.restore()
+    samples = log.samples(alone)
     assert len(tokens) == 12
     counts = {name: len(found) for name, found in samples.found.items()}
     # Prompts of 40 tokens and of 3 take two chunks of at most 32 and one.
@@ -55,10 +60,32 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
     monkeypatch.setattr(sim_calibrate, "LEAST_SAMPLES", 1)
     calibration = Calibration(loaded, alone)
-    calibration.serve(0.4)
-    times = calibration.times()
+    times = calibration.times(calibration.serve(0.4))
     assert set(times.lines) >= {"tokens, woken", "decode", "before", "after", "request, woken"}
     assert all(min(map(min, line.spreads)) > 0 for line in times.lines.values())
     assert times.waited and all(0 <= share <= 1 for share in times.waited.values())
     assert times.base_us == alone.base_us and isinstance(times.lines["after"], Line)
     assert "submit" not in vars(loaded.runner)
+
+
+def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
+    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
+    samples = Calibration(loaded, alone).serve_like(jobs)
+    asked = [*samples.found.get("request", []), *samples.found["request, woken"]]
+    assert len(asked) == 12
+    assert {length for length, _, _ in asked} <= {len(j.request.prompt_token_ids) for j in jobs}
+    outputs = [one.output for one in jobs]
+    drawn = sum(amount for amount, _, _ in samples.found["after"])
+    assert 12 * min(outputs) <= drawn <= 12 * max(outputs)
+    assert "step" not in vars(loaded.runner) and "submit" not in vars(loaded.runner)
+
+
+def test_requests_like_others_are_not_the_same() -> None:
+    jobs = make_jobs("azure-conv", 60, rate=9.0, max_model_len=64)
+    others = alike(jobs, np.random.default_rng(1))
+    assert others[0].arrival == 0.0 and others[-1].arrival == pytest.approx(jobs[-1].arrival)
+    assert [one.arrival for one in others] != [one.arrival for one in jobs]
+    lengths = {(len(one.request.prompt_token_ids), one.output) for one in jobs}
+    drawn = [(len(one.request.prompt_token_ids), one.output) for one in others]
+    assert set(drawn) <= lengths
+    assert drawn != [(len(one.request.prompt_token_ids), one.output) for one in jobs]
