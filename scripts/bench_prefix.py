@@ -2,7 +2,7 @@
 
     python scripts/bench_prefix.py --json scripts/results/bench_prefix.json
     python scripts/bench_prefix.py --part hits --pages 20000 --slots 1
-    python scripts/bench_prefix.py --part cost --repeats 5
+    python scripts/bench_prefix.py --part cost --repeats 5 --model wide
 
 hits    The 1,000 rows of Mooncake's trace, which tells equal prefixes, through the real scheduler
         and page pool under a virtual clock (no model), at several sizes; beside it an ideal LRU of
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,11 +35,13 @@ from typing import Any
 
 import numpy as np
 
+from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
 from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
-from sim_times import SHAPES, Assumed
+from sim_times import SHAPES as ASSUMED_SHAPES
+from sim_times import Assumed
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 131_072
@@ -93,7 +96,7 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
             setting = Setting(
                 most, 8192, pages + 1, MAX_MODEL_LEN, num_scheduler_steps=64, max_steps=64
             )
-            outcome = Simulation(setting, Assumed(SHAPES["8b"])).run(jobs, users=most)
+            outcome = Simulation(setting, Assumed(ASSUMED_SHAPES["8b"])).run(jobs, users=most)
             found = 100 * outcome.prefix_hits / outcome.prefix_queries
             ideal = 100 * hits / queries
             results.append(
@@ -103,11 +106,26 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
     return results
 
 
-def cost_at_no_hits(requests: int, repeats: int, cache: str | None) -> dict[str, Any]:
-    """Time of the same unique prompts with the cache on and off, in turns, on the bundled model."""
+def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`cost_at_no_hits` of a model by its name."""
     prepare_process()
-    module = importlib.import_module("sim_measure")
-    config, turns = EngineConfig(compilation_cache_dir=cache or "auto"), (True, False)
+    config = EngineConfig(compilation_cache_dir=arguments.cache or "auto")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.model != "bundled":
+            write = importlib.import_module("compare.checkpoint").random_checkpoint
+            config = replace(
+                config,
+                model=str(write(arguments.model, Path(folder))),
+                max_model_len=1024,
+                max_num_seqs=16,
+                skip_tokenizer_init=True,
+            )
+        return cost_at_no_hits(config, arguments.requests, arguments.repeats)
+
+
+def cost_at_no_hits(config: EngineConfig, requests: int, repeats: int) -> dict[str, Any]:
+    """Time of the same unique prompts with the cache on and off, in turns."""
+    module, turns = importlib.import_module("sim_measure"), (True, False)
     limits = module.load_engine(config).limits
     jobs = make_jobs(
         "azure-conv",
@@ -201,6 +219,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--requests", type=int, default=128, help="of each serving of `cost`")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of `cost`")
+    parser.add_argument("--model", choices=("bundled", *SHAPES), default="bundled", help="of cost")
     parser.add_argument("--cache", help="compilation_cache_dir")
     parser.add_argument("--json", type=Path, help="write the numbers here, beside those there")
     arguments = parser.parse_args()
@@ -209,8 +228,8 @@ def main() -> int:
         rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
         results["hits"], holds = rows, report_hits(rows)
     if "cost" in parts:
-        cost = cost_at_no_hits(arguments.requests, arguments.repeats, arguments.cache)
-        results["cost"] = cost
+        cost = cost_of_model(arguments)
+        results["cost" if arguments.model == "bundled" else f"cost_{arguments.model}"] = cost
         holds &= report_cost(cost)
     if arguments.json:
         before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
