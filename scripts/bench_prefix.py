@@ -169,6 +169,7 @@ def cost_at_no_hits(config: EngineConfig, requests: int, repeats: int) -> dict[s
 def _slices(module: Any, loaded: Any, jobs: list[Job]) -> Iterator[tuple[float, float]]:
     """Serve jobs that all come at once; wall and CPU seconds of each slice of the work."""
     engine, found = module.Engine(loaded), 0
+    ask = importlib.import_module("sim_client").add_request
 
     def sink(delta: Any) -> None:
         nonlocal found
@@ -177,7 +178,7 @@ def _slices(module: Any, loaded: Any, jobs: list[Job]) -> Iterator[tuple[float, 
     begun, cpu = time.perf_counter(), time.process_time()
     for number, job in enumerate(jobs):
         tokens = job.request.prompt_token_ids.tolist()
-        module.add_request(engine, str(number), tokens, job.output, sink)
+        ask(engine, str(number), tokens, job.output, sink)
     while engine.has_work:
         engine.step()
         if time.perf_counter() - begun >= SLICE_SECONDS or not engine.has_work:
