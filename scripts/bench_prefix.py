@@ -140,7 +140,7 @@ def cost_at_no_hits(config: EngineConfig, requests: int, repeats: int) -> dict[s
     spent = {on: np.zeros((repeats + 1, 2)) for on in turns}
     for pair in range(repeats + 1):
         order = turns if pair % 2 else turns[::-1]
-        slices = {caching: _slices(module, loads[caching], jobs) for caching in turns}
+        slices = {caching: slices_of(loads[caching], jobs) for caching in turns}
         while slices:
             for caching in order:
                 took = next(slices[caching], None) if caching in slices else None
@@ -166,10 +166,13 @@ def cost_at_no_hits(config: EngineConfig, requests: int, repeats: int) -> dict[s
     }
 
 
-def _slices(module: Any, loaded: Any, jobs: list[Job]) -> Iterator[tuple[float, float]]:
-    """Serve jobs that all come at once; wall and CPU seconds of each slice of the work."""
-    engine, found = module.Engine(loaded), 0
+def slices_of(loaded: Any, jobs: list[Job]) -> Iterator[tuple[float, float]]:
+    """Serve jobs that all come at once; wall and CPU seconds of each slice of the work.
+
+    Raises AssertionError where a prompt's beginning was in the cache.
+    """
     ask = importlib.import_module("sim_client").add_request
+    engine, found = importlib.import_module("sim_measure").Engine(loaded), 0
 
     def sink(delta: Any) -> None:
         nonlocal found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sim_calibrate
+from bench_prefix import slices_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from sim_calibrate import Calibration, LaunchLog
@@ -89,3 +90,12 @@ def test_requests_like_others_are_not_the_same() -> None:
     drawn = [(len(one.request.prompt_token_ids), one.output) for one in others]
     assert set(drawn) <= lengths
     assert drawn != [(len(one.request.prompt_token_ids), one.output) for one in jobs]
+
+
+def test_a_serving_is_timed_slice_by_slice(loaded: Loaded) -> None:
+    limits = loaded.limits
+    lengths = {"max_model_len": limits.max_model_len, "vocabulary": limits.vocab_size}
+    jobs = make_jobs("azure-conv", 3, scale=16, **lengths)
+    assert all(wall > 0 for wall, _ in slices_of(loaded, jobs))
+    with pytest.raises(AssertionError, match="was found"):
+        list(slices_of(loaded, jobs[:1] * 5))
