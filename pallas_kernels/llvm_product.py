@@ -132,16 +132,13 @@ class PanelProduct:
         sizes = row_tiles(self.cpu, self.dtype)
         tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
 
-        def smaller(a: Any, b: Any) -> Any:
-            return code.select(code.icmp_signed("<", a, b), a, b)
-
         with (
             code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
             code.loop(const(0), inputs, INPUTS_OF_A_CHUNK) as (k, _),
             code.loop(first, last) as (panel, _),
         ):
-            end = smaller(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
-            count = smaller(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
+            end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
+            count = code.smaller_int(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
             at = code.mul(panel, const(PANEL))
             here = code.at(
                 w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), self.stored
@@ -164,8 +161,9 @@ class PanelProduct:
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
         """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
 
-        The first two ask for a half each of the panel below, which they leave no time to read when
-        its turn comes: memory would wait while the others compute. The rest ask for their own.
+        The first two of full size ask for a half each of the panel below (of two lines an input),
+        which they leave no time to read when its turn comes: memory would wait while the others
+        compute. The rest ask for their own.
         """
         panel, last = panels
         half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
@@ -225,11 +223,11 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     ]
     with code.loop(const(0), count, carry=before) as (k, sums):
         here = code.at(w, code.mul(k, const(PANEL)), stored)
-        line = const(LINE // element_bytes(stored))
-        code.prefetch(code.at(ahead, code.mul(k, line), stored), 2)
+        line = LINE // element_bytes(stored)
+        code.prefetch(code.at(ahead, code.mul(k, const(line)), stored), 2)
         if size >= ROWS_TO_PREFETCH:
-            for line in range(0, PANEL, 64 // element_bytes(stored)):
-                code.prefetch(code.at(here, const(AHEAD * PANEL + line), stored))
+            for at in range(0, PANEL, line):
+                code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
         weights = [
             _factors(code, kernel, code.read_vector(here, const(at), stored, lanes))
             for at in range(0, PANEL, lanes)

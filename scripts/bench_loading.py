@@ -2,7 +2,8 @@
 
     python scripts/bench_loading.py --json scripts/results/bench_loading.json
 
-With --stored float32 or bfloat16 what was measured of the other stays in the JSON file.
+Parameters keep the dtype that is stored, as an engine's do unless told otherwise, or have that of
+--dtype. With --stored what was measured of the others stays in the JSON file.
 
 Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
 as a server's start is, that reads the files from one end to the other with one thread and no more
@@ -226,7 +227,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shard-megabytes", type=int, default=500)
     parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    parser.add_argument("--dtype", default="float32", help="of the parameters")
+    parser.add_argument("--dtype", help="of the parameters; by default the stored one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
     parser.add_argument("--json", type=Path)
@@ -245,8 +246,10 @@ def main() -> None:
             folder = Path(name)
             size = int(arguments.gigabytes * 1e9)
             write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
-            print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {arguments.dtype}:")
-            results[stored] = one = compare(folder, arguments.dtype, arguments.repeats)
+            dtype = arguments.dtype or stored
+            print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
+            one = compare(folder, dtype, arguments.repeats)
+            results[stored if dtype == stored else f"{stored} as {dtype}"] = one
         print(
             f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), with fresh memory "
             f"{one['ratio_fresh']:.2f}; excess {one['excess_of_largest_shard']:.2f} of the "

@@ -244,8 +244,9 @@ def main() -> int:
             "command": " ".join(["python", *sys.argv]),
             "date": time.strftime("%Y-%m-%d"),
         }
+        machines = before.get("machines", {}) | dict.fromkeys(results, machine)
         arguments.json.write_text(
-            json.dumps(before | results | {"machine": machine}, indent=2) + "\n"
+            json.dumps(before | results | {"machines": machines}, indent=2) + "\n"
         )
     return 0 if holds else 1
 

@@ -14,6 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from sim_jobs import Job
 from sim_loop import Record
+from sim_times import kind_of
 
 if TYPE_CHECKING:
     from sim_calibrate import Samples
@@ -50,6 +51,7 @@ def serve_really(engine: Engine, jobs: list[Job], samples: Samples | None = None
     """
     records = [Record(job.arrival, len(job.request.prompt_token_ids)) for job in jobs]
     begun, next_job, asked = time.perf_counter(), 0, []
+    ended = -1.0  # the engine's last turn: what waited for it waited for a launch
     while next_job < len(jobs) or engine.has_work:
         now = time.perf_counter() - begun
         while next_job < len(jobs) and jobs[next_job].arrival <= now:
@@ -57,11 +59,13 @@ def serve_really(engine: Engine, jobs: list[Job], samples: Samples | None = None
             called = time.perf_counter() - begun
             tokens = job.request.prompt_token_ids.tolist()
             add_request(engine, str(next_job), tokens, job.output, _stamp(record, begun))
-            took = time.perf_counter() - begun - (called if works else job.arrival)
-            asked.append(("request" if works else "request, woken", record.prompt, took))
+            due = called if works else max(job.arrival, ended)
+            kind = kind_of("request", 0.0 if works else due - ended)
+            asked.append((kind, record.prompt, time.perf_counter() - begun - due))
             next_job += 1
         if engine.has_work:
             engine.step()
+            ended = time.perf_counter() - begun
         elif next_job < len(jobs):
             time.sleep(min(max(jobs[next_job].arrival - now, 0.0), 0.05))
     if samples is not None:

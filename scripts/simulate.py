@@ -1,6 +1,6 @@
 """What an engine would do with a load: the real scheduler under a virtual clock.
 
-    python scripts/simulate.py measure --scale 8 --rate 20 --out bundled.json    # of this device
+    python scripts/simulate.py measure --scale 8 --rate 20 --requests 240 --out bundled.json
     python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
     python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
     python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10

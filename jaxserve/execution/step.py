@@ -58,7 +58,7 @@ def model_step(
         greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention runs.
     """
-    # Rows that count come first, whatever a product's rows are: tokens, or rows of the batch.
+    # Rows that count come first in tokens and batch; a block that is scored has no more of them.
     num_tokens = batch.query_start[-1]
     parameters = padded_beyond(jax.tree.unflatten(treedef, leaves), num_tokens)
     model = nnx.merge(graphdef, parameters)

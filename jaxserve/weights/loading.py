@@ -86,9 +86,17 @@ def load_weights(
     plans = {}
     if panels:
         plans = panel_plans(sorted_.table, entries, dims, parameters, quantization)
-    for path, array in read_parameters(
-        sorted_.table, entries, dims, shapes, report, plans=plans, check_finite=check_finite
-    ):
+    reading = read_parameters(
+        sorted_.table,
+        entries,
+        dims,
+        shapes,
+        report,
+        plans=plans,
+        check_finite=check_finite,
+        leave_host=quantization is not None or jax.default_backend() != "cpu",
+    )
+    for path, array in reading:
         plan = plans.get(path)
         values[path] = place(path, array) if plan is None else placed_panels(plan, array)
     opened.check_unchanged()

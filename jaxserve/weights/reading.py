@@ -9,7 +9,7 @@ and copies: one stream would keep one core at it, whatever the other cores do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,17 +123,22 @@ def read_parameters(
     *,
     plans: Mapping[str, PanelPlan] = MappingProxyType({}),
     check_finite: bool = True,
+    leave_host: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Each parameter's path and values, or its panels, in the order in which streams end them.
+
+    A stream holds the parameter that it fills. Where those do not stay on the host, there are so
+    few that they, and a copy in float32 of each, take no more memory than the largest shard.
 
     Args:
         table: which tensor fills what.
         entries: where each tensor lies.
         dims: sizes of the letters in the table's layouts.
         shapes: of the parameters by path, and their dtypes.
-        report: told the bytes of each tensor, or part of one, that has been read.
+        report: told, after each tensor or part of one, the bytes read since it was last told.
         plans: of the parameters that are read into panels, by path.
         check_finite: refuse NaN and infinity, also where the cast makes them.
+        leave_host: whether parameters end elsewhere, or in another form.
 
     Raises:
         CheckpointError: a file cannot be read or has changed, or values are not finite.
@@ -145,8 +150,9 @@ def read_parameters(
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
-    memory, files = _Memory(), [SharedFile() for _ in range(STREAMS)]
-    streams = zip(_stretches(groups, entries), files, strict=True)
+    count = _few_streams(entries, shapes) if leave_host else STREAMS
+    memory, files = _Memory(), [SharedFile() for _ in range(count)]
+    streams = zip(_stretches(groups, entries, count), files, strict=True)
     jobs = _in_step([_jobs(some, entries, dims, shapes, plans, file) for some, file in streams])
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
@@ -173,16 +179,27 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
     return str(entry.shard.path), entry.offset
 
 
+def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
+    """See `read_parameters`."""
+    shards: Counter[str] = Counter()
+    for entry in entries.values():
+        shards[str(entry.shard.path)] += entry.num_bytes
+    largest = max(
+        (prod(shape) * (dtype.itemsize + 4) for shape, dtype in shapes.values()), default=1
+    )
+    return max(1, min(STREAMS, max(shards.values(), default=0) // largest))
+
+
 def _stretches(
-    groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry]
+    groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry], count: int
 ) -> list[list[list[WeightName]]]:
-    """One for each stream: neighbours in their order, of about as many bytes."""
+    """So many, of neighbours in their order, of about as many bytes each."""
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
-    found: list[list[list[WeightName]]] = [[] for _ in range(STREAMS)]
+    found: list[list[list[WeightName]]] = [[] for _ in range(count)]
     for parts, size in zip(groups, sizes, strict=True):
         # Where its middle is; of no bytes at all, the last ends behind the last stretch.
-        found[min(STREAMS - 1, (2 * before + size) * STREAMS // (2 * total))].append(parts)
+        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
         before += size
     return found
 
