@@ -86,16 +86,9 @@ def load_weights(
     plans = {}
     if panels:
         plans = panel_plans(sorted_.table, entries, dims, parameters, quantization)
-    reading = read_parameters(
-        sorted_.table,
-        entries,
-        dims,
-        shapes,
-        report,
-        plans=plans,
-        check_finite=check_finite,
-        leave_host=quantization is not None or jax.default_backend() != "cpu",
-    )
+    leaves = quantization is not None or jax.default_backend() != "cpu"
+    flags = {"check_finite": check_finite, "leave_host": leaves}
+    reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
         values[path] = place(path, array) if plan is None else placed_panels(plan, array)
