@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
-from jaxserve.weights import load_weights
+from jaxserve.weights import load_weights, reading
+from jaxserve.weights.safetensors import SharedFile
 
 
 def load(directory, dtype=jnp.float32, **options) -> Decoder:
@@ -82,6 +85,34 @@ def test_float64_stays_float64(single, tensors):
         model = load(single, jnp.float64)
     np.testing.assert_array_equal(model.norm.scale[...], held["model.norm.weight"])
     assert all(leaf.dtype == np.float64 for leaf in leaves(model))
+
+
+def test_few_parameters_are_held_at_once_where_they_leave_the_host(single, tensors, monkeypatch):
+    """Where no shard is larger than two parameters and their copies, one stream fills them."""
+    opened: list[SharedFile] = []
+
+    class Counted(SharedFile):
+        def __init__(self) -> None:
+            super().__init__()
+            opened.append(self)
+
+    def streams(folder: Path, **options: Any) -> int:
+        opened.clear()
+        load(folder, **options)
+        return len(opened)
+
+    monkeypatch.setattr(reading, "SharedFile", Counted)
+    apart = single.parent / "apart"
+    shutil.copytree(single, apart)
+    (apart / "model.safetensors").unlink()
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor}, apart / f"{number}.safetensors")
+    shards = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    index = {"metadata": {}, "weight_map": shards}
+    (apart / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert streams(single) == streams(apart) == reading.STREAMS
+    assert 1 < streams(single, quantization="int8") <= reading.STREAMS
+    assert streams(apart, quantization="int8") == 1
 
 
 def test_progress_counts_bytes(sharded, tensors):
