@@ -128,7 +128,7 @@ def read_parameters(
     """Each parameter's path and values, or its panels, in the order in which streams end them.
 
     A stream holds the parameter that it fills. Where those do not stay on the host, there are so
-    few that they, and a copy in float32 of each, take no more memory than the largest shard.
+    few streams, though one, that these and a float32 copy of each take at most the largest shard.
 
     Args:
         table: which tensor fills what.
