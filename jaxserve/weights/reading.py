@@ -128,7 +128,7 @@ def read_parameters(
     """Each parameter's path and values, or its panels, in the order in which streams end them.
 
     A stream holds the parameter that it fills. Where those do not stay on the host, there are so
-    few streams, though one, that these and a float32 copy of each take at most the largest shard.
+    few streams, at least one, that these and a float32 copy of each fit in the largest shard.
 
     Args:
         table: which tensor fills what.
