@@ -22,18 +22,19 @@ import numpy as np
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
+from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
 from jaxserve.scheduling.plan import StepPlan
 from sim_client import add_request, alike, serve_really
 from sim_jobs import Job
 from sim_times import Line, Measured, kind_of, kind_of_bucket, num_drawn
 
-QUANTILES = 50
+QUANTILES = 200
 GRID = 200
 MOST_RANGES = 4
 LEAST_SAMPLES = 40
 MOST_OUTPUT = 64
-HOST_PARTS = ("request", "before", "after")
+HOST_PARTS = ("request", "before", "call", "after")
 LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
 
 
@@ -142,26 +143,30 @@ class _Launch:
     """A launch, and what is known of it; all times are seconds of one clock.
 
     Attributes:
-        begun: the turn of the loop that submits it.
-        called, returned: the call that submits it.
+        tokens: the array that it draws, until it was read: to free it is the engine's work.
+        begun: the turn of the loop that submits it, later by what the log itself took in it.
+        submitted, returned: the call that starts it.
         within: it had run when that returned, as XLA on CPU may do.
         behind: another one was in flight then.
         free: whatever was in flight had ended before the call.
         runs: it was seen to be still at work, last at this time.
         ended: it was seen to have ended, first at this time.
-        read: its results were there.
+        asked, read: the call that waits for its results.
         told: the turn that read it was over.
     """
 
-    step: InFlight
+    plan: StepPlan
+    bucket: Bucket
+    tokens: Any
     begun: float
-    called: float
+    submitted: float
     returned: float
     within: bool
     behind: bool
     free: bool
     runs: float = 0.0
     ended: float | None = None
+    asked: float = 0.0
     read: float = 0.0
     told: float = 0.0
 
@@ -197,7 +202,7 @@ class LaunchLog:
         """See which launches have ended."""
         for launch in self._in_flight:
             if launch.ended is None:
-                ready = launch.step.output.token_ids.is_ready()
+                ready = launch.tokens.is_ready()
                 now = time.perf_counter()
                 if ready:
                     self._ended(launch, now)
@@ -221,14 +226,27 @@ class LaunchLog:
             launch.told = now
 
     def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
+        looked = time.perf_counter()
         self._look()
         before = self._in_flight
         free = all(launch.ended is not None for launch in before)
-        called = time.perf_counter()
+        begun = self._begun + time.perf_counter() - looked
         step = submit(plan, slots)
         returned = time.perf_counter()
-        within = step.output.token_ids.is_ready()
-        launch = _Launch(step, self._begun, called, returned, within, bool(before), free, returned)
+        tokens = step.output.token_ids
+        within = tokens.is_ready()
+        launch = _Launch(
+            plan,
+            step.bucket,
+            tokens,
+            begun,
+            step.submitted,
+            returned,
+            within,
+            bool(before),
+            free,
+            returned,
+        )
         self._launches.append(launch)
         before.append(launch)
         if within:
@@ -237,9 +255,10 @@ class LaunchLog:
 
     def _read(self, read: Callable[..., Any], step: InFlight) -> Any:
         self._look()
+        asked = time.perf_counter()
         result = read(step)
         launch = self._in_flight.pop(0)
-        launch.read = time.perf_counter()
+        launch.asked, launch.read, launch.tokens = asked, time.perf_counter(), None
         self._reads.append(launch)
         return result
 
@@ -252,25 +271,32 @@ class LaunchLog:
         for owner, name in self._restore:
             delattr(owner, name)
         self._restore.clear()
-        samples, free, call = Samples(), 0.0, 0.0
+        samples, free, call, reading = Samples(), 0.0, 0.0, 0.0
         for launch in self._launches:
-            submitted = now = launch.returned
+            begun = now = launch.returned
             if launch.within:
-                now = min(launch.called + call, now)
-                submitted, launch.runs = launch.called, max(launch.called, launch.returned - call)
+                now = min(launch.submitted + call, now)
+                begun, launch.runs = launch.submitted, max(launch.submitted, launch.returned - call)
             else:
-                call += 0.1 * (now - launch.called - call)
+                call += 0.1 * (now - launch.submitted - call)
+            # The host asks for results that are there, or waits: then it has them a little later.
+            read = launch.asked
+            if launch.ended is None:
+                read = max(launch.read - reading, launch.runs)
+            else:
+                reading += 0.1 * (launch.read - read - reading)
             idle = 0.0 if launch.behind else now - free
-            plan, begun = launch.step.plan, max(submitted, free)
+            plan, begun = launch.plan, max(begun, free)
             if launch.free:
                 samples.waited.setdefault(kind_of("free", idle), []).append(launch.within)
-            samples.add(kind_of("before", idle), len(plan), now - launch.begun)
-            samples.add("after", num_drawn(plan), launch.told - launch.read)
+            samples.add(kind_of("before", idle), len(plan), launch.submitted - launch.begun)
+            samples.add(kind_of("call", idle), len(plan), now - launch.submitted)
+            samples.add("after", num_drawn(plan), launch.told - read)
             expected = times.alone(plan, self._buckets)
-            latest = earliest = launch.read
+            latest = earliest = max(read, begun)
             if launch.ended is not None:
                 latest, earliest = launch.ended, max(launch.runs, begun)
-            for name in (kind_of_bucket(launch.step.bucket), str(launch.step.bucket)):
+            for name in (kind_of_bucket(launch.bucket), str(launch.bucket)):
                 least = max(earliest - begun, 0.0)
                 samples.add(kind_of(name, idle), 1e6 * expected, latest - begun, least)
             free = min(max(begun + expected, earliest), latest)

@@ -17,7 +17,8 @@ WOKEN_SECONDS = 1e-3
 
 
 class StepTimes(Protocol):
-    """Seconds of what the loop does: queue a request, prepare a launch, run it, and tell of it.
+    """Seconds of what the loop does: queue a request, prepare a launch, call it, run it, and tell
+    of it.
 
     `waiting` is a share: of the launches that find the device free, those that the call which
     submits them waits for, as XLA on CPU does with some.
@@ -29,6 +30,7 @@ class StepTimes(Protocol):
 
     def request(self, prompt: int, idle: float, luck: float) -> float: ...
     def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float: ...
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
     def after(self, plan: StepPlan, luck: float) -> float: ...
     def waiting(self, idle: float) -> float: ...
@@ -104,9 +106,9 @@ class Measured:
         more_us: label of a bucket -> for each further decode step of one launch.
         lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
             label of a bucket that was met often; "request": queueing one, over the tokens of its
-            prompt; "before" and "after": the host's part of a launch, over its rows and the tokens
-            that it draws. All but the last also with
-            ", woken", after a pause. A line that is missing changes nothing, or takes no time.
+            prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
+            rows and the tokens that it draws. All but the last also with ", woken", after a pause.
+            A line that is missing changes nothing, or takes no time.
     """
 
     about: dict[str, str]
@@ -148,6 +150,9 @@ class Measured:
 
     def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return 1e-6 * self._line("before", idle).micros(len(plan), luck)
+
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("call", idle).micros(len(plan), luck)
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
@@ -219,6 +224,9 @@ class Assumed:
 
     def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return self.host_before
+
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 0.0
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return self.host_after
