@@ -71,7 +71,7 @@ class LaunchLog:
     """Times every launch of an engine, from within its loop.
 
     A launch that ends while the host is at work is not seen to end; what is known is between which
-    looks it was. It wraps methods of this engine's objects until `samples`, which alone computes
+    looks it was. It wraps methods of this engine's objects until `close`. Only `samples` computes
     anything: what the log does within the loop delays it.
 
     Args:
@@ -165,15 +165,18 @@ class LaunchLog:
         reads = [one.read - one.asked for one in self._launches if one.ended is not None]
         return float(np.median(calls or [min(taken, default=0.0)])), float(np.median(reads or [0]))
 
+    def close(self) -> None:
+        """The engine's methods are its own again."""
+        for owner, name in self._restore:
+            delattr(owner, name)
+        self._restore.clear()
+
     def samples(self, times: Measured) -> Samples:
-        """All that was found; the engine's methods are its own again.
+        """All that was found.
 
         Args:
             times: the table that launches are compared with.
         """
-        for owner, name in self._restore:
-            delattr(owner, name)
-        self._restore.clear()
         samples, free, (call, reading) = Samples(), 0.0, self._usual()
         for launch in self._launches:
             begun = now = launch.returned
@@ -202,6 +205,24 @@ class LaunchLog:
         return samples
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a round found: of queueing requests, and of launches.
+
+    It is computed when it is asked for, once all is served: whoever is served right after a second
+    of computing finds other caches than one who comes right after another.
+    """
+
+    asked: Samples
+    log: LaunchLog
+
+    def samples(self, alone: Measured) -> Samples:
+        """All of it, launches compared with their time alone."""
+        found = self.log.samples(alone)
+        found.update(self.asked)
+        return found
+
+
 class Calibration:
     """Times an engine's loop while it serves, in as many rounds as are wanted.
 
@@ -214,40 +235,40 @@ class Calibration:
         self._loaded, self._alone = loaded, alone
         self._rng = np.random.default_rng(0)
 
-    def serve(self, seconds: float) -> Samples:
+    def serve(self, seconds: float) -> Round:
         """One round: as fast as requests are answered, then at shares of that rate."""
         part = seconds / (1 + len(LOADS))
-        with self._users() as (users, samples):
+        with self._users() as (users, found):
             answered = users.crowd(part)
             for load in LOADS:
                 users.come(load * answered / part, part)
-        return samples
+        return found
 
-    def serve_like(self, jobs: list[Job]) -> Samples:
+    def serve_like(self, jobs: list[Job]) -> Round:
         """One round of as many other requests, which come at the same rate.
 
         Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
         drawn on its own.
         """
-        with self._users() as (users, samples):
-            serve_really(users.engine, alike(jobs, self._rng), samples)
-        return samples
+        with self._users() as (users, found):
+            serve_really(users.engine, alike(jobs, self._rng), found.asked)
+        return found
 
     @contextmanager
-    def _users(self) -> Iterator[tuple[_Users, Samples]]:
-        """Users of a new engine, and what its log has found once they are gone."""
-        engine, found = Engine(self._loaded), Samples()
-        log = LaunchLog(engine)
+    def _users(self) -> Iterator[tuple[_Users, Round]]:
+        """Users of a new engine, and what is found while they are served."""
+        engine = Engine(self._loaded)
+        found = Round(Samples(), LaunchLog(engine))
         try:
-            yield _Users(engine, found, self._rng), found
+            yield _Users(engine, found.asked, self._rng), found
         finally:
-            found.update(log.samples(self._alone))
+            found.log.close()
 
-    def times(self, *rounds: Samples) -> Measured:
+    def times(self, *rounds: Round) -> Measured:
         """The table with lines through all that was found in these rounds."""
         samples = Samples()
         for one in rounds:
-            samples.update(one)
+            samples.update(one.samples(self._alone))
         waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
         return replace(self._alone, lines=samples.lines(), waited=waited)
 

@@ -4,7 +4,8 @@
     python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
     python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
     python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10
-    python scripts/simulate.py validate --scale 8 --requests 150   # against the real engine
+    python scripts/simulate.py validate --scale 8 --requests 240   # against the real engine
+    python scripts/simulate.py validate --model wide --scale 8 --requests 60 --rate 2 5 9
     python scripts/simulate.py slo                                 # 8B on an H200 as assumed
 
 Scheduler, page pool, slot table and buckets are the engine's own, so that admission, chunks,

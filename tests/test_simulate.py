@@ -90,6 +90,19 @@ def test_the_call_that_submits_a_launch_comes_before_it_and_counts_for_the_pace(
         assert max(Counter(record.token_times).values()) == most
 
 
+class WaitsBehind(Fixed):
+    """Calls wait for launches that find the device free, all but the first."""
+
+    def waiting(self, idle: float) -> float:
+        return float(idle == 0.0)
+
+
+def test_a_device_that_becomes_free_during_a_call_is_not_waited_for() -> None:
+    [record] = Simulation(SETTING, WaitsBehind(called=2.0)).run([job(8, 2, 1.0)]).records
+    # Called at 1.1 and 3.2, submitted at 3.1 and 5.2; the first runs until 4.1, the second 6.2.
+    assert record.token_times == pytest.approx([5.4, 6.4])
+
+
 def test_a_launch_of_several_steps_brings_its_tokens_at_once() -> None:
     setting = replace(SETTING, num_scheduler_steps=4, max_steps=4)
     [record] = Simulation(setting, Fixed()).run([job(8, 6)]).records

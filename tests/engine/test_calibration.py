@@ -39,6 +39,7 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
             engine.step()
     # What was read is freed within the loop, as it is without a log.
     assert len(jax.live_arrays()) == alive
+    log.close()
     samples = log.samples(alone)
     assert len(tokens) == 12
     counts = {name: len(found) for name, found in samples.found.items()}
@@ -83,7 +84,7 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
 
 def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
     jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    samples = Calibration(loaded, alone).serve_like(jobs)
+    samples = Calibration(loaded, alone).serve_like(jobs).samples(alone)
     asked = [*samples.found.get("request", []), *samples.found["request, woken"]]
     assert len(asked) == 12
     assert {length for length, _, _ in asked} <= {len(j.request.prompt_token_ids) for j in jobs}
