@@ -28,7 +28,7 @@ from jaxserve.scheduling.plan import StepPlan
 from sim_client import add_request, alike, serve_really
 from sim_jobs import Job
 from sim_lines import Samples
-from sim_times import Measured, kind_of, kind_of_bucket, num_drawn
+from sim_times import Measured, kind_of, kind_of_after, kind_of_bucket, num_drawn
 
 MOST_OUTPUT = 64
 LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
@@ -193,7 +193,8 @@ class LaunchLog:
                 samples.waited.setdefault(kind_of("free", idle), []).append(launch.within)
             samples.add(kind_of("before", idle), len(plan), launch.submitted - launch.begun)
             samples.add(kind_of("call", idle), len(plan), now - launch.submitted)
-            samples.add("after", num_drawn(plan), launch.told - read)
+            for name in ("after", kind_of_after(plan)):
+                samples.add(name, num_drawn(plan), launch.told - read)
             expected = times.alone(plan, self._buckets)
             latest = earliest = max(read, begun)
             if launch.ended is not None:
@@ -209,8 +210,7 @@ class LaunchLog:
 class Round:
     """What a round found: of queueing requests, and of launches.
 
-    It is computed when it is asked for, once all is served: whoever is served right after a second
-    of computing finds other caches than one who comes right after another.
+    It is computed when it is asked for, so that no run begins right after a second of computing.
     """
 
     asked: Samples

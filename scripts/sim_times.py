@@ -46,6 +46,12 @@ def kind_of_bucket(bucket: Bucket) -> str:
     return "decode" if bucket.decode_only else "tokens"
 
 
+def kind_of_after(plan: StepPlan) -> str:
+    """The line of telling of a launch: there is more to it where prompts end."""
+    decodes = plan.num_steps > 1 or bool((plan.num_tokens == 1).all())
+    return "after, decode" if decodes else "after, tokens"
+
+
 def num_drawn(plan: StepPlan) -> int:
     """Tokens that a launch draws."""
     return int(plan.num_tokens.sum()) if plan.num_steps > 1 else int(plan.samples.sum())
@@ -107,8 +113,9 @@ class Measured:
         lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
             label of a bucket that was met often; "request": queueing one, over the tokens of its
             prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
-            rows and the tokens that it draws. All but the last also with ", woken", after a pause.
-            A line that is missing changes nothing, or takes no time.
+            rows and the tokens that it draws, the last also as "after, decode" and "after, tokens".
+            All but these also with ", woken", after a pause. A line that is missing changes
+            nothing, or takes no time.
     """
 
     about: dict[str, str]
@@ -155,7 +162,8 @@ class Measured:
         return 1e-6 * self._line("call", idle).micros(len(plan), luck)
 
     def after(self, plan: StepPlan, luck: float) -> float:
-        return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
+        line = self.lines.get(kind_of_after(plan)) or self._line("after", 0.0)
+        return 1e-6 * line.micros(num_drawn(plan), luck)
 
     def waiting(self, idle: float) -> float:
         return self.waited.get(kind_of("free", idle), 0.0)

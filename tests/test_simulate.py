@@ -169,6 +169,10 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert times.device(launch, buckets, 0, 0.5) == pytest.approx((120 + 2 * 80) * US)
     assert times.after(launch, 0.5) == pytest.approx(30 * US)
     mixed = plan_of([99, 240], [1, 40])
+    assert times.after(mixed, 0.5) == pytest.approx(24 * US)
+    told = replace(times, lines=lines | {"after, tokens": Line(70.0, 0.0)})
+    assert told.after(mixed, 0.5) == pytest.approx(70 * US)
+    assert told.after(launch, 0.5) == pytest.approx(30 * US)
     # The longer row has two tiles of 32 queries: one ends at 272, so both need two chunks of 256.
     assert attention_work(mixed) == (100, 4 * 32 * 256)
     expected = 900 + 5 + 4 * 32 * 256 / 1000

@@ -49,6 +49,7 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
     launches = counts["tokens"] + counts["tokens, woken"] + counts["decode"]
     assert counts["before"] + counts["before, woken"] == counts["after"] == launches
     assert counts["call"] == counts["before"]
+    assert (counts["after, tokens"], counts["after, decode"]) == (3, counts["decode"])
     of_buckets = {name.split(", woken")[0] for name in counts} & alone.base_us.keys()
     assert sum(counts[name] + counts.get(f"{name}, woken", 0) for name in of_buckets) == launches
     assert sum(amount for amount, _, _ in samples.found["after"]) == 12
