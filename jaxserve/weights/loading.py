@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from jaxserve.weights.placing import (
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.reading import read_parameters
+from jaxserve.weights.reading import prepare_panels, read_parameters, reading_ahead
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -76,8 +77,11 @@ def load_weights(
     entries = match_names(sorted_.checkpoint, config, sorted_.table)
     total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
     report = _counted(on_progress, total)
-    model = abstract_model(config, dtype)
-    parameters = parameters_of(model)
+    stored = {entry.dtype for entry in entries.values()}
+    kernels = partial(prepare_panels, stored if panels else (), np.dtype(dtype))
+    with reading_ahead(sorted_.table, entries, kernels):
+        model = abstract_model(config, dtype)
+        parameters = parameters_of(model)
     shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
     place = place or place_on_default
     place = panelled(place, parameters) if panels else place
