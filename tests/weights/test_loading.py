@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from threading import Event, Timer
+from threading import Event
 from typing import Any
 
 import jax
