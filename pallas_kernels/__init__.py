@@ -9,7 +9,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 
 And three over weights: ``quantized_matmul``, which never makes a quantized weight whole,
 ``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts, and on
-CPU ``panel_product``, which reads weights in an order of its own at the memory's speed.
+CPU ``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own
+at the memory's speed.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
@@ -23,6 +24,7 @@ from pallas_kernels.ops import (
     kv_write,
     paged_decode_attention,
     panel_product,
+    quantized_panel_product,
     ragged_paged_attention,
     restore_kernels,
     rows_in_panels,
@@ -41,6 +43,7 @@ __all__ = [
     "panel_product",
     "quantized_grouped_matmul",
     "quantized_matmul",
+    "quantized_panel_product",
     "ragged_paged_attention",
     "restore_kernels",
     "rows_in_panels",

@@ -14,7 +14,8 @@ import numpy as np
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
-PAGE_DTYPES = (*QUERY_DTYPES, FP8)
+FP8_BITS = jnp.dtype(jnp.uint8)  # pages that XLA on CPU does not convert to float32 as a whole
+PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,11 @@ class GroupedCase:
     D: int
     F: int
     op: str = "grouped_matmul"
+
+
+def number_dtype(pages: jnp.dtype) -> jnp.dtype:
+    """Of the numbers that pages of a dtype hold: those of uint8 are the bits of float8_e4m3fn."""
+    return FP8 if pages == FP8_BITS else jnp.dtype(pages)
 
 
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:

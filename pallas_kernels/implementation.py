@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.arguments import FP8, Case, GroupedCase
+from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -68,7 +68,8 @@ def _triton_limit(case: Case | GroupedCase) -> str | None:
         return f"head dim is {case.H}; allowed: multiples of 16 from 16 to 256"
     if case.group > MAX_GROUP:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
-    if case.query_dtype.itemsize > 4 or case.page_dtype.itemsize > case.query_dtype.itemsize:
+    narrow = case.page_dtype.itemsize <= case.query_dtype.itemsize <= 4
+    if not narrow or case.page_dtype == FP8_BITS:
         return (
             f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
             "float16 or float32, over pages of the same dtype, a narrower one, or float8_e4m3fn"
@@ -112,10 +113,12 @@ def _llvm_limit(case: Case | GroupedCase) -> str | None:
         return f"head dim is {case.H}; allowed: multiples of 8 from 8 to 256"
     if case.group > MAX_GROUP:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
-    if not 2 <= case.page_dtype.itemsize <= max(4, case.query_dtype.itemsize):
+    widest = max(4, case.query_dtype.itemsize)
+    if case.page_dtype == FP8 or case.page_dtype.itemsize > widest:
         return (
             f"dtypes are {case.query_dtype} over {case.page_dtype} pages; allowed: bfloat16, "
-            "float16 or float32 pages, and float64 ones under float64"
+            "float16 or float32 pages, the bits of float8_e4m3fn as uint8, and float64 pages "
+            "under float64"
         )
     return None
 

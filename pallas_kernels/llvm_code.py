@@ -309,8 +309,11 @@ def exp2_polynomial(degree: int) -> list[float]:
 
 
 def stored_type(dtype: str) -> ir.Type:
-    """LLVM's type of what memory holds of a dtype; of a bfloat16, its bits."""
-    types = {"bfloat16": I16, "float16": ir.HalfType()}
+    """LLVM's type of what memory holds of a dtype; of a bfloat16, its bits.
+
+    "uint8" holds those of a float8_e4m3fn.
+    """
+    types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8}
     return types[dtype] if dtype in types else float_type(np.dtype(dtype))
 
 
@@ -319,12 +322,30 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     element, lanes = vector.type.element, vector.type.count
     if element == real:
         return vector
+    if element == I8:
+        return _from_float8(code, vector, ir.VectorType(real, lanes))
     if element == I16:  # a bfloat16 is the upper half of a float32
         upper: Any = code.zext(vector, ir.VectorType(I32, lanes))
         shifted = code.shl(upper, filled(upper.type, 16))
         element = ir.FloatType()
         vector = code.bitcast(shifted, ir.VectorType(element, lanes))
     return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
+
+
+def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
+    """A vector of float8_e4m3fn as numbers.
+
+    Moved into place its exponent and mantissa are those of a float16 that is 256 times smaller,
+    zero and subnormal numbers included; all ones are NaN.
+    """
+    shorts = ir.VectorType(I16, kind.count)
+    moved: Any = code.shl(code.sext(vector, shorts), filled(shorts, 7))
+    bits = code.and_(moved, filled(shorts, 0xBFFF))
+    small = code.bitcast(bits, ir.VectorType(ir.HalfType(), kind.count))
+    number = code.fmul(code.fpext(small, kind), filled(kind, 256.0))
+    ones = filled(shorts, 0x3F80)
+    is_nan = code.icmp_signed("==", code.and_(bits, ones), ones)
+    return code.select(is_nan, filled(kind, math.nan), number)
 
 
 def float_type(dtype: np.dtype) -> ir.Type:

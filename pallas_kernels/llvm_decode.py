@@ -56,7 +56,7 @@ class PagedKernel:
 
     Attributes:
         dtype: of queries, sums and results: "float32" or "float64".
-        pages: of keys and values: those, "bfloat16" or "float16".
+        pages: of keys and values: those, "bfloat16", "float16", or "uint8", float8's bits.
         page_size: tokens.
         group: query heads per kv head.
         head_dim: numbers.

@@ -62,6 +62,13 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
         panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
 
 
+def rows_in_order(values: np.ndarray) -> np.ndarray:
+    """Rows [R, O] as [ceil(O / PANEL), R, PANEL], zeros beyond O: of codes, scales, zero points."""
+    panels = np.empty((-(-values.shape[1] // PANEL), len(values), PANEL), values.dtype)
+    _fill(panels, values)
+    return panels
+
+
 def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> jax.Array:
     """The weights [T, I] of some outputs [T], which must be in range, in their own dtype."""
     index = outputs // PANEL, slice(None), outputs % PANEL

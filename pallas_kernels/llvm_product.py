@@ -113,18 +113,11 @@ class PanelProduct:
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         *_, inputs, panels = fields
-        rows = _counted(code, fields)
-        weights = code.mul(code.mul(inputs, panels), const(PANEL))
-        eighth = code.ashr(code.add(rows, const(7)), const(3))
-        work = code.sdiv(code.mul(weights, eighth), const(WORK_OF_A_PART))
-        parts = code.add(work, const(1))
-        for limit in (const(MOST_PARTS), panels):
-            parts = code.select(code.icmp_signed("<", parts, limit), parts, limit)
-        return parts
+        return parts_of(code, counted(code, fields[4], fields[2]), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         x, w, _, y, all_rows, inputs, panels = fields
-        rows = _counted(code, fields)
+        rows = counted(code, all_rows, fields[2])
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
@@ -156,7 +149,8 @@ class PanelProduct:
                     code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
                 whole = code.sdiv(code.sub(end, row), const(size))
                 row = code.add(row, code.mul(whole, const(size)))
-        self._fill(code, y, (rows, all_rows), (first, last), outputs)
+        lanes = self.cpu.vector_bytes // element_bytes(float_type(self.dtype))
+        fill(code, y, (rows, all_rows), (first, last), outputs, float_type(self.dtype), lanes)
 
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
         """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
@@ -173,21 +167,32 @@ class PanelProduct:
         )
         return code.select(asks, code.at(below, half, self.stored), here)
 
-    def _fill(self, code: Code, y: Any, rows: Any, panels: Any, outputs: Any) -> None:
-        """Zeros in rows and panels, from the first to before the last of each."""
-        real = float_type(self.dtype)
-        lanes = self.cpu.vector_bytes // element_bytes(real)
-        zero = filled(ir.VectorType(real, lanes), 0.0)
-        low, high = (code.mul(at, const(PANEL)) for at in panels)
-        with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (at, _):
-            code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
 
-
-def _counted(code: Code, fields: Sequence[Any]) -> Any:
-    """How many rows count: what the operand says, from none to all."""
-    rows = fields[4]
-    count = code.sext(code.load(fields[2], typ=I32), I64)
+def counted(code: Code, rows: Any, count: Any) -> Any:
+    """How many of so many rows count: what the operand at an address says, from none to all."""
+    count = code.sext(code.load(count, typ=I32), I64)
     return code.smaller_int(code.larger_int(count, const(0)), rows)
+
+
+def parts_of(code: Code, rows: Any, inputs: Any, panels: Any) -> Any:
+    """Into how many parts a product is cut, each of some panels."""
+    weights = code.mul(code.mul(inputs, panels), const(PANEL))
+    eighth = code.ashr(code.add(rows, const(7)), const(3))
+    work = code.sdiv(code.mul(weights, eighth), const(WORK_OF_A_PART))
+    parts = code.add(work, const(1))
+    for limit in (const(MOST_PARTS), panels):
+        parts = code.smaller_int(parts, limit)
+    return parts
+
+
+def fill(
+    code: Code, y: Any, rows: Any, panels: Any, outputs: Any, real: ir.Type, lanes: int
+) -> None:
+    """Zeros in rows and panels of y, from the first to before the last of each."""
+    zero = filled(ir.VectorType(real, lanes), 0.0)
+    low, high = (code.mul(at, const(PANEL)) for at in panels)
+    with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (at, _):
+        code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
 
 
 def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:

@@ -54,6 +54,7 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
 
 # On CPU only: a product with weights in panels; kernels' machine code, to be kept, and kept ones.
 panel_product = _later("llvm_product", "panel_product")
+quantized_panel_product = _later("llvm_quantized", "quantized_panel_product")
 rows_in_panels = _later("llvm_transpose", "rows_in_panels")
 kernel_code = _later("llvm_calls", "code_of")
 restore_kernels = _later("llvm_calls", "restore")
@@ -86,7 +87,8 @@ def ragged_paged_attention(
 
     Args:
         q: [T,N,H] queries, bfloat16, float16, float32 or float64.
-        k_pages: [P,K,S,H] keys, of q's dtype, a narrower one or float8_e4m3fn; N % K == 0.
+        k_pages: [P,K,S,H] keys, of q's dtype, a narrower one, float8_e4m3fn or, but on a GPU, its
+            bits as uint8; N % K == 0.
         v_pages: [P,K,S,H] values, of the dtype of k_pages.
         page_table: i32[R,M] page ids; entries past a row's pages may be anything in [0, P).
         query_start: i32[R+1], starting at 0 and never falling.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import FP8, FP8_BITS, number_dtype
+
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
 
@@ -73,7 +75,10 @@ def ragged_paged_attention(
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
         """Pages of a row in order, as [M*S, K, H] real values."""
-        own = pages[page_table[row]].astype(dtype)
+        own = pages[page_table[row]]
+        if own.dtype == FP8_BITS:
+            own = jax.lax.bitcast_convert_type(own, FP8)
+        own = own.astype(dtype)
         own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
         return own if factor is None else own * factor.astype(dtype)[:, None]
 
@@ -127,9 +132,10 @@ def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if scale is not None:
         wide = wide / scale[:, None]
-    if dtype == jnp.float8_e4m3fn:
+    if number_dtype(dtype) == FP8:
         wide = jnp.clip(wide, -FP8_MAX, FP8_MAX)
-    return wide.astype(dtype)
+    stored = wide.astype(number_dtype(dtype))
+    return jax.lax.bitcast_convert_type(stored, dtype) if dtype == FP8_BITS else stored
 
 
 def kv_write(

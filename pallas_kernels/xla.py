@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import number_dtype
+
 CHUNK_TOKENS = 64
 TILE_QUERIES = 32
 TILE_CHUNK_TOKENS = 256
@@ -34,7 +36,7 @@ class _Cache(NamedTuple):
     v: jax.Array
     page_table: jax.Array  # i32[R, M'], M' a multiple of the pages of a chunk
     shape: tuple[int, int, int]  # K, S, H
-    dtype: jnp.dtype  # of the pages
+    dtype: jnp.dtype  # of the numbers in the pages
 
 
 class Options(NamedTuple):
@@ -79,7 +81,7 @@ def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages:
         _bits(v_pages).reshape(P * K, S * H),
         jnp.pad(page_table, ((0, 0), (0, pad))),
         (K, S, H),
-        k_pages.dtype,
+        number_dtype(k_pages.dtype),
     )
 
 
@@ -357,12 +359,13 @@ def kv_write(
     cell = jnp.where(inside[:, None], cell, P * K * S)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if pages.dtype.itemsize == 1:  # beyond the largest float8 lies NaN, not infinity
+        stored = number_dtype(pages.dtype)
+        if stored.itemsize == 1:  # beyond the largest float8 lies NaN, not infinity
             scaled = x.astype(jnp.float32)
             scaled = scaled if scale is None else scaled / scale[:, None]
-            limit = float(jnp.finfo(pages.dtype).max)
+            limit = float(jnp.finfo(stored).max)
             x = jnp.clip(scaled, -limit, limit)
-        values = _bits(x.astype(pages.dtype))
+        values = _bits(x.astype(stored))
         rows = _bits(pages).reshape(P * K * S, H).at[cell].set(values, mode="drop")
         return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)
 

@@ -190,7 +190,7 @@ def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
         decode_sizes=ROWS,
         token_sizes=(max(ROWS),),
     ).resolve("cpu", model_config.max_position_embeddings)
-    model = random_weights(model_config, np.float32, 0, mode.quantization)
+    model = random_weights(model_config, np.float32, 0, mode.quantization, panels=True)
     runner = Runner(config, model_config, model, greedy_decode=True)
     # Greedy decode steps alone: the sampler is the same in every mode.
     buckets = [Bucket(rows, rows, True, greedy=True) for rows in ROWS]

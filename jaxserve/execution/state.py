@@ -14,6 +14,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
 from jaxserve.scheduling.scores import Scores
+from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 Array = Any
@@ -49,11 +50,11 @@ for _type in (DeviceState, StepOutput):
 def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
     """The dtype of pages for a setting of `kv_cache_dtype`.
 
-    On CPU 16-bit keys and values are kept as the same numbers in float32: XLA there scatters into
-    16-bit floats by converting the whole cache, in every step.
+    On CPU 16-bit keys and values are kept as the same numbers in float32, and 8-bit ones as their
+    bits: XLA there scatters into narrow floats by converting the whole cache, in every step.
     """
     if asked == "fp8":
-        return jnp.dtype(jnp.float8_e4m3fn)
+        return FP8_BITS if platform == "cpu" else FP8
     return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 

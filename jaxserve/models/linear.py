@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import PanelWeight
+from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import Quantized, QuantizedWeight, SeveralWeights
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def value_of(parameter: nnx.Param[Array] | None) -> Array | None:
 
 def matmul(
     x: Float[Array, ...],
-    w: Float[Array, ...] | Quantized | PanelWeight,
+    w: Float[Array, ...] | Quantized | PanelWeight | QuantizedPanels,
     *,
     bias: Float[Array, ...] | None = None,
     contract: int = 1,
@@ -80,7 +80,7 @@ def matmul(
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
     dequantized as a whole.
     """
-    if isinstance(w, QuantizedWeight | SeveralWeights | PanelWeight):
+    if isinstance(w, QuantizedWeight | SeveralWeights | PanelWeight | QuantizedPanels):
         y = w.dot(x.reshape(x.shape[0], -1))
     elif x.shape[0] == 1 and x.dtype.itemsize == 2:
         # XLA on CPU turns a one-row 16-bit product into a float32 one and so converts the whole

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import panel_product
-from pallas_kernels.llvm_panels import columns, in_panels
+from jaxserve.models.quantized import QuantizedWeight, SeveralWeights, in_order
+from pallas_kernels import panel_product, quantized_panel_product
+from pallas_kernels.llvm_panels import columns, in_panels, rows_in_order
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Float, Int32, UInt8
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +60,78 @@ class PanelWeight:
         return columns(self.panels, found, self.inputs, self.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedPanels:
+    """A `QuantizedWeight` in panels, as `pallas_kernels.llvm_quantized` takes it.
+
+    Attributes:
+        codes: [panels, rows of codes, PANEL].
+        scales: [panels, groups, PANEL]; those of 16 bits as their bits.
+        zeros: likewise, where the format has them.
+        order: which input each row is for, where rows have been sorted by group.
+        form: "int8", "fp8" or "int4".
+        scales_dtype: what the scales are.
+        inputs: how many inputs there are, padding not counted.
+        outputs: the shape that the outputs have in the model.
+        num_rows: as of a PanelWeight.
+    """
+
+    codes: Array
+    scales: Array
+    zeros: UInt8[Array, "panels groups PANEL"] | None
+    order: Int32[Array, " I"] | None
+    form: str = field(metadata={"static": True})
+    scales_dtype: str = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+    num_rows: Array | None = None
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> QuantizedPanels:
+        """The same weight."""
+        scales = np.asarray(weight.scales)
+        bits = scales.view(np.uint16) if scales.dtype.itemsize == 2 else scales
+        codes, scale_bits, zeros = (
+            None if array is None else jax.device_put(rows_in_order(np.asarray(array)))
+            for array in (weight.values, bits, weight.zeros)
+        )
+        form, name = weight.form, scales.dtype.name
+        order, inputs, outputs = weight.order, weight.inputs, weight.outputs
+        return cls(codes, scale_bits, zeros, order, form, name, inputs, outputs)
+
+    def __getitem__(self, index: EllipsisType) -> Self:
+        """Itself, as of a PanelWeight."""
+        return self
+
+    def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
+        """x times the weight, in at least float32. A row's result depends on no other row."""
+        y = quantized_panel_product(
+            *(in_order(x, self.order, self.codes.shape[1], self.form), self.codes),
+            *(self.scales, self.zeros),
+            form=self.form,
+            scales_dtype=self.scales_dtype,
+            num_rows=self.num_rows,
+        )
+        return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
+
+
+def with_panels(value: Any) -> Any:
+    """A parameter's value, its codes in panels where it is a quantized matrix."""
+    if isinstance(value, QuantizedWeight):
+        return QuantizedPanels.of(value)
+    if isinstance(value, SeveralWeights):
+        return replace(value, weights=tuple(map(with_panels, value.weights)))
+    return value
+
+
 def padded_beyond(tree: Any, num_rows: Array) -> Any:
     """A tree of parameters whose panels multiply so many rows (i32[]) and leave padding alone."""
 
-    def limited(leaf: Any) -> Any:
-        return replace(leaf, num_rows=num_rows) if isinstance(leaf, PanelWeight) else leaf
+    def has_panels(leaf: Any) -> bool:
+        return isinstance(leaf, PanelWeight | QuantizedPanels)
 
-    return jax.tree.map(limited, tree, is_leaf=lambda leaf: isinstance(leaf, PanelWeight))
+    def limited(leaf: Any) -> Any:
+        return replace(leaf, num_rows=num_rows) if has_panels(leaf) else leaf
+
+    return jax.tree.map(limited, tree, is_leaf=has_panels)

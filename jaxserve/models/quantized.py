@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import EllipsisType, MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +74,7 @@ class QuantizedWeight:
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """x times the weight, in at least float32."""
-        if self.order is not None:
-            x = jnp.take(x, self.order, axis=1)
-        x = _padded(x, self.values.shape[0] * codes_a_row(self.form))
+        x = in_order(x, self.order, self.values.shape[0], self.form)
         y = quantized_matmul(x, self.values, self.scales, self.zeros, form=self.form)
         return y.reshape(x.shape[0], *self.outputs)
 
@@ -89,7 +87,7 @@ class SeveralWeights:
     So it is where each of them has its own order of inputs.
     """
 
-    weights: tuple[QuantizedWeight, ...]
+    weights: tuple[Any, ...]  # QuantizedWeight, or the same in panels
     # Which outputs each part gives, as starts and sizes along every dimension of `outputs`.
     places: tuple[tuple[tuple[int, int], ...], ...] = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
@@ -148,6 +146,15 @@ class QuantizedExperts:
 
 
 Quantized = QuantizedWeight | SeveralWeights
+
+
+def in_order(
+    x: Float[Array, "T I"], order: Int32[Array, " I"] | None, rows: int, form: str
+) -> Float[Array, "T J"]:
+    """Inputs in the order of so many rows of codes, zeros for rows that are padding."""
+    if order is not None:
+        x = jnp.take(x, order, axis=1)
+    return _padded(x, rows * codes_a_row(form))
 
 
 def _padded(x: Array, inputs: int) -> Array:

@@ -113,9 +113,10 @@ def _memory_plan(llm: AsyncLLM) -> str:
     engine = llm.thread.engine
     runner, config = engine.runner, engine.config
     pages = runner.num_pages
+    kept = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else runner.kv_dtype.name
     return (
         f"memory: weights {runner.weight_bytes:,} bytes{_how(engine)}; "
-        f"KV cache in {runner.kv_dtype.name}, {pages:,} pages x "
+        f"KV cache in {kept}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
         f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "

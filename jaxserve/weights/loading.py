@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
+from jaxserve.models.panels import with_panels
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.gguf import GgufFile
@@ -65,7 +66,7 @@ def load_weights(
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: told after each tensor.
         place: by default, the arrays go to JAX's default device.
-        panels: lay out matrices for the CPU's own product; see `PanelWeight`.
+        panels: lay out matrices for the CPU's own products; see `models/panels.py`.
 
     Raises:
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
@@ -86,7 +87,10 @@ def load_weights(
     place = place or place_on_default
     place = panelled(place, parameters) if panels else place
     place = quantizing(place, parameters, quantization)
+    finish = with_panels if panels else _as_it_is
     values = read_packed(sorted_, parameters, dims, place, report)
+    for path in values:  # one after the other, so that only one is there twice
+        values[path] = finish(values[path])
     plans = {}
     if panels:
         plans = panel_plans(sorted_.table, entries, dims, parameters, quantization)
@@ -95,12 +99,17 @@ def load_weights(
     reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
-        values[path] = place(path, array) if plan is None else placed_panels(plan, array)
+        placed = finish(place(path, array)) if plan is None else placed_panels(plan, array)
+        values[path] = placed
     opened.check_unchanged()
     model = filled(model, values)
     if kv_scales:
         set_kv_scales(model, sorted_.kv_scales)
     return model
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
@@ -133,6 +142,7 @@ def random_weights(
     parameters = parameters_of(model)
     place = panelled(place_on_default, parameters) if panels else place_on_default
     place = quantizing(place, parameters, quantization)
+    finish = with_panels if panels else _as_it_is
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
@@ -144,7 +154,7 @@ def random_weights(
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return place(path, normal.astype(parameter.dtype, copy=False))
+        return finish(place(path, normal.astype(parameter.dtype, copy=False)))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)

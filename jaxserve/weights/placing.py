@@ -14,7 +14,7 @@ from flax import nnx
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
-from jaxserve.models.panels import PanelWeight
+from jaxserve.models.panels import PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
@@ -50,9 +50,13 @@ def panelled(place: Place, parameters: Parameters) -> Place:
 
 
 def use_panels(model: Decoder) -> None:
-    """Lay out a model's matrices in panels, in place, one after the other; quantized ones stay."""
+    """Lay out a model's matrices in panels, in place, one after the other; experts stay."""
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Param) and isinstance(node[...], jax.Array):
+        if not isinstance(node, nnx.Param):
+            continue
+        if not isinstance(node[...], jax.Array):
+            node.set_value(with_panels(node[...]))
+        else:
             panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
             if panels is not None:
                 node.set_value(panels)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sim_calibrate
-from bench_prefix import slices_of
+from bench_prefix import loss, turns_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from sim_calibrate import Calibration, LaunchLog
@@ -92,10 +92,25 @@ def test_requests_like_others_are_not_the_same() -> None:
     assert drawn != [(len(one.request.prompt_token_ids), one.output) for one in jobs]
 
 
-def test_a_serving_is_timed_slice_by_slice(loaded: Loaded) -> None:
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_serving_is_timed_turn_by_turn(loaded: Loaded, caching: bool) -> None:
     limits = loaded.limits
     lengths = {"max_model_len": limits.max_model_len, "vocabulary": limits.vocab_size}
     jobs = make_jobs("azure-conv", 3, scale=16, **lengths)
-    assert all(wall > 0 for wall, _ in slices_of(loaded, jobs))
-    with pytest.raises(AssertionError, match="was found"):
-        list(slices_of(loaded, jobs[:1] * 5))
+    assert all(wall > 0 for wall, _ in turns_of(loaded, jobs, caching))
+    if caching:
+        with pytest.raises(AssertionError, match="was found"):
+            list(turns_of(loaded, jobs[:1] * 5, caching))
+    else:
+        list(turns_of(loaded, jobs[:1] * 5, caching))
+
+
+def test_what_a_pair_shows_is_the_share_of_both() -> None:
+    off = np.full(200, 1.0)
+    on = off * 1.25
+    on[:8], off[8:16] = 9.0, 9.0  # something else took the machine
+    found = loss(on, off)
+    assert found["pct"] == pytest.approx(20)
+    assert found["standard_error_pct"] < 1e-9 < abs(found["of_all_pct"] - 20)
+    noisy = loss(on * np.random.default_rng(1).uniform(0.9, 1.1, 200), off)
+    assert abs(noisy["pct"] - 20) < 4 * noisy["standard_error_pct"] < 4

@@ -63,6 +63,22 @@ def test_a_step_of_one_row_holds_no_weight_in_full_precision():
     assert 0 <= MATRICES * BITS["int8"] / 8 - (runner.weight_bytes - PLAIN_BYTES) < MATRICES / 16
 
 
+@pytest.mark.parametrize(
+    ("form", "bucket"), [(None, Bucket(16, 4, False)), ("int8", Bucket(4, 4, True))], ids=str
+)
+def test_every_product_on_cpu_is_told_how_many_rows_count(form: str | None, bucket: Bucket) -> None:
+    config = ModelConfig.from_dict(RAW)
+    settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
+    model = random_weights(config, np.float32, 0, form, panels=True)
+    runner = Runner(settings.resolve("cpu", 64), config, model)
+    text = runner._compile(bucket, num_pages=8).as_text()
+    products = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxserve_\w*product", text)
+    # Of attention, after it, gate and up, down; the logits, and those that a prompt is scored by.
+    assert len(products) == (5 if bucket.decode_only else 6)
+    counts = [operands.split(", ")[-1] for operands in products]
+    assert not [count for count in counts if "constant" in count]
+
+
 # Four experts, each matrix as large as the smallest one of a projection, and latent attention.
 EXPERTS: dict[str, Any] = RAW | {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -111,7 +127,7 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
         alone = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
         assert together == alone
         assert llm.stats().num_compiles == 0
-        assert runner.kv_dtype == jnp.float8_e4m3fn
+        assert runner.kv_dtype == jnp.uint8  # the bits of float8_e4m3fn
         assert runner.page_bytes == 2 * 4 * 64 * 16  # keys and values, heads, head dim, tokens
         assert runner._state is not None
         pages = jax.tree.leaves(runner._state.kv)

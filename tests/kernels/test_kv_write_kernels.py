@@ -17,6 +17,7 @@ SETUPS = {
     "bfloat16, head dim 80": (jnp.bfloat16, jnp.bfloat16, 80, False),
     "fp8 with scales": (jnp.bfloat16, jnp.float8_e4m3fn, 64, True),
     "fp8 without": (jnp.float16, jnp.float8_e4m3fn, 64, False),
+    "bits of fp8": (jnp.float32, jnp.uint8, 64, True),
 }
 
 
@@ -24,12 +25,20 @@ EXPECTED = jax.jit(reference.kv_write)
 ACTUAL = jax.jit(kv_write, static_argnames="implementation")
 
 
+TESTED = [
+    (name, implementation)
+    for name in SETUPS
+    for implementation in ("triton_interpret", "xla")
+    if (name, implementation) != ("bits of fp8", "triton_interpret")
+]
+
+
 def _bits(x: jax.Array) -> np.ndarray:
+    x = x.view(jnp.float8_e4m3fn) if x.dtype == jnp.uint8 else x
     return np.asarray(x.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("implementation", ["triton_interpret", "xla"])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("name", "implementation"), TESTED)
 @settings(derandomize=True, deadline=None, max_examples=8, database=None)
 @given(
     slots=st.lists(
@@ -43,7 +52,8 @@ def test_stores_what_the_reference_stores(
     dtype, page_dtype, head_dim, scaled = SETUPS[name]
     rng = np.random.default_rng(0)
     shape = (PAGES, HEADS, SIZE, head_dim)
-    pages = [jnp.asarray(rng.normal(size=shape), page_dtype) for _ in range(2)]
+    numbers = jnp.float8_e4m3fn if page_dtype == jnp.uint8 else page_dtype
+    pages = [jnp.asarray(rng.normal(size=shape), numbers).view(page_dtype) for _ in range(2)]
     new = [jnp.asarray(rng.normal(size=(TOKENS, HEADS, head_dim)) * size, dtype) for _ in range(2)]
     scale = jnp.asarray([0.5, 1.0, 3.0], jnp.float32) if scaled else None
     arguments = (*new, *pages, jnp.asarray(slots, jnp.int32))

@@ -1,0 +1,144 @@
+"""The CPU's product with quantized weights in panels: against the weight in full, and itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import dequantize
+from pallas_kernels.llvm_code import Host, host
+from pallas_kernels.llvm_panels import PANEL, rows_in_order
+from pallas_kernels.llvm_quantized import QuantizedPanelProduct, quantized_panel_product, run
+
+# Form, inputs, groups, zero points, scales. Chunks of rows of codes end at 1,024: whole groups, or
+# within one.
+CASES = [
+    ("int8", 7, 1, False, "float32"),
+    ("int8", 2300, 1, False, "float32"),
+    ("fp8", 2304, 3, False, "bfloat16"),
+    ("fp8", 2300, 2, False, "float32"),
+    ("int4", 90, 3, False, "float16"),
+    ("int4", 4608, 3, True, "float32"),
+    ("int4", 2304, 72, True, "bfloat16"),
+]
+BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32}
+
+
+@dataclass
+class Weight:
+    """A random weight [I, O]: its parts as they are stored, and in panels."""
+
+    form: str
+    scales_dtype: str
+    stored: list[np.ndarray | None]
+    panels: list[jax.Array | None]
+
+    @classmethod
+    def random(
+        cls, form: str, inputs: int, groups: int, zeros: bool, scales: str, outputs: int = 100
+    ) -> Weight:
+        rng = np.random.default_rng(inputs + outputs)
+        rows = inputs // 2 if form == "int4" else inputs
+        codes = rng.integers(0, 256, (rows, outputs), dtype=np.uint8)
+        if form == "fp8":
+            codes[codes & 0x7F == 0x7F] = 0  # no NaN
+        values = codes.view(np.int8) if form == "int8" else codes
+        steps = rng.uniform(0.1, 1, (groups, outputs)).astype(jnp.dtype(scales))
+        offsets = rng.integers(0, 16, steps.shape, dtype=np.uint8) if zeros else None
+        stored = [values, steps, offsets]
+        bits = [values, steps.view(BITS[scales]), offsets]
+        panels = [None if one is None else jnp.asarray(rows_in_order(one)) for one in bits]
+        return cls(form, scales, stored, panels)
+
+    def product(
+        self, x: np.ndarray, cpu: Host | None = None, num_rows: int | None = None
+    ) -> np.ndarray:
+        wide = np.promote_types(x.dtype, np.float32).name
+        zeros = self.panels[2] is not None
+        kernel = QuantizedPanelProduct(wide, self.form, self.scales_dtype, zeros, cpu or host())
+        count = None if num_rows is None else jnp.int32(num_rows)
+        return np.asarray(run(kernel, jnp.asarray(x), *self.panels, num_rows=count))
+
+    def full(self) -> np.ndarray:
+        """The weight in float64."""
+        return np.asarray(dequantize(*self.stored, self.form, jnp.float64))
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def rows(count: int, inputs: int, dtype: str = "float32") -> np.ndarray:
+    values = np.random.default_rng(count).standard_normal((count, inputs))
+    return values.astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_product_is_that_of_the_weight_in_full(case: tuple) -> None:
+    w = Weight.random(*case)
+    full = w.full()
+    for dtype, error in (("float32", 1e-6), ("float64", 1e-14)):
+        for count in (1, 3, 12, 29, 200):
+            x = rows(count, case[1], dtype)
+            got = w.product(x)
+            assert got.dtype == dtype and (got[:, 100:] == 0).all()
+            scale = np.abs(x).astype(np.float64) @ np.abs(full)
+            assert (np.abs(got[:, :100] - x.astype(np.float64) @ full) <= error * scale).all()
+
+
+def test_sixteen_bit_rows_accumulate_in_float32() -> None:
+    w = Weight.random(*CASES[1])
+    x = rows(5, 2300, "bfloat16")
+    assert w.product(x).dtype == np.float32
+    np.testing.assert_array_equal(w.product(x), w.product(x.astype(np.float32)))
+
+
+def test_every_code_is_the_number_that_it_stands_for() -> None:
+    codes = np.arange(256, dtype=np.uint8)[None]
+    numbers = {
+        "int8": codes.view(np.int8).astype(np.float32),
+        "fp8": codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+        "int4": (codes & 15).astype(np.float32) - 8,
+    }
+    one, x = jnp.ones((8, 1, PANEL), jnp.float32), jnp.ones((1, 1), jnp.float32)
+    for form, want in numbers.items():
+        values = jnp.asarray(rows_in_order(codes.view(np.int8) if form == "int8" else codes))
+        even = jnp.asarray([[1.0, 0.0]], jnp.float32) if form == "int4" else x
+        got = quantized_panel_product(even, values, one, None, form=form, scales_dtype="float32")
+        is_number = ~np.isnan(want)
+        np.testing.assert_array_equal(np.asarray(got)[is_number], want[is_number])
+    high = jnp.asarray([[0.0, 1.0]], jnp.float32)
+    values = jnp.asarray(rows_in_order(codes))
+    got = quantized_panel_product(high, values, one, None, form="int4", scales_dtype="float32")
+    np.testing.assert_array_equal(np.asarray(got), (codes >> 4).astype(np.float32) - 8)
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_a_row_is_the_same_to_the_bit_whatever_its_mates_and_tiles_are(case: tuple) -> None:
+    w, x = Weight.random(*case), rows(150, case[1])
+    whole = w.product(x)
+    for first, last in ((0, 1), (149, 150), (3, 9), (1, 150)):
+        np.testing.assert_array_equal(w.product(x[first:last]), whole[first:last])
+    np.testing.assert_array_equal(w.product(x, replace(host(), registers=16)), whole)
+    for size in (16, 32):
+        np.testing.assert_array_equal(w.product(x, replace(host(), vector_bytes=size)), whole)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=str)
+def test_rows_that_do_not_count_are_zero_and_disturb_nothing(case: tuple) -> None:
+    w, x = Weight.random(*case), rows(150, case[1])
+    whole = w.product(x)
+    for count in (0, 1, 13, 149, 150, 151, -3):
+        last = min(max(count, 0), 150)
+        spoiled = x.copy()
+        spoiled[last:] = np.nan
+        got = w.product(spoiled, num_rows=count)
+        np.testing.assert_array_equal(got[:last], whole[:last])
+        np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
