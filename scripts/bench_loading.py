@@ -11,8 +11,8 @@ than a buffer, loads them into a model on JAX's default device, and reads them a
 the two reads counts. Before each of these the files are dropped from the page cache
 (posix_fadvise), read once without a clock and, a moment later, dropped again, so that both sides
 find the page cache with memory that was just in use: a virtual machine may give what is free back
-to its host every two seconds, which costs a second or more while something is timed. A load's time runs from the call of `load_weights` to the last
-weight in its place, with NaN being looked for.
+to its host every two seconds, which costs a second or more while something is timed. A load's time
+runs from the call of `load_weights` to the last weight in its place, with NaN being looked for.
 
 The weights themselves take memory that reading does not. A virtual machine may have to ask its host
 for memory that it never used or gave back, which can take longer than any disk: 0.3 GB/s on the
