@@ -17,11 +17,17 @@ Numbers = dict[str, float]
 
 
 def suggestions(
-    base: Setting, times: StepTimes, jobs: list[Job], slo: dict[str, float], measured: bool
+    base: Setting,
+    times: StepTimes,
+    jobs: list[Job],
+    slo: dict[str, float],
+    measured: bool,
+    users: int | None = None,
 ) -> list[tuple[Setting, Numbers]]:
     """Settings and what they give, the best goodput first; among equals the least p99 TTFT.
 
-    Measured tables hold the sizes that were compiled, so that settings stay within them.
+    Measured tables hold the sizes that were compiled, so that settings stay within them. With
+    `users` each of them asks again when answered.
     """
     seqs = [n for n in (4, 8, 16, 32, 64, 128, 256, 512) if n <= base.max_num_seqs]
     tokens = [64 << n for n in range(9)]
@@ -32,7 +38,7 @@ def suggestions(
         if most_tokens < most_seqs:
             continue
         setting = _within(replace(base, max_num_seqs=most_seqs, max_num_batched_tokens=most_tokens))
-        tried.append((setting, Simulation(setting, times).run(jobs).summary(slo)))
+        tried.append((setting, Simulation(setting, times).run(jobs, users).summary(slo)))
     return sorted(tried, key=lambda one: (-one[1]["goodput"], one[1]["p99_ttft_ms"]))
 
 

@@ -41,6 +41,7 @@ from sim_validate import Pair, compare
 from trace_rows import TRACES
 
 SEEDS = 9
+SUGGEST_REQUESTS = 400  # of each setting that is tried, unless asked for others
 SHOWN = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -197,8 +198,9 @@ def do_suggest(arguments: argparse.Namespace) -> int:
     """`suggest`."""
     setting, times = _setting_and_times(arguments)
     slo = read_slo(arguments.slo or ["ttft:500", "tpot:50"])
+    arguments.requests = arguments.requests or SUGGEST_REQUESTS
     jobs = _jobs(arguments, setting, arguments.rate)
-    found = suggestions(setting, times, jobs, slo, isinstance(times, Measured))
+    found = suggestions(setting, times, jobs, slo, isinstance(times, Measured), arguments.users)
     print(f"{'max_num_seqs':>13}{'max_num_batched_tokens':>24}{'good %':>8}{'p99 ttft':>10}"
           f"{'p99 tpot':>10}{'pages %':>9}")  # fmt: skip
     for one, summary in found[:8]:
@@ -208,12 +210,14 @@ def do_suggest(arguments: argparse.Namespace) -> int:
             f"{summary['page_use_max_pct']:>9.1f}"
         )
     best = found[0][0]
-
-    rate = highest_rate(best, times, lambda rate: _jobs(arguments, best, rate), slo)
-    print(
-        f"suggested: --max-num-seqs {best.max_num_seqs} --max-num-batched-tokens "
-        f"{best.max_num_batched_tokens}; 99 % of requests meet the SLO up to {rate:.3g} a second"
+    flags = (
+        f"--max-num-seqs {best.max_num_seqs} --max-num-batched-tokens {best.max_num_batched_tokens}"
     )
+    if arguments.users:
+        print(f"suggested for {arguments.users} users: {flags}")
+        return 0
+    rate = highest_rate(best, times, lambda rate: _jobs(arguments, best, rate), slo)
+    print(f"suggested: {flags}; 99 % of requests meet the SLO up to {rate:.3g} a second")
     return 0
 
 
@@ -238,8 +242,13 @@ def do_slo(arguments: argparse.Namespace) -> int:
 
 def _setting_and_times(arguments: argparse.Namespace) -> tuple[Setting, Any]:
     if arguments.times:
-        times: Any = Measured.read(arguments.times)
-        base = Setting(**{**times.settings, **_sizes(times)})
+        try:
+            times: Any = Measured.read(arguments.times)
+            base = Setting(**{**times.settings, **_sizes(times)})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--times {arguments.times}: is no table that `measure` wrote ({error!r})"
+            ) from None
     else:
         times = Assumed(SHAPES[arguments.shape])
         pages = int((0.9 * 141e9 - times.shape.weight_bytes - 4e9) / (times.shape.kv_bytes * 16))
@@ -287,14 +296,14 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for name, function in (
-        ("measure", do_measure),
-        ("run", do_run),
-        ("suggest", do_suggest),
-        ("validate", do_validate),
-        ("slo", do_slo),
+    for name, function, what in (
+        ("measure", do_measure, "time this device's steps, alone and in the engine's loop"),
+        ("run", do_run, "one setting under one load"),
+        ("suggest", do_suggest, "settings for an SLO, the best first"),
+        ("validate", do_validate, "simulations against the real engine"),
+        ("slo", do_slo, "many users of an 8B model on an H200 as assumed"),
     ):
-        command = commands.add_parser(name, help=(function.__doc__ or "").strip("`."))
+        command = commands.add_parser(name, help=what, description=what)
         command.set_defaults(function=function)
         command.add_argument("--json", type=Path, help="write the result here too")
         command.add_argument("--requests", type=int, help="rows of the trace, repeated if need be")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import simulate
 from bench_prefix import hit_rates, ideal_hits
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
@@ -319,6 +320,9 @@ def test_suggestions_put_the_best_first_and_the_rate_is_the_highest_that_holds()
     found = suggestions(base, Fixed(), jobs, slo, measured=False)
     goods = [one[1]["goodput"] for one in found]
     assert goods == sorted(goods, reverse=True) and found[0][0].max_num_seqs == 8
+    one_user = suggestions(base, Fixed(), jobs, slo, measured=False, users=1)
+    assert {summary["rows_mean"] <= 1 for _, summary in one_user} == {True}
+    assert any(summary["rows_mean"] > 1 for _, summary in found)
 
     def jobs_at(rate: float) -> list[Job]:
         return make_jobs("azure-conv", 60, scale=64, rate=rate, max_model_len=64)
@@ -344,6 +348,19 @@ def test_options_are_read_strictly() -> None:
     assert (changed.max_num_seqs, changed.enable_prefix_caching) == (2, True)
     with pytest.raises(ValueError, match="--set takes"):
         read_setting(SETTING, ["max_seqs=2"])
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[]"])
+def test_a_table_that_is_none_is_refused_by_its_name(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "run", "--times", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        simulate.main()
+    assert f"--times {path}: is no table" in capsys.readouterr().err
 
 
 def served(*seconds: float) -> list[Record]:

@@ -30,7 +30,9 @@ class Pace:
             return min(self._asked, self._most)
         if self._step_seconds is None:
             return 1
-        return max(1, min(self._most, int(LAUNCH_SECONDS / self._step_seconds)))
+        if self._step_seconds * self._most <= LAUNCH_SECONDS:
+            return self._most
+        return max(1, int(LAUNCH_SECONDS / self._step_seconds))
 
     def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
         """A launch's results came just now.

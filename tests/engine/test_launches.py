@@ -81,6 +81,9 @@ def test_launches_are_as_long_as_nobody_notices() -> None:
     assert pace.steps() == 1
     pace.has_read(submitted=0.0, num_steps=10**9)  # within nanoseconds each
     assert pace.steps() == 16
+    none = Pace(16, None)
+    none.has_read(submitted=0.0, num_steps=1, now=0.0)
+    assert none.steps() == 16
     slow = Pace(16, None)
     slow.has_read(submitted=-1e6, num_steps=1)
     assert slow.steps() == 1
