@@ -214,7 +214,7 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, kind, value):
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, "expert_count"),
+    "experts": ({"llama.expert_count": 8}, "num_experts_per_tok"),
     "scaling": ({"llama.rope.scaling.type": "su"}, "scaling.type"),
     "clamp": ({"llama.attention.clamp_kqv": 3.0}, "clamp_kqv"),
     "split": ({"split.count": 3}, "3 parts"),
