@@ -202,7 +202,7 @@ def _windows(file: GgufFile, raw: Raw) -> None:
     layers = raw.get("num_hidden_layers")
     if pattern is None or type(layers) is not int or not 0 < layers < 1 << 12:
         return
-    if np.ndim(pattern) == 1 and len(pattern) == layers:
+    if isinstance(pattern, np.ndarray) and len(pattern) == layers:
         windows = [bool(one) for one in pattern]
     elif type(pattern) is int and pattern > 0:
         windows = [(index + 1) % pattern != 0 for index in range(layers)]

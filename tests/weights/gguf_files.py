@@ -218,7 +218,7 @@ def write_gguf(
 ) -> Path:
     """Write a checkpoint; matrices in `kind`, the rest in float32.
 
-    `older` files have Mixtral's experts apart, and do not split the upward projection of latent attention.
+    `older` files have Mixtral's experts apart, and latent attention's upward projection whole.
     """
     raw, family = raw or raw_config(case), case.partition("_")[0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])

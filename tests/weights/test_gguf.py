@@ -77,6 +77,18 @@ def test_every_architecture_in_blocks(tmp_path, case):
     assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
 
 
+@pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral"])
+def test_panels_are_the_same(tmp_path, monkeypatch, case):
+    """What the CPU's own products read is filled from parts of a file as from a whole tensor."""
+    monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 512)
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = load_weights(file, gguf_config(file), jnp.float32, panels=True)
+    want = load_weights(tmp_path, ModelConfig.from_dict(raw), jnp.float32, panels=True)
+    assert_equal(got, want)
+
+
 @pytest.mark.parametrize("case", ["mixtral", "deepseek2_lite"])
 def test_older_files(tmp_path, case):
     """Experts apart; one upward projection of latent attention, and a head's own sizes."""
@@ -353,8 +365,9 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     assert np.asarray(model.layers[0].mlp.down[...]).tobytes() == want.tobytes()
 
 
-def test_config_json_of_a_file_reads_the_same(tmp_path):
+@pytest.mark.parametrize("case", ["phi3", "gptoss", "olmo2_windows", "deepseek2_lite", "mistral3"])
+def test_config_json_of_a_file_reads_the_same(tmp_path, case):
     """As `jaxserve convert` writes it."""
-    file = read_gguf(write_gguf(tmp_path / "m.gguf", "phi3", random_tensors(raw_config("phi3"))))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, random_tensors(raw_config(case))))
     fields = json.loads(json.dumps(gguf_fields(file)))
     assert ModelConfig.from_dict(fields) == gguf_config(file)
