@@ -22,9 +22,24 @@ from jaxserve.errors import CheckpointError
 LIBRARY = "transformers.integrations.gguf.gguf_tokenizer_mapping"
 # Those that begin every text with a token and take whole words that are tokens as they are.
 LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
-# Splits that the library does not know, one after the other: DeepSeek-V3's, and Granite's.
+# Letters with a case, as DeepSeek-V2's tokenizer lists them.
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
+    "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
+    "𞤀-𞥃"
+)
+# Splits that the library does not know, one after the other: DeepSeek's, V2 and V3, and Granite's.
 SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "deepseek-llm": (
+            r"[\r\n]",
+            rf"\s?[{CASED}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            r"[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ),
         "deepseek-v3": (
             r"\p{N}{1,3}",
             r"[一-龥぀-ゟ゠-ヿ]+",

@@ -103,12 +103,13 @@ def test_special_tokens_in_other_letters():
 
 # What llama.cpp's splits make of a text, between bars.
 PIECES = {
+    "deepseek-llm": "the| cat|'|s| |12345| |日本|x| +=|\n|\n|;|a|1",
     "deepseek-v3": "the| cat|'s| |123|45| |日本|x| +=\n\n|;a|1",
     "refact": "the| cat|'s| |1|2|3|4|5| 日本x| +=|\n|\n|;|a|1",
 }
 
 
-@pytest.mark.parametrize("split", ["deepseek-v3", "refact"])
+@pytest.mark.parametrize("split", PIECES)
 def test_how_text_is_split(split):
     _, metadata = byte_level()
     made = gguf_tokenizer(metadata | {"tokenizer.ggml.pre": split}, "m.gguf")
