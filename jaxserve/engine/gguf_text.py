@@ -7,18 +7,52 @@ and Transformers turns it into a tokenizer. What it leaves out is added here, as
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import CheckpointError
 
 LIBRARY = "transformers.integrations.gguf.gguf_tokenizer_mapping"
 # Those that begin every text with a token and take whole words that are tokens as they are.
-LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"})
+LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
+# Letters with a case, as DeepSeek-V2's tokenizer lists them.
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
+    "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
+    "𞤀-𞥃"
+)
+# Splits that the library does not know, one after the other: DeepSeek's, V2 and V3, and Granite's.
+SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "deepseek-llm": (
+            r"[\r\n]",
+            rf"\s?[{CASED}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            r"[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ),
+        "deepseek-v3": (
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        "refact": (
+            r"\p{N}",
+            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        ),
+    }
+)
+WHOLE = (3, 4)  # types of tokens that are found in a text as they are: control and user-defined
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -52,7 +86,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
         )
     library = importlib.import_module(LIBRARY)  # brings many tokenizers, and few need it
     # How a byte-level vocabulary splits text before merging; the first is the library's default.
-    splits = ("gpt-2", *library.GGUF_PRE_TOKENIZER_SPLITS)
+    splits = ("gpt-2", *library.GGUF_PRE_TOKENIZER_SPLITS, *SPLITS)
     if kind == "gpt2" and split not in splits:
         raise CheckpointError(
             f"tokenizer.ggml.pre is {str(split)[:80]!r}; allowed: {', '.join(splits)}"
@@ -65,10 +99,12 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     sizes = {name: len(parts[name]) for name in PER_TOKEN if isinstance(parts.get(name), list)}
     if len(set(sizes.values())) > 1 or (kind == "llama" and "scores" not in sizes):
         raise CheckpointError(f"tokenizer.ggml: tokens, scores and types do not fit: {sizes}")
-    backend, _ = library.convert_gguf_tokenizer(metadata["general.architecture"], parts)
     if kind == "gpt2":
+        backend = _byte_level(library, metadata["general.architecture"], parts)
         backend.model.ignore_merges = split in LLAMA3
-    elif parts.get("add_prefix_space") is False and not _is_gemma(metadata):
+    else:
+        backend, _ = library.convert_gguf_tokenizer(metadata["general.architecture"], parts)
+    if kind == "llama" and parts.get("add_prefix_space") is False and not _is_gemma(metadata):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence(steps)
@@ -97,6 +133,40 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=template, **names
     )
+
+
+def _byte_level(library: Any, architecture: str, parts: Mapping[str, Any]) -> Tokenizer:
+    """A byte-level vocabulary; tokens such as <｜User｜> are whole, as in any other.
+
+    The library takes those that are not spelled in the letters that stand for bytes for words. So
+    they go through it under other names.
+    """
+    letters, tokens = set(pre_tokenizers.ByteLevel.alphabet()), list(parts["tokens"])
+    types = parts.get("token_type") or [1] * len(tokens)
+    names = {
+        f"<|jaxserve-{index}|>": token
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in WHOLE and not letters.issuperset(token)
+    }
+    for name, token in names.items():
+        tokens[tokens.index(token)] = name
+    backend, _ = library.convert_gguf_tokenizer(architecture, {**parts, "tokens": tokens})
+    if names:
+        text = re.sub(
+            r'"(<\|jaxserve-\d+\|>)"',
+            lambda found: json.dumps(names.get(found[1], found[1])),
+            backend.to_str(),
+        )
+        backend = Tokenizer.from_str(text)
+    splits = SPLITS.get(str(parts.get("pre_tokenizer_type")))
+    if splits is not None:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                *(pre_tokenizers.Split(Regex(split), "isolated") for split in splits),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    return backend
 
 
 def _is_gemma(metadata: Mapping[str, Any]) -> bool:

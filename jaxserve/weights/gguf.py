@@ -75,6 +75,7 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         13: Encoding("Q5_K", 256, 176, _FLOAT32),
         14: Encoding("Q6_K", 256, 210, _FLOAT32),
         30: Encoding("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+        39: Encoding("MXFP4", 32, 17, _FLOAT32),
     }
 )
 

@@ -82,6 +82,47 @@ def test_byte_level_vocabulary():
     assert got[:2] == [0, 2] and got[-2:] == [1, 3] and 1 not in got[2:-2]
 
 
+def test_special_tokens_in_other_letters():
+    """DeepSeek's; at the size that a converter's metadata have, with no token added."""
+    _, metadata = byte_level()
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    tokens[:4] = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think ▁>"]
+    kinds = metadata["tokenizer.ggml.token_type"].copy()
+    kinds[3] = 4
+    tokenizer = ours(
+        metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}, 310
+    )
+    text = "the<｜User｜>cat<think ▁><｜end▁of▁sentence｜>"
+    plain = [tokenizer.encode(word, add_special_tokens=False) for word in ("the", "cat")]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == [*plain[0], 2, *plain[1], 3, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == "thecat<think ▁>"
+    assert tokenizer.eos_token_id == 1
+
+
+# What llama.cpp's splits make of a text, between bars.
+PIECES = {
+    "deepseek-llm": "the| cat|'|s| |12345| |日本|x| +=|\n|\n|;|a|1",
+    "deepseek-v3": "the| cat|'s| |123|45| |日本|x| +=\n\n|;a|1",
+    "refact": "the| cat|'s| |1|2|3|4|5| 日本x| +=|\n|\n|;|a|1",
+}
+
+
+@pytest.mark.parametrize("split", PIECES)
+def test_how_text_is_split(split):
+    _, metadata = byte_level()
+    made = gguf_tokenizer(metadata | {"tokenizer.ggml.pre": split}, "m.gguf")
+    text = "the cat's 12345 日本x +=\n\n;a1"
+    pieces = made.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert "|".join(text[first:last] for _, (first, last) in pieces) == PIECES[split]
+    if split == "refact":
+        granite = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+        )
+        assert granite.pre_tokenize_str(text) == pieces
+
+
 def sentencepiece() -> dict[str, Any]:
     """Metadata of a vocabulary with scores and no merges, and bytes to fall back on."""
     words = ["▁the", "▁cat", "the", "▁t", "he", "at", "▁c", "in", "ing", "th", "thing", "▁thing"]

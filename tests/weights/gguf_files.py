@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.weight_table import dimensions
+from tests.weights.gguf_metadata import add_metadata
 
 Type = gguf.GGMLQuantizationType
 BASE: dict[str, Any] = {
@@ -37,7 +39,26 @@ LONG = {
     "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
     "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
 }
-# By the architecture's name in the file: fields of config.json besides those above.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BETAS = {"beta_fast": 4.0, "beta_slow": 0.5}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_group": 2,
+    "topk_group": 1,
+}
+# By a family's name and what is special: fields of config.json besides those above.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama_biases": {
@@ -49,14 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.5},
     },
-    "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
@@ -67,15 +81,97 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], **GEMMA, **CAPS},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], **GEMMA},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": None,
+        "rope_scaling": {**YARN, **BETAS, "attention_factor": 1.25},
+        **EXPERTS,
+    },
+    "qwen3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo2_windows": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_scaling": YARN,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4},
+    "gptoss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 32,
+        "attention_bias": True,
+        "sliding_window": 16,
+        "rope_scaling": {**YARN, **BETAS, "truncate": False},
+        **EXPERTS,
+    },
+    "deepseek2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **DEEPSEEK,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek2_lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek2_sigmoid": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **DEEPSEEK,
+        "norm_topk_prob": True,
+        "rope_scaling": {**YARN, **BETAS, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "mistral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 32,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "rope_parameters": YARN
+        | {
+            "rope_theta": 500000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mistral3_small": {
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 32,
+        "sliding_window": None,
+    },
 }
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "gptoss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
 }
+PAIRED = {"llama", "mixtral", "mistral3", "granite", "smollm3"}
 
 
 def raw_config(case: str) -> dict[str, Any]:
@@ -91,6 +187,26 @@ def random_tensors(raw: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarra
     }
 
 
+def exact_tensors(raw: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Such tensors of values that Q8_0 and MXFP4 hold exactly, however blocks lie in them.
+
+    Both take a block's scale from its largest value, which half of the values are.
+    """
+    values = np.float32([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    shares = np.where(np.abs(values) == 6, 0.25, 0.5 / 13)
+    # Of Q8_0, a step is a power of two.
+    values = {True: values, False: np.float32(np.round(values * 127 / 6)) / 64}
+    generator = np.random.default_rng(1)
+    return {
+        name: generator.choice(
+            values[".experts." in name and raw["architectures"] == ["GptOssForCausalLM"]],
+            tensor.shape,
+            p=shares,
+        )
+        for name, tensor in random_tensors(raw).items()
+    }
+
+
 def write_gguf(
     path: Path,
     case: str,
@@ -98,11 +214,16 @@ def write_gguf(
     kind: Type = Type.F32,
     metadata: Mapping[str, Any] | None = None,
     raw: Mapping[str, Any] | None = None,
+    *,
+    older: bool = False,
 ) -> Path:
-    """Write a checkpoint; matrices in `kind`, the rest in float32."""
+    """Write a checkpoint; matrices in `kind`, the rest in float32.
+
+    `older` files have Mixtral's experts apart, and latent attention's upward projection whole.
+    """
     raw, family = raw or raw_config(case), case.partition("_")[0]
-    writer = gguf.GGUFWriter(path, family)
-    _add_metadata(writer, raw)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
+    add_metadata(writer, raw, family, older=older)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
@@ -110,12 +231,17 @@ def write_gguf(
     if family == "phi3":
         writer.add_tensor("rope_factors_long.weight", np.float32(LONG["long_factor"]))
         writer.add_tensor("rope_factors_short.weight", np.float32(LONG["short_factor"]))
-    for name, tensor in tensors.items():
+    for name, tensor in parts_of(family, raw, tensors, older):
         other = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if other is None and older:
+            other = expert_apart(name)
         assert other is not None, name
-        values = as_llama_cpp(family, raw, name, tensor)
-        if values.ndim > 1 and kind != Type.F32:
-            writer.add_tensor(other, gguf.quantize(values, kind), raw_dtype=kind)
+        values = np.ascontiguousarray(as_llama_cpp(family, raw, name, tensor))
+        its_kind = kind
+        if kind == Type.MXFP4 and "_exps" not in other:
+            its_kind = Type.BF16  # as llama.cpp's converter has it
+        if values.ndim > 1 and its_kind != Type.F32 and "_exps.bias" not in other:
+            writer.add_tensor(other, gguf.quantize(values, its_kind), raw_dtype=its_kind)
         else:
             writer.add_tensor(other, values)
     finish(writer)
@@ -129,11 +255,52 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def expert_apart(name: str) -> str:
+    """The name that one expert's matrix had before they were stacked."""
+    layer, expert, matrix = re.findall(r"layers\.(\d+)\..*experts\.(\d+)\.(w\d)", name)[0]
+    kinds = {"w1": "gate", "w2": "down", "w3": "up"}
+    return f"blk.{layer}.ffn_{kinds[matrix]}.{expert}.weight"
+
+
+def parts_of(
+    family: str, raw: Mapping[str, Any], tensors: Mapping[str, np.ndarray], older: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors as llama.cpp's converter cuts and stacks them, under the names that it looks up."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        expert = re.fullmatch(r"(.+\.experts)\.\d+\.(\w+\.weight)", name)
+        if expert is not None and not (older and family == "mixtral"):
+            stacks.setdefault(f"{expert[1]}.{expert[2]}", []).append(tensor)
+        elif family == "gptoss":
+            yield from gpt_oss_parts(name, tensor)
+        elif name.endswith("kv_b_proj.weight") and not older:
+            size = raw["qk_nope_head_dim"]
+            heads = tensor.reshape(raw["num_attention_heads"], size + raw["v_head_dim"], -1)
+            yield name.replace("kv_b", "k_b"), heads[:, :size].swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), heads[:, size:]
+        else:
+            yield name.replace("correction_bias", "correction.bias"), tensor
+    for name, stack in stacks.items():
+        yield name, np.stack(stack)
+
+
+def gpt_oss_parts(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Gates and upward projections, which take turns, apart; matrices with their inputs last."""
+    name = name.replace("proj_bias", "proj.bias")
+    if ".experts." in name and not name.endswith(".bias"):
+        name, tensor = f"{name}.weight", tensor.swapaxes(1, 2)
+    if "gate_up_proj" in name:
+        yield name.replace("gate_up", "gate"), tensor[:, ::2]
+        yield name.replace("gate_up", "up"), tensor[:, 1::2]
+    else:
+        yield name.replace("sinks", "sinks.weight"), tensor
+
+
 def as_llama_cpp(family: str, raw: Mapping[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """A tensor as llama.cpp's converter changes it."""
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + np.float32(1)
-    if family == "llama" and ("q_proj" in name or "k_proj" in name):
+    if family in PAIRED and ("q_proj" in name or "k_proj" in name):
         heads = raw["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
@@ -146,35 +313,3 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
     else:
         add.get(type(value), writer.add_string)(key, value)
-
-
-def _add_metadata(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    writer.add_name("tiny")
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_block_count(raw["num_hidden_layers"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_rope_freq_base(raw["rope_theta"])
-    writer.add_vocab_size(raw["vocab_size"])
-    size = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    writer.add_rope_dimension_count(int(size * raw.get("partial_rotary_factor", 1.0)))
-    if "head_dim" in raw:
-        writer.add_key_length(size)
-        writer.add_value_length(size)
-    if "sliding_window" in raw:
-        writer.add_sliding_window(raw["sliding_window"])
-    if "attn_logit_softcapping" in raw:
-        writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
-    scaling = raw.get("rope_scaling", {})
-    if "rope_type" in scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
-        writer.add_rope_scaling_factor(scaling["factor"])
-    original = raw.get("original_max_position_embeddings") or scaling.get(
-        "original_max_position_embeddings"
-    )
-    if original:
-        writer.add_rope_scaling_orig_ctx_len(original)

@@ -23,9 +23,11 @@ NAME = "m.gguf"
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("gguf") / NAME
-    write_gguf(path, "llama", random_tensors(raw_config("llama")))
-    return path.read_bytes()
+    return content_of("llama", tmp_path_factory.mktemp("gguf"))
+
+
+def content_of(case: str, folder: Path) -> bytes:
+    return write_gguf(folder / NAME, case, random_tensors(raw_config(case))).read_bytes()
 
 
 def refused(path: Path, named: str = "") -> None:
@@ -132,13 +134,24 @@ def test_every_cut_is_refused(tmp_path, content):
             read_gguf(path)
 
 
+@pytest.fixture(scope="module")
+def contents(content, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Of several architectures."""
+    folder = tmp_path_factory.mktemp("gguf")
+    cases = "mixtral", "gptoss", "olmo2_windows", "granite", "mistral3", "deepseek2_lite"
+    return [content, *(content_of(case, folder) for case in cases)]
+
+
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 255)), min_size=1, max_size=4))
-def test_nothing_else_is_raised(tmp_path, content, edits):
+@given(
+    st.integers(0, 6),
+    st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_nothing_else_is_raised(tmp_path, contents, which, edits):
     """Whichever bytes of the header are damaged: refused, or a model of another configuration."""
-    damaged = bytearray(content)
+    damaged = bytearray(contents[which])
     for place, byte in edits:
         damaged[place] = byte
     path = tmp_path / NAME
@@ -166,6 +179,13 @@ CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "end_text": ("llama", {"tokenizer.ggml.eos_token_id": "</s>"}),
     "context": ("llama", {"llama.context_length": 0}),
     "architecture": ("llama", {"general.architecture": "mamba"}),
+    "experts_listed": ("mixtral", {"llama.expert_count": [4, 4]}),
+    "experts_many": ("qwen3moe", {"qwen3moe.expert_count": 1 << 31}),
+    "windows_text": ("gptoss", {"gpt-oss.attention.sliding_window_pattern": ["a", "b"]}),
+    "windows_named": ("olmo2_windows", {"olmo2.attention.sliding_window_pattern": "2"}),
+    "rotated_more": ("deepseek2", {"deepseek2.rope.dimension_count": 1000}),
+    "stretched_by_nan": ("deepseek2_lite", {"deepseek2.rope.scaling.factor": float("nan")}),
+    "growth_nan": ("mistral3", {"mistral3.attention.temperature_scale": float("nan")}),
     "value_size": ("qwen3", {"qwen3.attention.value_length": 16}),
 }
 

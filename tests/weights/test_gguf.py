@@ -25,6 +25,7 @@ from tests.weights.gguf_files import (
     CASES,
     Type,
     as_llama_cpp,
+    exact_tensors,
     finish,
     random_tensors,
     raw_config,
@@ -60,6 +61,63 @@ def test_every_architecture_is_what_it_was_made_from(tmp_path, case):
                 tensors[name] = as_llama_cpp(case, raw, name, tensor) - np.float32(1)
     got = load_weights(file, config, jnp.float32)
     assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma")])
+def test_every_architecture_in_blocks(tmp_path, case):
+    """Values that Q8_0 and MXFP4 hold exactly, so that blocks may lie along any dimension."""
+    raw, tensors = raw_config(case), exact_tensors(raw_config(case))
+    kind = Type.MXFP4 if case == "gptoss" else Type.Q8_0
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, kind))
+    encodings = {entry.encoding.name for entry in file.tensors.values()}
+    assert encodings == ({"MXFP4", "BF16", "F32"} if case == "gptoss" else {"Q8_0", "F32"})
+    config = gguf_config(file)
+    assert config.dtype == ("bfloat16" if case == "gptoss" else "float16")
+    got = load_weights(file, config, jnp.float32)
+    assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
+
+
+@pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral"])
+def test_panels_are_the_same(tmp_path, monkeypatch, case):
+    """What the CPU's own products read is filled from parts of a file as from a whole tensor."""
+    monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 512)
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = load_weights(file, gguf_config(file), jnp.float32, panels=True)
+    want = load_weights(tmp_path, ModelConfig.from_dict(raw), jnp.float32, panels=True)
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek2_lite"])
+def test_older_files(tmp_path, case):
+    """Experts apart; one upward projection of latent attention, and a head's own sizes."""
+    raw, tensors = raw_config(case), random_tensors(raw_config(case))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, older=True))
+    config, want = gguf_config(file), ModelConfig.from_dict(raw)
+    assert replace(config, dtype=want.dtype) == want
+    got = load_weights(file, config, jnp.float32)
+    assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
+    apart = {"mixtral": "blk.1.ffn_down.3.weight", "deepseek2_lite": "blk.1.attn_kv_b.weight"}
+    assert apart[case] in file.tensors
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path):
+    """Each by the names that the file has."""
+    for case, name, named in (
+        ("mixtral", "blk.1.ffn_up_exps.weight", "matrix for each of 4 experts"),
+        ("gptoss", "blk.0.ffn_gate_exps.weight", "ffn_gate_exps.*ffn_up_exps"),
+        ("deepseek2", "blk.0.attn_v_b.weight", "attn_k_b.*attn_v_b"),
+    ):
+        tensors = random_tensors(raw_config(case))
+        file = read_gguf(write_gguf(tmp_path / f"{case}.gguf", case, tensors))
+        entry = file.tensors[name]
+        cut = replace(
+            entry, shape=(entry.shape[0] - 1, *entry.shape[1:]), num_bytes=entry.num_bytes // 2
+        )
+        file = replace(file, tensors={**file.tensors, name: cut})
+        with pytest.raises(CheckpointError, match=named):
+            load_weights(file, gguf_config(file), jnp.float32)
 
 
 def dequantized(tensors: dict[str, np.ndarray], kind: Type) -> dict[str, np.ndarray]:
@@ -127,15 +185,16 @@ def repack(source: Path, target: Path, name: str, blocks: np.ndarray, kind: Type
     finish(writer)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama_biases", "phi3"])
+@pytest.mark.parametrize("case", ["llama", "llama_biases", "phi3", "gptoss", "deepseek2"])
 def test_tensors_are_read_in_blocks(tmp_path, monkeypatch, case):
     """Rows of a tensor in many pieces: heads stay whole, values and stacked parts in place."""
-    raw, tensors = raw_config(case), random_tensors(raw_config(case))
-    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, Type.Q8_0))
+    raw, tensors = raw_config(case), exact_tensors(raw_config(case))
+    kind = Type.MXFP4 if case == "gptoss" else Type.Q8_0
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, kind))
     whole = load_weights(file, gguf_config(file), jnp.float32)
     monkeypatch.setattr("jaxserve.weights.reading.BLOCK_BYTES", 512)
     assert_equal(load_weights(file, gguf_config(file), jnp.float32), whole)
-    assert_equal(hugging_face(tmp_path / "hf", raw, dequantized(tensors, Type.Q8_0)), whole)
+    assert_equal(hugging_face(tmp_path / "hf", raw, tensors), whole)
 
 
 def test_our_reader_agrees_with_the_library(tmp_path):
@@ -214,11 +273,51 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, kind, value):
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, "expert_count"),
+    "experts": ({"llama.expert_count": 8}, "num_experts_per_tok"),
     "scaling": ({"llama.rope.scaling.type": "su"}, "scaling.type"),
     "clamp": ({"llama.attention.clamp_kqv": 3.0}, "clamp_kqv"),
+    "more": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5},
+        "ext_f",
+    ),
     "split": ({"split.count": 3}, "3 parts"),
 }
+
+
+# By the case: what else its files may say.
+UNKNOWN_OF: dict[str, tuple[dict[str, Any], str]] = {
+    "mixtral": ({"llama.expert_weights_scale": 2.5}, "expert_weights_scale"),
+    "qwen3moe": ({"qwen3moe.expert_shared_count": 1}, "expert_shared_count"),
+    "olmo2_windows": ({"olmo2.rope.freq_base_swa": 1e4}, "freq_base_swa"),
+    "granite": ({"granite.rope.scaling.finetuned": False}, "not rotated"),
+    "granite_": ({"granite.attention.scale": 0.0}, "attention.scale is missing"),
+    "gptoss": ({"gpt-oss.attention.sliding_window_pattern": [True]}, "each of 2 layers"),
+    "deepseek2": ({"deepseek2.expert_gating_func": 3}, "gating_func"),
+    "deepseek2_lite": ({"deepseek2.rope.scaling.yarn_log_multiplier": 0.0}, "log_multiplier"),
+    "deepseek2_sigmoid": ({"deepseek2.expert_gating_func": 1}, "norm_topk_prob"),
+    "deepseek2_": ({"deepseek2.attention.key_length_mla": 16}, "heads of 16"),
+    "mistral3_small": ({"mistral3.attention.temperature_scale": 0.1}, "without YaRN"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_OF)
+def test_metadata_of_one_architecture_is_refused(tmp_path, name):
+    metadata, named = UNKNOWN_OF[name]
+    case = name.removesuffix("_")
+    path = write_gguf(
+        tmp_path / "m.gguf", case, random_tensors(raw_config(case)), metadata=metadata
+    )
+    with pytest.raises((CheckpointError, UnsupportedModel), match=rf"(?s)m\.gguf.*{named}"):
+        gguf_config(read_gguf(path))
+
+
+def test_an_architecture_that_is_not_read_is_refused(tmp_path):
+    """With those that are."""
+    tensors = random_tensors(raw_config("llama"))
+    metadata = {"general.architecture": "qwen2moe"}
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata=metadata)
+    with pytest.raises(UnsupportedModel, match=r"'qwen2moe'; allowed: llama, .*deepseek2"):
+        gguf_config(read_gguf(path))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -266,8 +365,9 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     assert np.asarray(model.layers[0].mlp.down[...]).tobytes() == want.tobytes()
 
 
-def test_config_json_of_a_file_reads_the_same(tmp_path):
+@pytest.mark.parametrize("case", ["phi3", "gptoss", "olmo2_windows", "deepseek2_lite", "mistral3"])
+def test_config_json_of_a_file_reads_the_same(tmp_path, case):
     """As `jaxserve convert` writes it."""
-    file = read_gguf(write_gguf(tmp_path / "m.gguf", "phi3", random_tensors(raw_config("phi3"))))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", case, random_tensors(raw_config(case))))
     fields = json.loads(json.dumps(gguf_fields(file)))
     assert ModelConfig.from_dict(fields) == gguf_config(file)
