@@ -16,16 +16,25 @@ logger = logging.getLogger(__name__)
 
 # Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def match_names(
-    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
+    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName], *, whole: bool = False
 ) -> dict[str, TensorEntry]:
     """The checkpoint's entry for every name of the table.
 
     An output projection in the checkpoint of a model that ties it to the embedding is left out, as
-    Transformers does, with a warning if the two differ.
+    Transformers does, with a warning if the two differ. So are, with a warning that names them,
+    tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
+    or a module that the model has are not: leaving them out would compute something else.
+
+    Args:
+        checkpoint: its tensors, without quantized ones.
+        config: the model.
+        table: what the model reads.
+        whole: whatever is not in the table is refused; the file holds one model and no more.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -48,9 +57,11 @@ def match_names(
                 "%s: %s differs from %s but config.json ties them; it is ignored",
                 checkpoint.directory, OUTPUT, EMBEDDING,
             )  # fmt: skip
+    extra = sorted(found.keys() - expected.keys())
+    unexpected = [name for name in extra if whole or _changes(name, expected, layers)]
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
+        "unexpected": unexpected,
         "of the wrong shape": [
             f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
@@ -70,7 +81,21 @@ def match_names(
             f"{checkpoint.directory}: the tensors are not those of config.json:\n  "
             + "\n  ".join(lines)
         )
-    return found
+    if extra:
+        logger.warning(
+            "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
+            checkpoint.directory, len(extra), listed(extra),
+        )  # fmt: skip
+    return {name: found[name] for name in expected}
+
+
+def _changes(name: str, expected: Iterable[str], layers: int) -> bool:
+    """Whether a tensor that the model does not read is of one of its layers or modules."""
+    layer = LAYER.match(name)
+    if layer is not None:
+        return int(layer[1]) < layers
+    modules = {other.rpartition(".")[0] for other in (*expected, OUTPUT)}
+    return name.rpartition(".")[0] in modules
 
 
 def _same(one: TensorEntry, other: TensorEntry) -> bool:

@@ -185,24 +185,54 @@ def test_what_the_library_refuses_is_refused(tmp_path, edits):
 
 def test_all_wrong_names_are_listed_in_one_error(single, tensors):
     del tensors[NORM], tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["surprise"] = np.ones(3, np.float32)
-    tensors["model.layers.2.mlp.up_proj.weight"] = np.ones(3, np.float32)
+    tensors["lm_head.bias"] = np.ones(3, np.float32)
+    tensors["model.layers.1.mlp.surprise.weight"] = np.ones(3, np.float32)
     tensors[DOWN] = np.ones((16, 21), np.float32)
     tensors["lm_head.weight"] = np.ones((25, 16), np.float32)
     save_file(tensors, single / FILE)
     message = refused(single, str(single))
     missing, unexpected, misshapen = message.splitlines()[1:]
     assert "2 missing" in missing and NORM in missing and "layers.1.mlp.up_proj" in missing
-    assert "2 unexpected" in unexpected and "surprise" in unexpected and "layers.2" in unexpected
+    assert "2 unexpected" in unexpected and "surprise" in unexpected and "head.bias" in unexpected
     assert "2 of the wrong shape" in misshapen
     assert f"{DOWN} [16, 21] (config.json implies [16, 20])" in misshapen
     assert "lm_head.weight [25, 16] (config.json implies [24, 16])" in misshapen
 
 
 def test_a_long_list_of_names_is_cut(single):
-    save_file({"x" * 5000 + str(i): np.ones(1, np.float32) for i in range(500)}, single / FILE)
+    names = [f"model.layers.0.{i}" + "x" * 5000 for i in range(500)]
+    save_file({name: np.ones(1, np.float32) for name in names}, single / FILE)
     message = refused(single, "500 unexpected", "and 480 more", "21 missing", "and 1 more")
     assert len(message) < 7000
+
+
+def test_tensors_of_nothing_that_the_model_has_are_named_and_left_out(single, tensors, caplog):
+    """Layers after the last, other heads: the rest is served as it would be without them."""
+    want = jax.tree.leaves(load(single))
+    for name in ("score.weight", "model.layers.2.mlp.up_proj.weight", "model.vision.bias"):
+        tensors[name] = np.full(3, np.nan, np.float32)
+    tensors |= {f"extra.{i}": np.ones(1, np.int8) for i in range(30)}
+    save_file(tensors, single / FILE)
+    got = jax.tree.leaves(load(single))
+    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "33 tensor(s)" in message and "extra.0" in message and "and 13 more" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.norm.bias",
+        "model.embed_tokens.weight_scale",
+    ],
+)
+def test_tensors_that_would_change_what_is_computed_are_refused(single, tensors, name):
+    tensors[name] = np.ones(3, np.float32)
+    save_file(tensors, single / FILE)
+    refused(single, "1 unexpected", name)
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:
