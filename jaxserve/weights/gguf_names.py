@@ -176,7 +176,7 @@ def named_tensors(file: GgufFile) -> Checkpoint:
             entry = replace(entry, added=rules.norm_offset)
         if tensors.setdefault(name, replace(entry, name=name)).offset != entry.offset:
             raise CheckpointError(f"{path}: two tensors are {name!r}")
-    return Checkpoint(path, tensors)
+    return Checkpoint(path, tensors, whole=True)
 
 
 def hugging_face_name(name: str, names: Mapping[str, str]) -> str:

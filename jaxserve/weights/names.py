@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from jaxserve.errors import CheckpointError
@@ -21,7 +21,7 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def match_names(
-    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName], *, whole: bool = False
+    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
 ) -> dict[str, TensorEntry]:
     """The checkpoint's entry for every name of the table.
 
@@ -29,12 +29,6 @@ def match_names(
     Transformers does, with a warning if the two differ. So are, with a warning that names them,
     tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
     or a module that the model has are not: leaving them out would compute something else.
-
-    Args:
-        checkpoint: its tensors, without quantized ones.
-        config: the model.
-        table: what the model reads.
-        whole: whatever is not in the table is refused; the file holds one model and no more.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -58,7 +52,23 @@ def match_names(
                 checkpoint.directory, OUTPUT, EMBEDDING,
             )  # fmt: skip
     extra = sorted(found.keys() - expected.keys())
-    unexpected = [name for name in extra if whole or _changes(name, expected, layers)]
+    bad = [name for name in extra if checkpoint.whole or _changes(name, expected, layers)]
+    _check(checkpoint, found, expected, bad)
+    if extra:
+        logger.warning(
+            "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
+            checkpoint.directory, len(extra), listed(extra),
+        )  # fmt: skip
+    return {name: found[name] for name in expected}
+
+
+def _check(
+    checkpoint: Checkpoint,
+    found: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    unexpected: list[str],
+) -> None:
+    """Raise one CheckpointError for all that is wrong with the tensors found."""
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": unexpected,
@@ -81,12 +91,6 @@ def match_names(
             f"{checkpoint.directory}: the tensors are not those of config.json:\n  "
             + "\n  ".join(lines)
         )
-    if extra:
-        logger.warning(
-            "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
-            checkpoint.directory, len(extra), listed(extra),
-        )  # fmt: skip
-    return {name: found[name] for name in expected}
 
 
 def _changes(name: str, expected: Iterable[str], layers: int) -> bool:

@@ -329,7 +329,7 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
         (
             MINISTRAL3,
             {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}},
-            "scaling_beta is -1",
+            "beta is -1",
         ),
         (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
