@@ -9,14 +9,15 @@ Writes a random Llama checkpoint in shards under a temporary folder. A turn is a
 as a server's start is, that reads the files from one end to the other with one thread and no more
 than a buffer, loads them into a model on JAX's default device, and reads them again; the faster of
 the two reads counts. Before each of these the files are dropped from the page cache
-(posix_fadvise), read once without a clock and dropped again, so that both sides find the page cache
-with memory that was just in use. A load's time runs from the call of `load_weights` to the last
-weight in its place, with NaN being looked for.
+(posix_fadvise), read once without a clock and, a moment later, dropped again, so that both sides
+find the page cache with memory that was just in use: a virtual machine may give what is free back
+to its host every two seconds, which costs a second or more while something is timed. A load's time
+runs from the call of `load_weights` to the last weight in its place, with NaN being looked for.
 
 The weights themselves take memory that reading does not. A virtual machine may have to ask its host
 for memory that it never used or gave back, which can take longer than any disk: 0.3 GB/s on the
-machine of the results, which gives back at once what is freed. So half of the turns load into
-memory as it comes ("fresh"), half into memory that the process has touched and kept ("touched", by
+machine of the results. So some of the turns (--fresh-repeats) load into memory as it comes
+("fresh"), the others (--repeats) into memory that the process has touched and kept ("touched", by
 settings of glibc's malloc); the goal is for the latter, and both are reported.
 
 `excess` is how far host memory rose above what the process held before, less the weights
@@ -48,6 +49,7 @@ from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
 
 READ_BYTES = 16 << 20
+PAUSE = 2.5  # seconds
 GOAL, EXCESS_GOAL = 0.70, 1.15
 # The shape of a 1B Llama; layers are added until the size is reached.
 CONFIG = {
@@ -131,6 +133,7 @@ def prepare(folder: Path) -> None:
     """Leave no file in the page cache, and the memory that one read takes just freed."""
     drop_cached(folder)
     read_all(folder)
+    time.sleep(PAUSE)
     drop_cached(folder)
 
 
@@ -202,14 +205,16 @@ def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, float]:
     return found
 
 
-def compare(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
+def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[str, Any]:
     """Turns with both kinds of memory; ratios are within a turn."""
     files = weight_files(folder)
     largest = max(path.stat().st_size for path in files)
     fresh, touched = [], []
-    for _ in range(repeats):
-        fresh.append(turn_apart(folder, dtype, touched=False))
-        touched.append(turn_apart(folder, dtype, touched=True))
+    for turn in range(max(repeats, fresh_repeats)):
+        if turn < fresh_repeats:
+            fresh.append(turn_apart(folder, dtype, touched=False))
+        if turn < repeats:
+            touched.append(turn_apart(folder, dtype, touched=True))
     return {
         "bytes": sum(path.stat().st_size for path in files),
         "largest_shard_bytes": largest,
@@ -229,6 +234,7 @@ def main() -> None:
     parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--dtype", help="of the parameters; by default the stored one")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fresh-repeats", type=int, default=1)
     parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
@@ -248,7 +254,7 @@ def main() -> None:
             write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
-            one = compare(folder, dtype, arguments.repeats)
+            one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
             results[stored if dtype == stored else f"{stored} as {dtype}"] = one
         print(
             f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), with fresh memory "

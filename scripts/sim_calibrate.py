@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -22,119 +22,16 @@ import numpy as np
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
+from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
 from jaxserve.scheduling.plan import StepPlan
 from sim_client import add_request, alike, serve_really
 from sim_jobs import Job
-from sim_times import Line, Measured, kind_of, kind_of_bucket, num_drawn
+from sim_lines import Samples
+from sim_times import Measured, kind_of, kind_of_after, kind_of_bucket, num_drawn
 
-QUANTILES = 50
-GRID = 200
-MOST_RANGES = 4
-LEAST_SAMPLES = 40
 MOST_OUTPUT = 64
-HOST_PARTS = ("request", "before", "after")
 LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
-
-
-@dataclass
-class Samples:
-    """Amounts and the microseconds that they took, between a least and a most, by a line's name."""
-
-    found: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
-    # Whether the call waited for its launch, of those that found the device free.
-    waited: dict[str, list[bool]] = field(default_factory=dict)
-
-    def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
-        """What took so many seconds, or, where `least` is given, somewhere from that to those."""
-        least = seconds if least is None else least
-        self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
-
-    def update(self, other: Samples) -> None:
-        """Add what was found elsewhere."""
-        for name, samples in other.found.items():
-            self.found.setdefault(name, []).extend(samples)
-        for name, waited in other.waited.items():
-            self.waited.setdefault(name, []).extend(waited)
-
-    def lines(self) -> dict[str, Line]:
-        """The line of each name that has been met often enough; see `line` and `spread`.
-
-        Launches are spread over what they take alone, the host's parts over a line.
-        """
-        lines = {}
-        for name, samples in self.found.items():
-            if len(samples) >= LEAST_SAMPLES:
-                x, least, most = np.array(samples, float).T
-                host = name.split(",")[0] in HOST_PARTS
-                most = np.maximum(most, 0.1)
-                parts = line(x, most) if host else (0.0, 1.0)
-                lines[name] = spread(x, least, most, *parts)
-        return lines
-
-
-def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """f64[QUANTILES] of values that are known to lie between a least and a most each.
-
-    Turnbull's estimate: the shares of a grid's places that explain themselves. Each value is
-    spread over the places that it may have, as all values together are. What is seen exactly is
-    what the host waited for, the longest of all, so that it alone would tell too much.
-    """
-    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    if np.array_equal(least, most):
-        return np.quantile(most, places)
-    grid = np.geomspace(most.min(), max(most.max(), 1.001 * most.min()), GRID)
-    step = np.log(grid[1] / grid[0])
-    first, last = (
-        np.rint(np.log(np.maximum(ends, grid[0]) / grid[0]) / step) for ends in (least, most)
-    )
-    index = np.arange(GRID)
-    may = ((first[:, None] <= index) & (index <= last[:, None])).astype(float)
-    shares = np.full(GRID, 1 / GRID)
-    for _ in range(100):
-        shares *= may.T @ (1 / (may @ shares)) / len(may)
-    return np.interp(places, np.cumsum(shares) - shares / 2, grid)
-
-
-def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The line of least absolute relative error: a fixed part and one for each, both at least 0."""
-    columns = [np.ones(len(x)), x] if np.ptp(x) > 0 else [np.ones(len(x))]
-    parts = _least_absolute(columns, y)
-    if min(parts) < 0:
-        # One of them alone: what fits better.
-        alone = [(_least_absolute([column], y), column) for column in columns]
-        best = min(alone, key=lambda one: float(np.abs(one[0][0] * one[1] / y - 1).sum()))
-        parts = [part[0] if column is best[1] else 0.0 for part, column in alone]
-    return parts[0], parts[1] if len(parts) > 1 else 0.0
-
-
-def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, each: float) -> Line:
-    """A line, and quantiles of what is measured over it.
-
-    What takes long is delayed by less in proportion, so that quantiles are kept for each of several
-    ranges of the amount.
-    """
-    over = np.maximum(fixed + each * x, 0.1)
-    ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
-    edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges, method="lower"))
-    edges = edges[edges < x.max()]
-    member = edges.searchsorted(x)
-    spreads = [
-        tuple(quantiles((least / over)[member == n], (most / over)[member == n]).tolist())
-        for n in range(len(edges) + 1)
-    ]
-    return Line(fixed, each, tuple(spreads), tuple(edges.tolist()))
-
-
-def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
-    """Factors of columns whose sum misses y by the least share, summed without its sign."""
-    design, weights = np.stack(columns, axis=1) / y[:, None], np.ones(len(y))
-    found = np.zeros(len(columns))
-    for _ in range(30):
-        root = np.sqrt(weights)
-        found = np.linalg.lstsq(design * root[:, None], root, rcond=None)[0]
-        weights = 1 / np.maximum(np.abs(design @ found - 1), 1e-3)
-    return found.tolist()
 
 
 @dataclass
@@ -142,26 +39,30 @@ class _Launch:
     """A launch, and what is known of it; all times are seconds of one clock.
 
     Attributes:
-        begun: the turn of the loop that submits it.
-        called, returned: the call that submits it.
+        tokens: the array that it draws, until it was read: to free it is the engine's work.
+        begun: the turn of the loop that submits it, later by what the log itself took in it.
+        submitted, returned: the call that starts it.
         within: it had run when that returned, as XLA on CPU may do.
         behind: another one was in flight then.
         free: whatever was in flight had ended before the call.
         runs: it was seen to be still at work, last at this time.
         ended: it was seen to have ended, first at this time.
-        read: its results were there.
+        asked, read: the call that waits for its results.
         told: the turn that read it was over.
     """
 
-    step: InFlight
+    plan: StepPlan
+    bucket: Bucket
+    tokens: Any
     begun: float
-    called: float
+    submitted: float
     returned: float
     within: bool
     behind: bool
     free: bool
     runs: float = 0.0
     ended: float | None = None
+    asked: float = 0.0
     read: float = 0.0
     told: float = 0.0
 
@@ -170,7 +71,7 @@ class LaunchLog:
     """Times every launch of an engine, from within its loop.
 
     A launch that ends while the host is at work is not seen to end; what is known is between which
-    looks it was. It wraps methods of this engine's objects until `samples`, which alone computes
+    looks it was. It wraps methods of this engine's objects until `close`. Only `samples` computes
     anything: what the log does within the loop delays it.
 
     Args:
@@ -197,7 +98,7 @@ class LaunchLog:
         """See which launches have ended."""
         for launch in self._in_flight:
             if launch.ended is None:
-                ready = launch.step.output.token_ids.is_ready()
+                ready = launch.tokens.is_ready()
                 now = time.perf_counter()
                 if ready:
                     self._ended(launch, now)
@@ -221,14 +122,27 @@ class LaunchLog:
             launch.told = now
 
     def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
+        looked = time.perf_counter()
         self._look()
         before = self._in_flight
         free = all(launch.ended is not None for launch in before)
-        called = time.perf_counter()
+        begun = self._begun + time.perf_counter() - looked
         step = submit(plan, slots)
         returned = time.perf_counter()
-        within = step.output.token_ids.is_ready()
-        launch = _Launch(step, self._begun, called, returned, within, bool(before), free, returned)
+        tokens = step.output.token_ids
+        within = tokens.is_ready()
+        launch = _Launch(
+            plan,
+            step.bucket,
+            tokens,
+            begun,
+            step.submitted,
+            returned,
+            within,
+            bool(before),
+            free,
+            returned,
+        )
         self._launches.append(launch)
         before.append(launch)
         if within:
@@ -237,44 +151,76 @@ class LaunchLog:
 
     def _read(self, read: Callable[..., Any], step: InFlight) -> Any:
         self._look()
+        asked = time.perf_counter()
         result = read(step)
         launch = self._in_flight.pop(0)
-        launch.read = time.perf_counter()
+        launch.asked, launch.read, launch.tokens = asked, time.perf_counter(), None
         self._reads.append(launch)
         return result
 
+    def _usual(self) -> tuple[float, float]:
+        """Seconds of calls that do not wait: to submit a launch, and to read one that has ended."""
+        taken = [one.returned - one.submitted for one in self._launches]
+        calls = [took for took, one in zip(taken, self._launches, strict=True) if not one.within]
+        reads = [one.read - one.asked for one in self._launches if one.ended is not None]
+        return float(np.median(calls or [min(taken, default=0.0)])), float(np.median(reads or [0]))
+
+    def close(self) -> None:
+        """The engine's methods are its own again."""
+        for owner, name in self._restore:
+            delattr(owner, name)
+        self._restore.clear()
+
     def samples(self, times: Measured) -> Samples:
-        """All that was found; the engine's methods are its own again.
+        """All that was found.
 
         Args:
             times: the table that launches are compared with.
         """
-        for owner, name in self._restore:
-            delattr(owner, name)
-        self._restore.clear()
-        samples, free, call = Samples(), 0.0, 0.0
+        samples, free, (call, reading) = Samples(), 0.0, self._usual()
         for launch in self._launches:
-            submitted = now = launch.returned
+            begun = now = launch.returned
             if launch.within:
-                now = min(launch.called + call, now)
-                submitted, launch.runs = launch.called, max(launch.called, launch.returned - call)
-            else:
-                call += 0.1 * (now - launch.called - call)
+                now = min(launch.submitted + call, now)
+                begun, launch.runs = launch.submitted, max(launch.submitted, launch.returned - call)
+            # The host asks for results that are there, or waits and has them a little later.
+            read = launch.asked
+            if launch.ended is None:
+                read = max(launch.read - reading, launch.runs)
             idle = 0.0 if launch.behind else now - free
-            plan, begun = launch.step.plan, max(submitted, free)
+            plan, begun = launch.plan, max(begun, free)
             if launch.free:
                 samples.waited.setdefault(kind_of("free", idle), []).append(launch.within)
-            samples.add(kind_of("before", idle), len(plan), now - launch.begun)
-            samples.add("after", num_drawn(plan), launch.told - launch.read)
+            samples.add(kind_of("before", idle), len(plan), launch.submitted - launch.begun)
+            samples.add(kind_of("call", idle), len(plan), now - launch.submitted)
+            for name in ("after", kind_of_after(plan)):
+                samples.add(name, num_drawn(plan), launch.told - read)
             expected = times.alone(plan, self._buckets)
-            latest = earliest = launch.read
+            latest = earliest = max(read, begun)
             if launch.ended is not None:
                 latest, earliest = launch.ended, max(launch.runs, begun)
-            for name in (kind_of_bucket(launch.step.bucket), str(launch.step.bucket)):
+            for name in (kind_of_bucket(launch.bucket), str(launch.bucket)):
                 least = max(earliest - begun, 0.0)
                 samples.add(kind_of(name, idle), 1e6 * expected, latest - begun, least)
             free = min(max(begun + expected, earliest), latest)
         return samples
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round found: of queueing requests, and of launches.
+
+    It is computed when it is asked for, so that no run begins right after a second of computing.
+    """
+
+    asked: Samples
+    log: LaunchLog
+
+    def samples(self, alone: Measured) -> Samples:
+        """All of it, launches compared with their time alone."""
+        found = self.log.samples(alone)
+        found.update(self.asked)
+        return found
 
 
 class Calibration:
@@ -289,40 +235,40 @@ class Calibration:
         self._loaded, self._alone = loaded, alone
         self._rng = np.random.default_rng(0)
 
-    def serve(self, seconds: float) -> Samples:
+    def serve(self, seconds: float) -> Round:
         """One round: as fast as requests are answered, then at shares of that rate."""
         part = seconds / (1 + len(LOADS))
-        with self._users() as (users, samples):
+        with self._users() as (users, found):
             answered = users.crowd(part)
             for load in LOADS:
                 users.come(load * answered / part, part)
-        return samples
+        return found
 
-    def serve_like(self, jobs: list[Job]) -> Samples:
+    def serve_like(self, jobs: list[Job]) -> Round:
         """One round of as many other requests, which come at the same rate.
 
         Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
         drawn on its own.
         """
-        with self._users() as (users, samples):
-            serve_really(users.engine, alike(jobs, self._rng), samples)
-        return samples
+        with self._users() as (users, found):
+            serve_really(users.engine, alike(jobs, self._rng), found.asked)
+        return found
 
     @contextmanager
-    def _users(self) -> Iterator[tuple[_Users, Samples]]:
-        """Users of a new engine, and what its log has found once they are gone."""
-        engine, found = Engine(self._loaded), Samples()
-        log = LaunchLog(engine)
+    def _users(self) -> Iterator[tuple[_Users, Round]]:
+        """Users of a new engine, and what is found while they are served."""
+        engine = Engine(self._loaded)
+        found = Round(Samples(), LaunchLog(engine))
         try:
-            yield _Users(engine, found, self._rng), found
+            yield _Users(engine, found.asked, self._rng), found
         finally:
-            found.update(log.samples(self._alone))
+            found.log.close()
 
-    def times(self, *rounds: Samples) -> Measured:
+    def times(self, *rounds: Round) -> Measured:
         """The table with lines through all that was found in these rounds."""
         samples = Samples()
         for one in rounds:
-            samples.update(one)
+            samples.update(one.samples(self._alone))
         waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
         return replace(self._alone, lines=samples.lines(), waited=waited)
 

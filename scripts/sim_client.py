@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,9 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from sim_jobs import Job
+from sim_lines import Samples
 from sim_loop import Record
 from sim_times import kind_of
-
-if TYPE_CHECKING:
-    from sim_calibrate import Samples
 
 
 def add_request(

@@ -230,11 +230,13 @@ class Simulation:
         submitted = None
         if plan is not None:
             self.now += self.times.before(plan, self._idle, self._rng.random())
+            called = self.now
+            self.now += self.times.call(plan, self._idle, self._rng.random())
             idle, luck = self._idle, self._rng.random()
             seconds = self.times.device(plan, self.buckets, idle, luck)
-            is_free = self._device_free <= self.now
+            is_free = self._device_free <= called
             self._device_free = max(self._device_free, self.now) + seconds
-            submitted = (plan, self.now, self._device_free)
+            submitted = (plan, called, self._device_free)
             if is_free and self._rng.random() < self.times.waiting(idle):
                 self.now = self._device_free
             self.usage.busy += seconds

@@ -17,7 +17,8 @@ WOKEN_SECONDS = 1e-3
 
 
 class StepTimes(Protocol):
-    """Seconds of what the loop does: queue a request, prepare a launch, run it, and tell of it.
+    """Seconds of what the loop does: queue a request, prepare a launch, call it, run it, and tell
+    of it.
 
     `waiting` is a share: of the launches that find the device free, those that the call which
     submits them waits for, as XLA on CPU does with some.
@@ -29,6 +30,7 @@ class StepTimes(Protocol):
 
     def request(self, prompt: int, idle: float, luck: float) -> float: ...
     def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float: ...
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
     def after(self, plan: StepPlan, luck: float) -> float: ...
     def waiting(self, idle: float) -> float: ...
@@ -42,6 +44,12 @@ def kind_of(name: str, idle: float) -> str:
 def kind_of_bucket(bucket: Bucket) -> str:
     """The line of all launches like those of a bucket."""
     return "decode" if bucket.decode_only else "tokens"
+
+
+def kind_of_after(plan: StepPlan) -> str:
+    """The line of telling of a launch: there is more to it where prompts end."""
+    decodes = plan.num_steps > 1 or bool((plan.num_tokens == 1).all())
+    return "after, decode" if decodes else "after, tokens"
 
 
 def num_drawn(plan: StepPlan) -> int:
@@ -104,9 +112,10 @@ class Measured:
         more_us: label of a bucket -> for each further decode step of one launch.
         lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
             label of a bucket that was met often; "request": queueing one, over the tokens of its
-            prompt; "before" and "after": the host's part of a launch, over its rows and the tokens
-            that it draws. All but the last also with
-            ", woken", after a pause. A line that is missing changes nothing, or takes no time.
+            prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
+            rows and the tokens that it draws, the last also as "after, decode" and "after, tokens".
+            All but these also with ", woken", after a pause. A line that is missing changes
+            nothing, or takes no time.
     """
 
     about: dict[str, str]
@@ -149,8 +158,12 @@ class Measured:
     def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return 1e-6 * self._line("before", idle).micros(len(plan), luck)
 
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 1e-6 * self._line("call", idle).micros(len(plan), luck)
+
     def after(self, plan: StepPlan, luck: float) -> float:
-        return 1e-6 * self._line("after", 0.0).micros(num_drawn(plan), luck)
+        line = self.lines.get(kind_of_after(plan)) or self._line("after", 0.0)
+        return 1e-6 * line.micros(num_drawn(plan), luck)
 
     def waiting(self, idle: float) -> float:
         return self.waited.get(kind_of("free", idle), 0.0)
@@ -219,6 +232,9 @@ class Assumed:
 
     def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return self.host_before
+
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return 0.0
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return self.host_after

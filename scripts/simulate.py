@@ -4,7 +4,8 @@
     python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
     python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
     python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10
-    python scripts/simulate.py validate --scale 8 --requests 150   # against the real engine
+    python scripts/simulate.py validate --scale 8 --requests 240   # against the real engine
+    python scripts/simulate.py validate --model wide --scale 8 --requests 60 --rate 2 5 9
     python scripts/simulate.py slo                                 # 8B on an H200 as assumed
 
 Scheduler, page pool, slot table and buckets are the engine's own, so that admission, chunks,
@@ -18,34 +19,29 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig, prepare_process
 from sim_jobs import Job, make_jobs
-from sim_loop import Setting, Simulation, summarize
+from sim_loop import Setting, Simulation
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
+from sim_validate import Pair, compare
 from trace_rows import TRACES
 
-COMPARED = (
-    *(f"{p}_{what}_ms" for what in ("ttft", "tpot", "e2el") for p in ("p50", "p99")),
-    "request_throughput",
-    "output_throughput",
-)
 SEEDS = 9
 SHOWN = ("ttft", "tpot", "itl", "e2el")
-TOLERANCE = 0.15
-Numbers = dict[str, float]
 
 
 def print_summary(summary: Mapping[str, float]) -> None:
@@ -100,22 +96,35 @@ def _measuring() -> Any:
     return importlib.import_module("sim_measure")
 
 
-def _config(arguments: argparse.Namespace) -> EngineConfig:
-    cache = arguments.cache or "auto"
-    return EngineConfig(
-        model=arguments.model,
+def _load(module: Any, arguments: argparse.Namespace) -> Any:
+    """An engine's parts, of the model by its name or folder."""
+    config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
-        compilation_cache_dir=cache,
+        compilation_cache_dir=arguments.cache or "auto",
     )
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.model in MODELS:
+            write = importlib.import_module("compare.checkpoint").random_checkpoint
+            model = str(write(arguments.model, Path(folder)))
+            config = replace(
+                config,
+                model=model,
+                max_num_seqs=config.max_num_seqs or 16,
+                max_model_len=config.max_model_len or 1024,
+                skip_tokenizer_init=True,
+            )
+        elif arguments.model != "bundled":
+            config = replace(config, model=arguments.model)
+        return module.load_engine(config)
 
 
 def do_measure(arguments: argparse.Namespace) -> int:
     """`measure`."""
     module = _measuring()
-    loaded = module.load_engine(_config(arguments))
-    about = {"model": arguments.model or "bundled", "threads": str(len(os.sched_getaffinity(0)))}
+    loaded = _load(module, arguments)
+    about = {"model": arguments.model, "threads": str(len(os.sched_getaffinity(0)))}
     about["load"] = "several rates"
     if arguments.rate:
         scale = f", lengths / {arguments.scale:g}"
@@ -142,60 +151,32 @@ def do_validate(arguments: argparse.Namespace) -> int:
     the same requests; only those feed the simulation that is held against it.
     """
     module = _measuring()
-    loaded = module.load_engine(_config(arguments))
+    loaded = _load(module, arguments)
     setting = module.setting_of(loaded)
-    about = {"model": arguments.model or "bundled"}
-    calibration = module.Calibration(loaded, module.measure(loaded, about))
+    calibration = module.Calibration(loaded, module.measure(loaded, {}))
     rows, holds = {}, True
     for rate in arguments.rate or [5.0, 20.0, 40.0]:
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
-        rounds: list[tuple[Numbers, Measured]] = []
-        before = calibration.serve_like(jobs)
+        runs, rounds = [], [calibration.serve_like(jobs)]
         for _ in range(arguments.repeats):
-            real = summarize(module.serve_really(module.Engine(loaded), jobs))
-            after = calibration.serve_like(jobs)
-            rounds.append((real, calibration.times(before, after)))
-            before = after
-        pairs = [(real, _simulated(setting, times, jobs)) for real, times in rounds]
+            runs.append(module.serve_really(module.Engine(loaded), jobs))
+            rounds.append(calibration.serve_like(jobs))
+        fed = [calibration.times(*two) for two in itertools.pairwise(rounds)]
+        pairs = [
+            Pair(run, [Simulation(setting, times, n).run(jobs).records for n in range(SEEDS)])
+            for run, times in zip(runs, fed, strict=True)
+        ]
         print(f"\n{rate:g} requests a second, {len(jobs)} of them, {len(pairs)} times")
         result = compare(pairs)
         rows[f"{rate:g}"] = result["rows"]
         holds &= result["holds"]
-    print("\nEach run of the engine is paired with a simulation that was fed with what was timed "
-          "right before\nand after it; error and gate are the median over the pairs.")  # fmt: skip
+    print("\nError and gate: the requests of all runs of the engine against those of all "
+          "simulations.\nPairs: a run, and simulations fed with what was timed right before and "
+          "after it.")  # fmt: skip
     if arguments.json:
         about = {"setting": repr(setting), "holds": holds, "by_requests_a_second": rows}
         _write(arguments.json, about)
     return 0 if holds else 1
-
-
-def _simulated(setting: Setting, times: Measured, jobs: list[Job]) -> Numbers:
-    """What is most likely: the median over several draws of what each part takes."""
-    runs = [Simulation(setting, times, seed).run(jobs).summary() for seed in range(SEEDS)]
-    return {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
-
-
-def compare(pairs: list[tuple[Numbers, Numbers]]) -> dict[str, Any]:
-    """Print real runs against the simulation of each; an error is the median over the pairs."""
-    print(f"{'':<20}{'real':>10}{'spread':>18}{'simulated':>12}{'error':>9}{'spread':>17}")
-    rows, holds = {}, True
-    for name in COMPARED:
-        real, simulated = (np.array([pair[side][name] for pair in pairs]) for side in (0, 1))
-        errors = simulated / real - 1
-        error = float(np.median(errors))
-        holds &= abs(error) <= TOLERANCE
-        mark = "" if abs(error) <= TOLERANCE else "  above 15 %"
-        spread = f"{real.min():.2f}-{real.max():.2f}"
-        misses = f"{100 * errors.min():.0f} to {100 * errors.max():.0f} %"
-        print(f"{name:<20}{np.median(real):>10.2f}{spread:>18}{np.median(simulated):>12.2f}"
-              f"{100 * error:>8.1f}%{misses:>17}{mark}")  # fmt: skip
-        rows[name] = {
-            "real": real.tolist(),
-            "simulated": simulated.tolist(),
-            "errors": errors.tolist(),
-            "error": error,
-        }
-    return {"rows": rows, "holds": holds}
 
 
 def do_run(arguments: argparse.Namespace) -> int:
@@ -318,7 +299,11 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", type=Path, help="write the result here too")
         command.add_argument("--requests", type=int, help="rows of the trace, repeated if need be")
         if name in ("measure", "validate"):
-            command.add_argument("--model", metavar="DIR", help="default: the bundled model")
+            command.add_argument(
+                "--model",
+                default="bundled",
+                help=f"a folder, or a random Llama: {', '.join(MODELS)} (16 rows of 1,024 tokens)",
+            )
             command.add_argument("--cache", help="compilation_cache_dir")
             for size in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
                 command.add_argument("--" + size.replace("_", "-"), type=int, dest=size)
@@ -351,7 +336,7 @@ def make_parser() -> argparse.ArgumentParser:
                 help="of each round that times the loop at several rates",
             )
         if name == "validate":
-            command.add_argument("--repeats", type=int, default=3)
+            command.add_argument("--repeats", type=int, default=5)
     return parser
 
 

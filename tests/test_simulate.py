@@ -16,12 +16,13 @@ from bench_prefix import hit_rates, ideal_hits
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import StepPlan
-from sim_calibrate import Samples, line, quantiles, spread
 from sim_jobs import Job, make_jobs
+from sim_lines import Samples, line, quantiles, spread
 from sim_loop import Record, Setting, Simulation, summarize
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Line, Measured, attention_work
-from simulate import COMPARED, compare, read_setting, read_slo
+from sim_validate import COMPARED, Pair, compare, pooled
+from simulate import read_setting, read_slo
 
 SAMPLING = SamplingParams(max_tokens=None, ignore_eos=True)
 SETTING = Setting(4, 16, 65, 64, enable_prefix_caching=False)
@@ -31,8 +32,8 @@ US = 1e-6
 class Fixed:
     """Every launch takes 1 s, and the host 0.1 s before it and 0.2 s after; or shares of that."""
 
-    def __init__(self, unit: float = 1.0, share: float = 0.0) -> None:
-        self.unit, self.share = unit, share
+    def __init__(self, unit: float = 1.0, share: float = 0.0, called: float = 0.0) -> None:
+        self.unit, self.share, self.called = unit, share, called
 
     def request(self, prompt: int, idle: float, luck: float) -> float:
         return 0.0
@@ -42,6 +43,9 @@ class Fixed:
 
     def before(self, plan: StepPlan, idle: float, luck: float) -> float:
         return 0.1 * self.unit
+
+    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+        return self.called
 
     def after(self, plan: StepPlan, luck: float) -> float:
         return 0.2 * self.unit
@@ -74,6 +78,29 @@ def test_the_clock_by_hand_in_turns() -> None:
     setting = Setting(4, 16, 65, 64, enable_prefix_caching=False, async_scheduling=False)
     [record] = Simulation(setting, Fixed()).run([job(8, 3, 2.0)]).records
     assert record.token_times == pytest.approx([3.3, 4.6, 5.9])
+
+
+def test_the_call_that_submits_a_launch_comes_before_it_and_counts_for_the_pace() -> None:
+    """A step of 2 ms leaves room for four of them, unless its call takes 20."""
+    [record] = Simulation(SETTING, Fixed(called=0.5)).run([job(8, 1)]).records
+    assert record.token_times == pytest.approx([1.8])
+    setting = replace(SETTING, max_steps=4, async_scheduling=False)
+    for called, most in ((0.0, 4), (0.02, 1)):
+        [record] = Simulation(setting, Fixed(0.002, called=called)).run([job(8, 9)]).records
+        assert max(Counter(record.token_times).values()) == most
+
+
+class WaitsBehind(Fixed):
+    """Calls wait for launches that find the device free, all but the first."""
+
+    def waiting(self, idle: float) -> float:
+        return float(idle == 0.0)
+
+
+def test_a_device_that_becomes_free_during_a_call_is_not_waited_for() -> None:
+    [record] = Simulation(SETTING, WaitsBehind(called=2.0)).run([job(8, 2, 1.0)]).records
+    # Called at 1.1 and 3.2, submitted at 3.1 and 5.2; the first runs until 4.1, the second 6.2.
+    assert record.token_times == pytest.approx([5.4, 6.4])
 
 
 def test_a_launch_of_several_steps_brings_its_tokens_at_once() -> None:
@@ -142,6 +169,10 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert times.device(launch, buckets, 0, 0.5) == pytest.approx((120 + 2 * 80) * US)
     assert times.after(launch, 0.5) == pytest.approx(30 * US)
     mixed = plan_of([99, 240], [1, 40])
+    assert times.after(mixed, 0.5) == pytest.approx(24 * US)
+    told = replace(times, lines=lines | {"after, tokens": Line(70.0, 0.0)})
+    assert told.after(mixed, 0.5) == pytest.approx(70 * US)
+    assert told.after(launch, 0.5) == pytest.approx(30 * US)
     # The longer row has two tiles of 32 queries: one ends at 272, so both need two chunks of 256.
     assert attention_work(mixed) == (100, 4 * 32 * 256)
     expected = 900 + 5 + 4 * 32 * 256 / 1000
@@ -315,21 +346,33 @@ def test_options_are_read_strictly() -> None:
         read_setting(SETTING, ["max_seqs=2"])
 
 
+def served(*seconds: float) -> list[Record]:
+    """A run whose requests have one token each after so long, and then two more as far apart."""
+    return [Record(0.0, 3, 0, [s, 2 * s, 3 * s]) for s in seconds]
+
+
 def test_an_error_above_15_percent_is_told(capsys: pytest.CaptureFixture) -> None:
-    real = dict.fromkeys(COMPARED, 100.0)
-    assert compare([(real, dict.fromkeys(COMPARED, 114.0))])["holds"]
-    assert not compare([(real, real | {"p99_ttft_ms": 84.0})])["holds"]
+    assert compare([Pair(served(1.0), [served(1.14)])])["holds"]
+    assert "above 15 %" not in capsys.readouterr().out
+    assert not compare([Pair(served(1.0), [served(0.84)])])["holds"]
     assert "above 15 %" in capsys.readouterr().out
 
 
-def test_each_real_run_is_held_against_its_own_simulation() -> None:
-    """A machine that halves its speed in one run does so for both of a pair."""
-    pairs = [
-        (dict.fromkeys(COMPARED, real), dict.fromkeys(COMPARED, simulated))
-        for real, simulated in ((100.0, 110.0), (200.0, 100.0), (50.0, 55.0))
-    ]
-    result = compare(pairs)
-    assert result["holds"] and result["rows"]["p99_ttft_ms"]["error"] == pytest.approx(0.1)
+def test_percentiles_are_those_of_the_requests_of_all_runs() -> None:
+    """A run that is three times as slow counts as what it is: half of the requests."""
+    found = pooled([served(*[1.0] * 10), served(*[3.0] * 10)])
+    assert (found["p50_ttft_ms"], found["p99_ttft_ms"]) == (2000, 3000)
+    # From the first arrival to the last token: 3 and 9 seconds for ten requests.
+    assert found["request_throughput"] == pytest.approx((10 / 3 + 10 / 9) / 2)
+
+
+def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> None:
+    """What is far out in single pairs, either way, need not be so in all."""
+    slow, fast = served(*[2.0] * 10), served(*[1.0] * 10)
+    result = compare([Pair(slow, [fast, fast]), Pair(fast, [slow, slow])])
+    row = result["rows"]["p50_ttft_ms"]
+    assert result["rows"].keys() == set(COMPARED) and result["holds"] and row["error"] == 0
+    assert row["pairs"] == {"real": [2000, 1000], "simulated": [1000, 2000]}
 
 
 def test_simulating_imports_no_jax() -> None:

@@ -23,6 +23,7 @@ from jaxserve.weights import (
     open_converted,
     read_gguf,
 )
+from jaxserve.weights.checkpoint import check_text_files
 from jaxserve.weights.placing import use_panels
 
 # org/name, or org/name/FILE.gguf.
@@ -141,10 +142,13 @@ def local_path(
     """The folder, or the GGUF file, that a name stands for.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it holds text files that lie elsewhere.
     """
     path, what = Path(name), "tokenizer" if text_only else "model"
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf" and not text_only):
+    if path.is_dir():
+        check_text_files(path)
+        return path
+    if path.is_file() and path.suffix == ".gguf" and not text_only:
         return path
     if not path.exists() and is_hub_name(name):
         fetch = _late("hub").fetch

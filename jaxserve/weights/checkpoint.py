@@ -19,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 MAX_LISTED = 20
+# What configurations, tokenizers and chat templates end in, whoever reads them.
+TEXT_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,22 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if weight_map is not None:
         _check_index(index, weight_map, tensors)
     return Checkpoint(directory, tensors)
+
+
+def check_text_files(directory: Path) -> None:
+    """Refuse a folder with configuration or tokenizer files that are none, or lie elsewhere.
+
+    Raises:
+        CheckpointError: a link out of the folder, a broken link, a pipe, a socket, a device or a
+            folder with the name of such a file.
+    """
+    for name in sorted(os.listdir(directory)):
+        path = directory / name
+        if not name.endswith(TEXT_ENDINGS) or name == INDEX:
+            continue
+        _check_inside(directory, path)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

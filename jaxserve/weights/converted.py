@@ -113,8 +113,7 @@ def write_converted(
         try:
             extra(partial)
             arrays = named_arrays(values)
-            with _orbax().StandardCheckpointer() as checkpointer:
-                checkpointer.save(partial / WEIGHTS, arrays)
+            _with_orbax(lambda orbax: orbax.save(partial / WEIGHTS, arrays))
             card = {
                 "format": FORMAT,
                 "dtype": dtype,
@@ -216,8 +215,7 @@ def load_converted(
         for path, (shape, kind) in expected.items()
     }
     try:
-        with _orbax().StandardCheckpointer() as checkpointer:
-            values = checkpointer.restore(where.absolute() / WEIGHTS, abstract)
+        values = _with_orbax(lambda orbax: orbax.restore(where.absolute() / WEIGHTS, abstract))
     except Exception as error:  # Orbax and TensorStore raise whatever they meet
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
@@ -255,9 +253,23 @@ def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
     return tree
 
 
-def _orbax() -> Any:
-    """Imported where it is needed: it takes seconds."""
-    return importlib.import_module("orbax.checkpoint")
+def _with_orbax(use: Callable[[Any], Any]) -> Any:
+    """What `use` returns, given a checkpointer, called by a thread of its own.
+
+    Orbax runs event loops: it refuses to where the thread runs one already, as a notebook's does,
+    and takes away one that the thread only has, which is then never closed. It is imported here
+    because that takes seconds.
+    """
+
+    wide = jax.config.jax_enable_x64  # may be this thread's alone
+
+    def call() -> Any:
+        orbax = importlib.import_module("orbax.checkpoint")
+        with jax.enable_x64(wide), orbax.StandardCheckpointer() as checkpointer:
+            return use(checkpointer)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 def _verify(where: Path, values: Mapping[str, Array], written: Mapping[str, _Parameter]) -> None:

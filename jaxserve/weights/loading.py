@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
-from jaxserve.models.weight_table import dimensions
+from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.gguf import GgufFile
 from jaxserve.weights.gguf_names import named_tensors
@@ -30,7 +31,8 @@ from jaxserve.weights.placing import (
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.reading import read_parameters
+from jaxserve.weights.reading import prepare_panels, read_parameters, reading_ahead
+from jaxserve.weights.safetensors import TensorEntry
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -77,8 +79,7 @@ def load_weights(
     entries = match_names(sorted_.checkpoint, config, sorted_.table)
     total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
     report = _counted(on_progress, total)
-    model = abstract_model(config, dtype)
-    parameters = parameters_of(model)
+    model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
     place = place or place_on_default
     place = panelled(place, parameters) if panels else place
@@ -87,9 +88,7 @@ def load_weights(
     values = read_packed(sorted_, parameters, dims, place, report)
     for path in values:  # one after the other, so that only one is there twice
         values[path] = finish(values[path])
-    plans = {}
-    if panels:
-        plans = panel_plans(sorted_.table, entries, dims, parameters, quantization)
+    plans = panel_plans(sorted_.table, entries, dims, parameters, quantization) if panels else {}
     leaves = quantization is not None or jax.default_backend() != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leaves}
     reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
@@ -106,6 +105,21 @@ def load_weights(
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _structure(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    panels: bool,
+) -> tuple[Decoder, dict[str, nnx.Param[Array]]]:
+    """The abstract model and its parameters; meanwhile the disk reads, and kernels are compiled."""
+    stored = {entry.dtype for entry in entries.values()} if panels else set()
+    kernels = partial(prepare_panels, stored, np.dtype(dtype))
+    with reading_ahead(table, entries, kernels):
+        model = abstract_model(config, dtype)
+        return model, parameters_of(model)
 
 
 def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from threading import local
+from threading import Event, local
 from types import MappingProxyType
 
 import numpy as np
@@ -26,12 +27,15 @@ from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels import rows_in_panels
-from pallas_kernels.llvm_panels import PANEL
+from pallas_kernels.llvm_panels import PANEL, panel_shape
 
 THREADS = 4
 STREAMS = 4
 BLOCK_BYTES = 8 << 20  # read at a time
-PANEL_BYTES = 4 << 20  # likewise, what becomes panels while it is in the processor's cache
+PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the processor's cache
+AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
+SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
+SKIM_MEMORY = 256 << 10  # that they are read into, over and over
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 BYTES = np.dtype(np.uint8)
@@ -96,6 +100,14 @@ class _InPanels:
         return finite or not check_finite
 
 
+def prepare_panels(stored: Iterable[np.dtype], dtype: np.dtype) -> None:
+    """Have the kernels compiled that make panels of `dtype` of rows of these dtypes."""
+    shape, word = panel_shape(PANEL, PANEL, dtype)
+    for one in stored:
+        panels = _InPanels((0, PANEL), aligned_empty(shape, word), dtype)
+        panels.fill(np.zeros((PANEL, PANEL), one), _Memory(), check_finite=False)
+
+
 @dataclass(frozen=True)
 class _Job:
     """Rows to be read, where they go, and whether they end their part and their parameter."""
@@ -143,11 +155,7 @@ def read_parameters(
     Raises:
         CheckpointError: a file cannot be read or has changed, or values are not finite.
     """
-    table = sorted(table, key=lambda part: part.path)
-    groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
-    for parts in groups:
-        parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
-    groups.sort(key=lambda parts: _place(entries[parts[0].name]))
+    groups = _in_order(table, entries)
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
     count = _few_streams(entries, shapes) if leave_host else STREAMS
@@ -173,6 +181,62 @@ def read_parameters(
         pool.shutdown(cancel_futures=True)
         for file in files:
             file.close()
+
+
+@contextmanager
+def reading_ahead(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    meanwhile: Callable[[], object],
+) -> Iterator[None]:
+    """While it is open, have the system read what `read_parameters` will ask for first.
+
+    So the disk works while the caller finds out what the parameters are. What is wrong with a file
+    is left for `read_parameters` to say.
+
+    Args:
+        table: which tensor fills what.
+        entries: where each tensor lies.
+        meanwhile: called by another thread, which has ended, as all others, when this is closed.
+    """
+    stop = Event()
+    pool = ThreadPoolExecutor(STREAMS + 1, "ahead")
+    try:
+        called = pool.submit(meanwhile)
+        for groups in _stretches(_in_order(table, entries), entries, STREAMS):
+            names = dict.fromkeys(part.name for parts in groups for part in parts)
+            pool.submit(_skim, [entries[name] for name in names], stop)
+        yield
+        stop.set()
+        called.result()
+    finally:
+        stop.set()
+        pool.shutdown()
+
+
+def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
+    """Read the first AHEAD_BYTES and forget them."""
+    memory, left = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
+    with closing(SharedFile()) as file:
+        for entry in entries:
+            for start in range(0, entry.num_bytes, SKIM_BYTES):
+                size = min(left, entry.num_bytes - start, SKIM_BYTES)
+                if stop.is_set() or not size:
+                    return
+                file.skim(entry.shard, entry.offset + start, size, memory)
+                left -= size
+
+
+def _in_order(
+    table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
+) -> list[list[WeightName]]:
+    """The parts of each parameter, and these, as they lie in the files."""
+    table = sorted(table, key=lambda part: part.path)
+    groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
+    for parts in groups:
+        parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
+    groups.sort(key=lambda parts: _place(entries[parts[0].name]))
+    return groups
 
 
 def _place(entry: TensorEntry) -> tuple[str, int]:

@@ -79,23 +79,44 @@ class SharedFile:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
         with self._lock:
-            if self._file is None or self._shard != shard:
-                self.close()
-                self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
-                self._shard = shard
-                if hasattr(os, "posix_fadvise"):  # not on every system
-                    # The kernel reads ahead twice as far, so that the disk works between turns.
-                    os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            _check_unchanged(shard, self._file.fileno())
-            self._file.seek(offset)
+            file = self._opened(shard)
+            file.seek(offset)
             left = values.data
             while left:
-                count = self._file.readinto(left)
+                count = file.readinto(left)
                 if not count:
                     return False
                 left = left[count:]
-            _check_unchanged(shard, self._file.fileno())
+            _check_unchanged(shard, file.fileno())
             return True
+
+    def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
+        """Have the system's cache hold what lies at `offset`: read it, over and over into `memory`.
+
+        It is one call of the system, so that the interpreter is left alone. Where there is no such
+        call nothing is read.
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        if not hasattr(os, "preadv"):  # not on every system
+            return
+        with self._lock:
+            pieces = [memory.data] * (size // len(memory))
+            rest = memory.data[: size % len(memory)]
+            os.preadv(self._opened(shard).fileno(), [*pieces, rest], offset)
+
+    def _opened(self, shard: Shard) -> FileIO:
+        """The shard's file; raises what `read` does."""
+        if self._file is None or self._shard != shard:
+            self.close()
+            self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
+            self._shard = shard
+            if hasattr(os, "posix_fadvise"):  # not on every system
+                # The kernel reads ahead twice as far, so that the disk works between turns.
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        _check_unchanged(shard, self._file.fileno())
+        return self._file
 
 
 @dataclass(frozen=True)

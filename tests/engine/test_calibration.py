@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import jax
 import numpy as np
 import pytest
 
 import sim_calibrate
+import sim_lines
 from bench_prefix import loss, turns_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
@@ -26,7 +28,7 @@ def alone(loaded: Loaded) -> Measured:
 
 
 def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
-    engine = Engine(loaded)
+    engine, alive = Engine(loaded), len(jax.live_arrays())
     log = LaunchLog(engine)
     tokens: list[int] = []
     for prompt in (40, 3):
@@ -35,14 +37,19 @@ def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
         add_request(engine, f"{prompt}", [7] * prompt, 6, lambda d: tokens.extend(d.token_ids))
         while engine.has_work:
             engine.step()
+    # What was read is freed within the loop, as it is without a log.
+    assert len(jax.live_arrays()) == alive
+    log.close()
     samples = log.samples(alone)
     assert len(tokens) == 12
     counts = {name: len(found) for name, found in samples.found.items()}
     # Prompts of 40 tokens and of 3 take two chunks of at most 32 and one.
     assert counts["tokens, woken"] == 2 and counts.get("tokens", 0) == 1
-    assert counts["before, woken"] == 2
+    assert counts["before, woken"] == counts["call, woken"] == 2
     launches = counts["tokens"] + counts["tokens, woken"] + counts["decode"]
     assert counts["before"] + counts["before, woken"] == counts["after"] == launches
+    assert counts["call"] == counts["before"]
+    assert (counts["after, tokens"], counts["after, decode"]) == (3, counts["decode"])
     of_buckets = {name.split(", woken")[0] for name in counts} & alone.base_us.keys()
     assert sum(counts[name] + counts.get(f"{name}, woken", 0) for name in of_buckets) == launches
     assert sum(amount for amount, _, _ in samples.found["after"]) == 12
@@ -59,10 +66,17 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
-    monkeypatch.setattr(sim_calibrate, "LEAST_SAMPLES", 1)
+    monkeypatch.setattr(sim_lines, "LEAST_SAMPLES", 1)
     calibration = Calibration(loaded, alone)
     times = calibration.times(calibration.serve(0.4))
-    assert set(times.lines) >= {"tokens, woken", "decode", "before", "after", "request, woken"}
+    assert set(times.lines) >= {
+        "tokens, woken",
+        "decode",
+        "before",
+        "call",
+        "after",
+        "request, woken",
+    }
     assert all(min(map(min, line.spreads)) > 0 for line in times.lines.values())
     assert times.waited and all(0 <= share <= 1 for share in times.waited.values())
     assert times.base_us == alone.base_us and isinstance(times.lines["after"], Line)
@@ -71,7 +85,7 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
 
 def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
     jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
-    samples = Calibration(loaded, alone).serve_like(jobs)
+    samples = Calibration(loaded, alone).serve_like(jobs).samples(alone)
     asked = [*samples.found.get("request", []), *samples.found["request, woken"]]
     assert len(asked) == 12
     assert {length for length, _, _ in asked} <= {len(j.request.prompt_token_ids) for j in jobs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
+from jaxserve.engine.source import find_source
 from jaxserve.execution.compilation import fingerprint, prepare_cache
 from tests.engine.checkpoint import save_checkpoint
 
@@ -164,3 +166,35 @@ def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.Monke
     assert set(before) == set(names) and all(before.values())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert fingerprint()["compiler_settings"] != before["compiler_settings"]
+
+
+@pytest.mark.parametrize("kind", ["link out", "broken link", "pipe", "folder"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_text_file_that_is_none_or_lies_elsewhere_is_refused(
+    checkpoint: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    shutil.copytree(checkpoint, folder)
+    elsewhere.write_text((checkpoint / name).read_text() if (checkpoint / name).exists() else "")
+    (folder / name).unlink(missing_ok=True)
+    make = {
+        "link out": lambda path: path.symlink_to(elsewhere),
+        "broken link": lambda path: path.symlink_to("nowhere"),
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+    }
+    make[kind](folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: (links to|not a regular file)"):
+        LLM(folder, **SMALL)
+
+
+def test_text_files_in_the_cache_of_the_hub_are_followed(checkpoint: Path, tmp_path: Path) -> None:
+    home = tmp_path / "models--some--model"
+    snapshot, blobs = home / "snapshots" / "abc", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(checkpoint.iterdir()):
+        shutil.copy(file, blobs / f"{number:064}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
+    config = EngineConfig(model=snapshot)
+    assert find_source(config).tokenizer(config).encode("hello")

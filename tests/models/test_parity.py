@@ -13,6 +13,8 @@ from tests.models.tiny_models import PagedRunner, load, reference_logits, relati
 TOLERANCE = 1e-4
 PROMPT_LENGTHS = (50, 7, 23)
 NUM_GENERATED = 64
+CHUNK = sum(-(-length // 2) for length in PROMPT_LENGTHS) + 1  # of a prompt in two steps
+HIT, SHARED = 32, 41  # tokens that a row shares with another, and that it computes anew
 
 
 def prompts_for(case: str) -> list[list[int]]:
@@ -27,7 +29,7 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size):
     directory, reference = checkpoints[case]
     prompts = prompts_for(case)
     runner = PagedRunner(load(directory), len(prompts), page_size)
-    logits = runner.greedy(prompts, NUM_GENERATED, chunks=2)
+    logits, wanted = runner.greedy(prompts, NUM_GENERATED, chunks=2), []
     for row, prompt in enumerate(prompts):
         # With dynamic scaling a token's rotation depends on how many are read together.
         together = len(prompt) if "dynamic" in case else 0
@@ -37,6 +39,19 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size):
         choices = want[len(prompt) - 1 : -1].argmax(axis=-1)
         assert runner.tokens[row][len(prompt) :] == choices.tolist()
         assert relative_error(logits[row], want) < TOLERANCE
+        wanted.append(want)
+    assert relative_error(after_a_prefix_hit(runner), wanted[0][HIT : HIT + SHARED]) < TOLERANCE
+
+
+def after_a_prefix_hit(runner: PagedRunner) -> np.ndarray:
+    """Row 0's logits after the first HIT tokens, computed by a row that shares the pages of those.
+
+    The step has the shape of the prompts' chunks, which is compiled.
+    """
+    sequence = runner.tokens[0]
+    runner.share(1, 0, HIT)
+    chunk = sequence[HIT : HIT + SHARED]
+    return runner.run([[], chunk, []], pad_to=CHUNK)[1]
 
 
 @pytest.mark.parametrize("case", ["llama3_rope", "qwen3"])

@@ -146,6 +146,13 @@ class PagedRunner:
         logits, self.kv = self._forward(*self.last)
         return np.split(np.asarray(logits)[: len(flat)], np.cumsum(counts)[:-1])
 
+    def share(self, row: int, other: int, count: int) -> None:
+        """Let a row begin anew with the first `count` tokens of another, whole pages of them."""
+        pages = count // self.page_size
+        assert pages * self.page_size == count <= len(self.tokens[other])
+        self.page_table[row, :pages] = self.page_table[other, :pages]
+        self.tokens[row] = self.tokens[other][:count]
+
     def program(self) -> str:
         """The program of the last step, as text."""
         return str(jax.make_jaxpr(self._plain)(*self.last))

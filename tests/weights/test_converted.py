@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,13 @@ def test_every_bit_comes_back(single, tmp_path, dtype):
     for path, value in want.items():
         assert got[path].dtype == value.dtype and got[path].tobytes() == value.tobytes()
     assert [path.name for path in tmp_path.glob(".to*")] == []
+
+
+def test_float64_comes_back_where_this_thread_alone_has_it(single, tmp_path):
+    with jax.enable_x64(True):
+        convert(single, tmp_path / "to", "float64")
+        got = restore(tmp_path / "to")
+    assert all(value.dtype == np.float64 for value in got.values())
 
 
 def write_quantized(directory: Path, kind: str) -> tuple[Path, dict[str, Any], int]:
@@ -238,6 +247,23 @@ def test_damaged_folder(whole, tmp_path, case):
     with pytest.raises(CheckpointError) as caught:
         restore(folder)
     assert str(folder) in str(caught.value) and named in str(caught.value)
+
+
+def test_the_event_loop_of_the_caller_stays_its_own(whole, single, tmp_path):
+    """Be it one that runs, as in a notebook, or one that was only set."""
+
+    async def both() -> None:
+        restore(whole)
+        convert(single, tmp_path / "to")
+
+    asyncio.run(both())
+    with closing(asyncio.new_event_loop()) as loop:
+        asyncio.set_event_loop(loop)
+        try:
+            restore(whole)
+            assert asyncio.get_event_loop_policy().get_event_loop() is loop
+        finally:
+            asyncio.set_event_loop(None)
 
 
 def test_what_is_there_is_not_overwritten(whole, single):

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights, reading
-from jaxserve.weights.safetensors import SharedFile
+from jaxserve.weights.reading import reading_ahead
+from jaxserve.weights.safetensors import Shard, SharedFile, read_header
 
 
 def load(directory, dtype=jnp.float32, **options) -> Decoder:
@@ -89,17 +91,17 @@ def test_float64_stays_float64(single, tensors):
 
 def test_few_parameters_are_held_at_once_where_they_leave_the_host(single, tensors, monkeypatch):
     """Where no shard is larger than two parameters and their copies, one stream fills them."""
-    opened: list[SharedFile] = []
+    filled: set[SharedFile] = set()
 
     class Counted(SharedFile):
-        def __init__(self) -> None:
-            super().__init__()
-            opened.append(self)
+        def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
+            filled.add(self)
+            return super().read(shard, offset, values)
 
     def streams(folder: Path, **options: Any) -> int:
-        opened.clear()
+        filled.clear()
         load(folder, **options)
-        return len(opened)
+        return len(filled)
 
     monkeypatch.setattr(reading, "SharedFile", Counted)
     apart = single.parent / "apart"
@@ -113,6 +115,70 @@ def test_few_parameters_are_held_at_once_where_they_leave_the_host(single, tenso
     assert streams(single) == streams(apart) == reading.STREAMS
     assert 1 < streams(single, quantization="int8") <= reading.STREAMS
     assert streams(apart, quantization="int8") == 1
+
+
+def test_what_is_read_ahead_is_the_beginning_of_each_stream(single, tensors, monkeypatch):
+    """A broken file changes nothing: what is wrong with it is for the reading itself to say."""
+    skimmed: list[tuple[int, int]] = []
+
+    class Seen(SharedFile):
+        def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
+            skimmed.append((offset, offset + size))
+            super().skim(shard, offset, size, memory)
+            raise CheckpointError("no more of it")
+
+    path = single / "model.safetensors"
+    found = {entry.name: entry for entry in read_header(path)}
+    table = checkpoint_weights(read_model_config(single))
+    monkeypatch.setattr(reading, "SharedFile", Seen)
+    monkeypatch.setattr(reading, "SKIM_BYTES", 64)
+    with reading_ahead(table, found, path.stat):
+        model = load(single)
+    assert len(skimmed) == 2 * reading.STREAMS
+    starts = {entry.offset for entry in found.values()}
+    assert all(start in starts and end - start == 64 for start, end in skimmed)
+    assert min(skimmed)[0] == min(starts)
+    np.testing.assert_array_equal(model.embedding.table[...], tensors["model.embed_tokens.weight"])
+
+
+def test_reading_ahead_stops_in_time(single, monkeypatch):
+    """After so many bytes, and when what it bridges has ended, also by an error."""
+    table = checkpoint_weights(read_model_config(single))
+    found = {entry.name: entry for entry in read_header(single / "model.safetensors")}
+    sizes: list[int] = []
+    stop, started, called = Event(), Event(), Event()
+    waits = False
+
+    class Seen(SharedFile):
+        def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
+            sizes.append(size)
+            if waits or sum(sizes) == 5000:
+                started.set()
+            assert not waits or stop.wait(60)
+            super().skim(shard, offset, size, memory)
+
+    monkeypatch.setattr(reading, "SharedFile", Seen)
+    monkeypatch.setattr(reading, "STREAMS", 1)
+    monkeypatch.setattr(reading, "AHEAD_BYTES", 5000)
+    monkeypatch.setattr(reading, "Event", lambda: stop)
+    with reading_ahead(table, found, called.set):
+        assert started.wait(60)
+    assert sum(sizes) == 5000 and called.is_set()
+
+    def fail() -> None:
+        with reading_ahead(table, found, called.set):
+            assert started.wait(60)
+            print(1 / 0)
+
+    waits = True
+    for event in (stop, started):
+        event.clear()
+    sizes.clear()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(sizes) == 1
+    with pytest.raises(ZeroDivisionError), reading_ahead(table, found, lambda: 1 / 0):
+        pass
 
 
 def test_progress_counts_bytes(sharded, tensors):
