@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import zip_longest
 
 from jaxserve.errors import CheckpointError
@@ -52,7 +52,8 @@ def match_names(
                 checkpoint.directory, OUTPUT, EMBEDDING,
             )  # fmt: skip
     extra = sorted(found.keys() - expected.keys())
-    bad = [name for name in extra if checkpoint.whole or _changes(name, expected, layers)]
+    modules = {name.rpartition(".")[0] for name in (*expected, OUTPUT)}
+    bad = [name for name in extra if checkpoint.whole or _changes(name, modules, layers)]
     _check(checkpoint, found, expected, bad)
     if extra:
         logger.warning(
@@ -93,12 +94,11 @@ def _check(
         )
 
 
-def _changes(name: str, expected: Iterable[str], layers: int) -> bool:
+def _changes(name: str, modules: Set[str], layers: int) -> bool:
     """Whether a tensor that the model does not read is of one of its layers or modules."""
     layer = LAYER.match(name)
     if layer is not None:
         return int(layer[1]) < layers
-    modules = {other.rpartition(".")[0] for other in (*expected, OUTPUT)}
     return name.rpartition(".")[0] in modules
 
 
