@@ -121,7 +121,6 @@ HEADS = KV_HEADS | {"head_dim"}
 ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 _DEEPSEEK: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
 _DEEPSEEK_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
-SCALED = ("default", "linear", "yarn", "llama3")  # of families with an embedding a layer type
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
@@ -221,8 +220,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "mlp_bias": False,
                 }
             ),
-            # Its checkpoints bring code (auto_map) that computes what this library computes.
-            ignored=frozenset({"auto_map", "embd_pdrop", "resid_pdrop"}),
+            ignored=frozenset({"embd_pdrop", "resid_pdrop"}),
             layers=one_window,
             rope=RopeRules(
                 kinds=("default", "longrope", "su"), partial=True, original_outside=True
@@ -243,13 +241,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Olmo3ForCausalLM": Architecture(
             "olmo3",
             layers=every(4),
-            rope=RopeRules(theta=5e5, kinds=SCALED, by_layer_type=True),
+            rope=RopeRules(theta=5e5, by_layer_type=True),
         ),
         "GraniteForCausalLM": Architecture("granite", scales=_granite_scales, mlp_bias=None),
         "Gemma2ForCausalLM": Architecture(
             "gemma2",
             neutral=_GEMMA,
-            ignored=frozenset({"cache_implementation"}),
+            # The 9B and 27B repeat sliding_window as sliding_window_size; only the former is read.
+            ignored=frozenset({"cache_implementation", "sliding_window_size"}),
             explicit=HEADS,
             layers=every(2),
             scales=_gemma_scales,
@@ -262,7 +261,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
             explicit=HEADS,
             layers=every(6, field="sliding_window_pattern"),
-            rope=RopeRules(theta=1e6, kinds=SCALED, by_layer_type=True, local_theta=1e4),
+            rope=RopeRules(theta=1e6, by_layer_type=True, local_theta=1e4),
             scales=_gemma_scales,
             tied=True,
         ),

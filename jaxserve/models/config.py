@@ -18,7 +18,7 @@ from jaxserve.models.latent_fields import Latent
 from jaxserve.models.layer_fields import MAX_LAYERS, LayerTable
 from jaxserve.models.quantization_fields import FIELD as QUANTIZATION
 from jaxserve.models.quantization_fields import StoredQuantization, read_quantization
-from jaxserve.models.rope_fields import LongRopeScaling, Rope, read_ropes
+from jaxserve.models.rope_fields import Rope, read_ropes
 from jaxserve.models.strict_json import read_object
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -29,13 +29,15 @@ MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# Fields of config.json that do not change what inference computes.
+# Fields of config.json that do not change what inference computes. `auto_map` names code that ships
+# with the checkpoint: none of it is ever run, and what is computed is what the architecture's own
+# name says, as in Transformers without trust_remote_code. Every published DeepSeek has the field.
 IGNORED = frozenset({
     "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout",
-    "chunk_size_feed_forward", "finetuning_task", "id2label", "initializer_range", "is_decoder",
-    "is_llama_config", "label2id", "max_length", "max_sequence_length", "output_attentions",
-    "output_hidden_states", "pad_token_id", "prefix", "problem_type", "return_dict",
-    "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
+    "auto_map", "chunk_size_feed_forward", "finetuning_task", "id2label", "initializer_range",
+    "is_decoder", "is_llama_config", "label2id", "max_length", "max_sequence_length",
+    "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "problem_type",
+    "return_dict", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
     "use_bfloat16", "use_cache",
 })  # fmt: skip
@@ -44,7 +46,6 @@ IGNORED = frozenset({
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
         "add_cross_attention": False,
-        "auto_map": None,  # code that ships with the checkpoint is never run
         "hidden_act": "silu",
         "is_encoder_decoder": False,
         "pretraining_tp": 1,
@@ -170,11 +171,12 @@ class ModelConfig:
 
         LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
         """
-        scaling = self.rope.scaling
-        if not isinstance(scaling, LongRopeScaling):
-            return self
-        stretched = length > scaling.original_max_position_embeddings
-        return replace(self, rope=replace(self.rope, scaling=replace(scaling, stretched=stretched)))
+        local = self.local_rope
+        return replace(
+            self,
+            rope=self.rope.for_length(length),
+            local_rope=None if local is None else local.for_length(length),
+        )
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:

@@ -22,18 +22,21 @@ FIELD = "quantization_config"
 # How the file was made, which does not change what it means.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "fp8": frozenset({"activation_scheme", "kv_cache_scheme", "weight_per_tensor"}),
+        "fp8": frozenset({
+            "activation_scheme", "dequantize", "kv_cache_scheme", "weight_per_tensor",
+        }),
         "awq": frozenset({
             "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
             "use_exllama",
         }),
         "gptq": frozenset({
             "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-            "damp_auto_increment", "damp_percent", "dataset", "desc_act", "exllama_config",
-            "is_marlin_format", "max_input_length", "meta", "model_file_base_name",
-            "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-            "modules_in_block_to_quantize", "pad_token_id", "quant_backend", "quantizer",
-            "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+            "damp_auto_increment", "damp_percent", "dataset", "desc_act", "disable_exllama",
+            "disable_exllamav2", "exllama_config", "is_marlin_format", "max_input_length", "meta",
+            "model_file_base_name", "model_name_or_path", "model_seqlen",
+            "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
+            "quant_backend", "quantizer", "static_groups", "sym", "tokenizer", "true_sequential",
+            "use_cuda_fp16", "use_exllama",
         }),
         "compressed-tensors": frozenset({
             "global_compression_ratio", "kv_cache_scheme", "quantization_status", "sparsity_config",
@@ -90,6 +93,8 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
 
 def _fp8(fields: Fields) -> StoredQuantization:
     fields.choice("fmt", ["e4m3", "float8_e4m3fn"], default="e4m3")
+    # "ue8m0" (DeepSeek-V3.1): every scale is a power of two, stored as the float32 that it is.
+    fields.choice("scale_fmt", ["ue8m0", "float"], default="float")
     return StoredQuantization("fp8", "fp8", block=_block(fields, "weight_block_size"))
 
 

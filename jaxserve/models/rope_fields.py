@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Self
 
 from jaxserve.models.config_fields import MAX_POSITIONS, Fields
 
@@ -100,6 +101,14 @@ class Rope:
             case _:
                 return positions
 
+    def for_length(self, length: int) -> Self:
+        """The same for sequences of at most `length` positions; see `LongRopeScaling`."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return self
+        stretched = length > scaling.original_max_position_embeddings
+        return replace(self, scaling=replace(scaling, stretched=stretched))
+
 
 @dataclass(frozen=True)
 class RopeRules:
@@ -108,7 +117,8 @@ class RopeRules:
     Attributes:
         theta: the base where config.json has none.
         kinds: values of `rope_type`; by default all.
-        by_layer_type: layers with a window have an embedding of their own, never scaled.
+        by_layer_type: layers with a window have an embedding of their own, which only the newer
+            spelling can scale.
         local_theta: its base, where `rope_local_base_freq` is absent; None: that of the others.
         partial: the family knows `partial_rotary_factor`.
         original_outside: `original_max_position_embeddings` is a field of config.json itself.
@@ -165,7 +175,7 @@ def read_ropes(
     full, local = (parameters[kind] for kind in sorted(LAYER_TYPES))
     return (
         outer.read(full, "rope_parameters.full_attention", theta),
-        outer.read(local, "rope_parameters.sliding_attention", local_theta, ("default",)),
+        outer.read(local, "rope_parameters.sliding_attention", local_theta),
     )
 
 
@@ -178,9 +188,9 @@ class _Outer:
     positions: int
     head_dim: int
 
-    def read(self, raw: object, key: str, theta: float, kinds: tuple[str, ...] = ()) -> Rope:
+    def read(self, raw: object, key: str, theta: float) -> Rope:
         """One rope from its mapping; `theta` is that of the fields around it."""
-        fields, kinds = self.fields, kinds or self.rules.kinds
+        fields, kinds = self.fields, self.rules.kinds
         partial, original = 1.0, None
         if self.rules.partial:
             partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
@@ -202,6 +212,7 @@ class _Outer:
             if fields.has("partial_rotary_factor") and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
         else:
+            # vLLM would rotate that part of a head, Transformers all of it or, scaled, would fail.
             inner.neutral({"partial_rotary_factor": 1.0})
         if self.rules.original_outside and original is None and kind != "default":
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
@@ -265,8 +276,8 @@ def _llama3(case: _Case) -> Scaling:
 def _yarn(case: _Case) -> Scaling:
     fields = case.fields
     factor = _factor(fields)
-    mscale = fields.optional("mscale", 0.0, 100.0)
-    of_all = fields.optional("mscale_all_dim", 0.0, 100.0)
+    mscale = _or_zero(fields, "mscale")
+    of_all = _or_zero(fields, "mscale_all_dim")
     attention = fields.optional("attention_factor", 0.0, 100.0)
     if attention is None:
         # How much longer contexts flatten attention, as fitted in the paper's section 3.4.
@@ -283,14 +294,30 @@ def _yarn(case: _Case) -> Scaling:
         beta_slow=fields.number("beta_slow", 0.0, 1e4, default=1.0),
         truncate=fields.flag("truncate", default=True),
         attention_factor=attention,
-        mscale_all_dim=of_all or 0.0,
-        query_beta=fields.number(QUERY_BETA, 0.0, 100.0) if case.query_growth else 0.0,
+        mscale_all_dim=of_all,
+        query_beta=_query_beta(case),
     )
     if case.query_growth:
         fields.take("max_position_embeddings")  # repeated there; nothing reads it
     if scaling.beta_fast < scaling.beta_slow:
         fields.refuse("beta_fast", f"at least beta_slow ({scaling.beta_slow:g})")
     return scaling
+
+
+def _or_zero(fields: Fields, key: str) -> float:
+    """A positive number; 0, which means none, if it is 0, absent or null."""
+    value = fields.take(key)
+    if value is None or (type(value) in (int, float) and value == 0):
+        return 0.0
+    return fields.number(key, 0.0, 100.0)
+
+
+def _query_beta(case: _Case) -> float:
+    if not case.query_growth:
+        return 0.0
+    if not case.fields.has(QUERY_BETA):
+        case.fields.refuse(QUERY_BETA, "a number; it has no default")
+    return _or_zero(case.fields, QUERY_BETA)
 
 
 def _longrope(case: _Case) -> Scaling:

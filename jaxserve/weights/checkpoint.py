@@ -25,10 +25,14 @@ TEXT_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a checkpoint by name, checked but not read."""
+    """Every tensor of a checkpoint by name, checked but not read.
+
+    `whole` says that all of it is one model's, as in a GGUF file: nothing may be left out.
+    """
 
     directory: Path
     tensors: Mapping[str, TensorEntry]
+    whole: bool = False
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file is not the one that was opened."""

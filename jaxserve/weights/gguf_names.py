@@ -95,7 +95,7 @@ def named_tensors(file: GgufFile) -> Checkpoint:
         for one in _renamed(entry, file, rules, config):
             if tensors.setdefault(one.name, one).offset != one.offset:
                 raise CheckpointError(f"{file.path}: two tensors are {one.name!r}")
-    return Checkpoint(file.path, tensors)
+    return Checkpoint(file.path, tensors, whole=True)
 
 
 def _joined(

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from itertools import zip_longest
 
 from jaxserve.errors import CheckpointError
@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -25,7 +26,9 @@ def match_names(
     """The checkpoint's entry for every name of the table.
 
     An output projection in the checkpoint of a model that ties it to the embedding is left out, as
-    Transformers does, with a warning if the two differ.
+    Transformers does, with a warning if the two differ. So are, with a warning that names them,
+    tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
+    or a module that the model has are not: leaving them out would compute something else.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -48,9 +51,28 @@ def match_names(
                 "%s: %s differs from %s but config.json ties them; it is ignored",
                 checkpoint.directory, OUTPUT, EMBEDDING,
             )  # fmt: skip
+    extra = sorted(found.keys() - expected.keys())
+    modules = {name.rpartition(".")[0] for name in (*expected, OUTPUT)}
+    bad = [name for name in extra if checkpoint.whole or _changes(name, modules, layers)]
+    _check(checkpoint, found, expected, bad)
+    if extra:
+        logger.warning(
+            "%s: %d tensor(s) belong to nothing in config.json and are left out: %s",
+            checkpoint.directory, len(extra), listed(extra),
+        )  # fmt: skip
+    return {name: found[name] for name in expected}
+
+
+def _check(
+    checkpoint: Checkpoint,
+    found: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    unexpected: list[str],
+) -> None:
+    """Raise one CheckpointError for all that is wrong with the tensors found."""
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
+        "unexpected": unexpected,
         "of the wrong shape": [
             f"{name} {list(found[name].shape)} (config.json implies {list(shape)})"
             for name, shape in expected.items()
@@ -70,7 +92,14 @@ def match_names(
             f"{checkpoint.directory}: the tensors are not those of config.json:\n  "
             + "\n  ".join(lines)
         )
-    return found
+
+
+def _changes(name: str, modules: Set[str], layers: int) -> bool:
+    """Whether a tensor that the model does not read is of one of its layers or modules."""
+    layer = LAYER.match(name)
+    if layer is not None:
+        return int(layer[1]) < layers
+    return name.rpartition(".")[0] in modules
 
 
 def _same(one: TensorEntry, other: TensorEntry) -> bool:

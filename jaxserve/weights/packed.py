@@ -30,7 +30,9 @@ GPTQ_ORDER = tuple(range(8))
 INT4_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-# Scales of activations, which stay in their dtype, and of the cache; the suffix and its kind.
+# Of activations, which stay in their dtype; Transformers writes the latter.
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")
+# Scales of the cache; the suffix and its kind.
 KV_SCALES: Mapping[str, str] = MappingProxyType(
     {
         "self_attn.k_scale": "k",
@@ -201,7 +203,8 @@ def _entries(
         return {s: left.pop(stem + s) for s in INT4_PARTS if stem + s in left}
     if name not in left or left[name].dtype != FP8:
         return {}
-    left.pop(stem + ".input_scale", None)
+    for suffix in ACTIVATION_SCALES:
+        left.pop(stem + suffix, None)
     found = {s: left.pop(stem + s) for s in (".weight", *FP8_SCALES) if stem + s in left}
     if len(found) != 2:
         path = found[".weight"].shard.path

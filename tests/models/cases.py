@@ -329,6 +329,14 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE},
         "num_key_value_heads": 1,
     },
+    "gemma3_dynamic": {
+        "rope_parameters": {FULL: DYNAMIC, SLIDING: DYNAMIC | {"factor": 2.0}},
+        "max_position_embeddings": 64,
+    },
+    "gemma3_longrope_local_yarn": {
+        "rope_parameters": {FULL: LONGROPE, SLIDING: YARN},
+        "head_dim": 6,
+    },
     "gemma3_bias_cap_types": {
         "attention_bias": True,
         "final_logit_softcapping": 4.0,

@@ -12,7 +12,7 @@ from jaxserve.models import Llama3Scaling, ModelConfig, Rope, read_model_config
 from jaxserve.models.architectures import ARCHITECTURES
 from jaxserve.models.registry import FAMILIES
 from jaxserve.models.rope_fields import LinearScaling, YarnScaling
-from tests.models.cases import LLAMA3_SCALING, LONGROPE, YARN
+from tests.models.cases import FULL, LLAMA3_SCALING, LONGROPE, SLIDING, YARN
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -143,6 +143,8 @@ BAD_FIELDS = [
     ("quantization_config", {"quant_method": "bitsandbytes"}),
     ("quantization_config", {"quant_method": "fp8", "fmt": "e5m2"}),
     ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128]}),
+    ("quantization_config", {"quant_method": "fp8", "scale_fmt": "e4m3"}),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 64, "exllama": 1}),
     ("quantization_config", {"quant_method": "fp8", "unheard_of": 1}),
     ("quantization_config", {"quant_method": "awq", "bits": 3, "group_size": 128}),
     ("quantization_config", {"quant_method": "awq", "bits": 4, "group_size": 0}),
@@ -152,7 +154,6 @@ BAD_FIELDS = [
     ("quantization_config", {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}),
     ("quantization_config", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
     ("quantization_config", "fp8"),
-    ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
     ("is_encoder_decoder", True),
     ("model_type", "mistral"),
     ("torch_dtype", "int8"),
@@ -286,6 +287,9 @@ DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MINISTRAL3 = MISTRAL | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+MINISTRAL3 |= {"head_dim": 8, "sliding_window": None, "rope_theta": 500.0}
+DEFAULT = {"rope_type": "default"}
 LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
 
 
@@ -320,7 +324,13 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
         (OLMO3, {"layer_types": "full_attention"}, "layer_types"),
         (OLMO3, {"layer_types": [[], {}]}, "layer_types"),
         (OLMO3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "sliding_att"),
-        (OLMO3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (GEMMA3, {"rope_parameters": {FULL: DEFAULT, SLIDING: {"rope_type": "yarn"}}}, "sliding"),
+        (MINISTRAL3, {"rope_parameters": YARN}, "llama_4_scaling_beta missing"),
+        (
+            MINISTRAL3,
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}},
+            "beta is -1",
+        ),
         (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -340,6 +350,19 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
 def test_a_bad_field_of_a_family_is_refused(raw, change, named):
     with pytest.raises(UnsupportedModel, match=named):
         ModelConfig.from_dict(raw | change)
+
+
+def test_what_changes_nothing_is_left_aside():
+    """Code that ships with a checkpoint is not run; loaders' settings are nothing to this one."""
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
+    assert ModelConfig.from_dict(LLAMA | code) == ModelConfig.from_dict(LLAMA)
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    settings = {"disable_exllama": True, "dataset": "c4", "model_seqlen": 2048}
+    plain, other = (
+        ModelConfig.from_dict(LLAMA | {"quantization_config": each})
+        for each in (stored, stored | settings)
+    )
+    assert plain == other and plain.quantization is not None
 
 
 def test_older_spellings_mean_what_they_meant():

@@ -3,6 +3,7 @@
 import json
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,12 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"use_bidirectional_attention": True},
         {"rope_parameters.rope_theta": 600.0},
     ],
+    "gemma3_dynamic": [{"rope_parameters.sliding_attention.factor": 3.0}],
+    "gemma3_longrope_local_yarn": [
+        {"rope_parameters.full_attention.long_factor": [1.0, 2.0, 4.0]},
+        {"rope_parameters.sliding_attention.factor": 2.0},
+        {"rope_parameters.sliding_attention.partial_rotary_factor": 0.5},
+    ],
     "gemma3_two_bases": [
         {"query_pre_attn_scalar": 30},
         {"attn_logit_softcapping": 3.0},
@@ -375,3 +382,6 @@ def test_longrope_takes_the_factors_of_the_length_served(checkpoints):
     config = read_model_config(checkpoints["llama_longrope"][0])
     long, short = config.rope, config.for_length(32).rope
     assert long != short and config.for_length(33).rope == long
+    layered = replace(config, local_rope=long)
+    assert layered.for_length(32).local_rope == short
+    assert layered.for_length(33).local_rope == long

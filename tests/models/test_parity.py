@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.errors import CheckpointError
 from tests.models.cases import CASES
 from tests.models.tiny_models import PagedRunner, load, reference_logits, relative_error
 
@@ -69,7 +68,7 @@ def test_mixed_steps(checkpoints, case):
         assert relative_error(np.concatenate([step[row] for step in got]), want) < TOLERANCE
 
 
-def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path):
+def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path, caplog):
     """DeepSeek-V3's checkpoints hold some after the last layer; config.json counts them."""
     source = checkpoints["deepseek_v3_groups"][0]
     tensors = load_file(source / "model.safetensors")
@@ -78,6 +77,7 @@ def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path):
     raw = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw))
     load(tmp_path)
+    assert not caplog.records
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(CheckpointError, match="eh_proj"):
-        load(tmp_path)
+    load(tmp_path)
+    assert "eh_proj" in caplog.text

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import read_model_config
+from jaxserve.models import Decoder, read_model_config
 from jaxserve.weights import load_weights
+from jaxserve.weights.loading import parameter_values
 from jaxserve.weights.safetensors import read_header
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,8 +27,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 SHARD = "model-00001-of-00003.safetensors"
 
 
-def load(directory: Path) -> None:
-    load_weights(directory, read_model_config(directory), np.float32)
+def load(directory: Path) -> Decoder:
+    return load_weights(directory, read_model_config(directory), np.float32)
 
 
 def refused(directory: Path, *names: str) -> str:
@@ -185,24 +186,55 @@ def test_what_the_library_refuses_is_refused(tmp_path, edits):
 
 def test_all_wrong_names_are_listed_in_one_error(single, tensors):
     del tensors[NORM], tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["surprise"] = np.ones(3, np.float32)
-    tensors["model.layers.2.mlp.up_proj.weight"] = np.ones(3, np.float32)
+    tensors["lm_head.bias"] = np.ones(3, np.float32)
+    tensors["model.layers.1.mlp.surprise.weight"] = np.ones(3, np.float32)
     tensors[DOWN] = np.ones((16, 21), np.float32)
     tensors["lm_head.weight"] = np.ones((25, 16), np.float32)
     save_file(tensors, single / FILE)
     message = refused(single, str(single))
     missing, unexpected, misshapen = message.splitlines()[1:]
     assert "2 missing" in missing and NORM in missing and "layers.1.mlp.up_proj" in missing
-    assert "2 unexpected" in unexpected and "surprise" in unexpected and "layers.2" in unexpected
+    assert "2 unexpected" in unexpected and "surprise" in unexpected and "head.bias" in unexpected
     assert "2 of the wrong shape" in misshapen
     assert f"{DOWN} [16, 21] (config.json implies [16, 20])" in misshapen
     assert "lm_head.weight [25, 16] (config.json implies [24, 16])" in misshapen
 
 
 def test_a_long_list_of_names_is_cut(single):
-    save_file({"x" * 5000 + str(i): np.ones(1, np.float32) for i in range(500)}, single / FILE)
+    names = [f"model.layers.0.{i}" + "x" * 5000 for i in range(500)]
+    save_file({name: np.ones(1, np.float32) for name in names}, single / FILE)
     message = refused(single, "500 unexpected", "and 480 more", "21 missing", "and 1 more")
     assert len(message) < 7000
+
+
+def test_tensors_of_nothing_that_the_model_has_are_named_and_left_out(single, tensors, caplog):
+    """Layers after the last, other heads: the rest is served as it would be without them."""
+    want = parameter_values(load(single))
+    for name in ("score.weight", "model.layers.2.mlp.up_proj.weight", "model.vision.bias"):
+        tensors[name] = np.full(3, np.nan, np.float32)
+    tensors |= {f"extra.{i}": np.ones(1, np.float16) for i in range(30)}
+    save_file(tensors, single / FILE)
+    got = parameter_values(load(single))
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[path], want[path]) for path in want)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "33 tensor(s)" in message and "extra.0" in message and "and 13 more" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.norm.bias",
+        "model.embed_tokens.weight_scale",
+    ],
+)
+def test_tensors_that_would_change_what_is_computed_are_refused(single, tensors, name):
+    tensors[name] = np.ones(3, np.float32)
+    save_file(tensors, single / FILE)
+    refused(single, "1 unexpected", name)
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:

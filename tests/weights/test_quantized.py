@@ -260,6 +260,16 @@ def test_scales_of_the_cache_are_read_where_it_is_fp8(tmp_path):
     np.testing.assert_array_equal(read[...], [[0.5, 0.5], [0.25, 0.25]])
 
 
+@pytest.mark.parametrize("suffix", ["input_scale", "activation_scale"])
+def test_scales_of_activations_are_left_aside(tmp_path, suffix):
+    """Activations stay in their dtype, whatever static scale a checkpoint has for them."""
+    scale = {f"model.layers.0.mlp.down_proj.{suffix}": np.ones((), np.float32)}
+    directory, _ = checkpoint(
+        tmp_path / "quantized", "fp8_tensor", change=lambda tensors: tensors.update(scale)
+    )
+    load(directory)
+
+
 def damage(name: str, change: Any) -> Any:
     def apply(tensors: dict[str, np.ndarray]) -> None:
         tensors[name] = change(tensors[name])
