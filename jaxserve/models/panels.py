@@ -92,13 +92,20 @@ class QuantizedPanels:
         """The same weight."""
         scales = np.asarray(weight.scales)
         bits = scales.view(np.uint16) if scales.dtype.itemsize == 2 else scales
-        codes, scale_bits, zeros = (
-            None if array is None else jax.device_put(rows_in_order(np.asarray(array)))
-            for array in (weight.values, bits, weight.zeros)
+
+        def laid_out(array: Any) -> Array:
+            return jax.device_put(rows_in_order(np.asarray(array)))
+
+        return cls(
+            laid_out(weight.values),
+            laid_out(bits),
+            None if weight.zeros is None else laid_out(weight.zeros),
+            weight.order,
+            weight.form,
+            scales.dtype.name,
+            weight.inputs,
+            weight.outputs,
         )
-        form, name = weight.form, scales.dtype.name
-        order, inputs, outputs = weight.order, weight.inputs, weight.outputs
-        return cls(codes, scale_bits, zeros, order, form, name, inputs, outputs)
 
     def __getitem__(self, index: EllipsisType) -> Self:
         """Itself, as of a PanelWeight."""

@@ -260,8 +260,8 @@ def _with_orbax(use: Callable[[Any], Any]) -> Any:
     and takes away one that the thread only has, which is then never closed. It is imported here
     because that takes seconds.
     """
-
-    wide = jax.config.jax_enable_x64  # may be this thread's alone
+    config: Any = jax.config  # whose settings types do not list
+    wide = config.jax_enable_x64  # may be this thread's alone
 
     def call() -> Any:
         orbax = importlib.import_module("orbax.checkpoint")
