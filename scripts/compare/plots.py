@@ -142,5 +142,5 @@ def _chart(axis: Any, timeline: Sequence[Sequence[float]], rows: int) -> None:
         color = blues[stays[int(place)] % 2]
         stays[int(place)] += 1
         axis.barh(place, end - begin, left=begin, height=0.86, color=color, linewidth=0)
-    axis.set(ylim=(-0.6, rows - 0.4), ylabel="slot")
+    axis.set(ylim=(-0.6, rows - 0.4), ylabel="slot", yticks=range(0, rows, max(1, rows // 4)))
     axis.spines[["top", "right"]].set_visible(False)
