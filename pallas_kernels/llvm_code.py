@@ -332,18 +332,24 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
     return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
 
 
-def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
-    """A vector of float8_e4m3fn as numbers.
+def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
+    """A vector of float8_e4m3fn as numbers that are 256 times smaller, and the bits of those.
 
-    Moved into place its exponent and mantissa are those of a float16 that is 256 times smaller,
-    zero and subnormal numbers included; all ones are NaN.
+    Moved into place its exponent and mantissa are those of such a float16, zero and subnormal
+    numbers included; all ones, which are NaN, become 480 / 256.
     """
     shorts = ir.VectorType(I16, kind.count)
     moved: Any = code.shl(code.sext(vector, shorts), filled(shorts, 7))
     bits = code.and_(moved, filled(shorts, 0xBFFF))
-    small = code.bitcast(bits, ir.VectorType(ir.HalfType(), kind.count))
-    number = code.fmul(code.fpext(small, kind), filled(kind, 256.0))
-    ones = filled(shorts, 0x3F80)
+    halves = code.bitcast(bits, ir.VectorType(ir.HalfType(), kind.count))
+    return code.fpext(halves, kind), bits
+
+
+def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
+    """A vector of float8_e4m3fn as numbers, NaN included."""
+    small, bits = small_float8(code, vector, kind)
+    number = code.fmul(small, filled(kind, 256.0))
+    ones = filled(bits.type, 0x3F80)
     is_nan = code.icmp_signed("==", code.and_(bits, ones), ones)
     return code.select(is_nan, filled(kind, math.nan), number)
 

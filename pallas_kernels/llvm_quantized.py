@@ -24,7 +24,6 @@ from pallas_kernels.llvm_calls import NAMES, Field, registered
 from pallas_kernels.llvm_code import (
     I1,
     I8,
-    I16,
     I32,
     I64,
     POINTER,
@@ -36,6 +35,7 @@ from pallas_kernels.llvm_code import (
     filled,
     float_type,
     host,
+    small_float8,
     stored_type,
     widened,
 )
@@ -236,11 +236,7 @@ def _number(
     real = ir.VectorType(kernel.real, lanes)
     whole = ir.VectorType(I32, lanes)
     if kernel.form == "fp8":
-        # Moved into place its bits are those of a float16 that is 256 times smaller.
-        short = ir.VectorType(I16, lanes)
-        bits = code.shl(code.sext(stored, short), filled(short, 7))
-        bits = code.and_(bits, filled(short, 0xBFFF))
-        number = code.fpext(code.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), real)
+        number, _ = small_float8(code, stored, real)  # the scale is 256 times larger
     elif kernel.form == "int8":
         number = code.sitofp(code.sext(stored, whole), real)
     else:
