@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 TILE = (256, 256)  # along the last axis of the target, and of the source
 PADDING = 1  # values
+FEW = 8  # turns that are copied one by one: tiles would be slivers
 CHUNK = 1 << 16  # values copied at a time where nothing is transposed
 SCRATCH_BYTES = 8 * TILE[0] * (TILE[1] + PADDING)
 
@@ -72,6 +73,9 @@ def copy_checked(
     with np.errstate(over="ignore", invalid="ignore"):  # the caller says it, with names
         if inner == source.ndim - 1:
             return _copy_chunks(target, source, cast)
+        if source.shape[inner] < FEW:
+            pairs = zip(*(np.moveaxis(one, inner, 0) for one in (target, source)), strict=True)
+            return all(_copy_chunks(*pair, cast) for pair in pairs)
         return _copy_tiles(target, source, inner, scratch.view(target.dtype), cast)
 
 
@@ -90,7 +94,7 @@ def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
-    """Where both lie in the same order: a few rows at a time, checked while in the cache."""
+    """A few rows at a time, checked while in the cache; little or nothing is transposed."""
     count = max(1, CHUNK // prod(target.shape[1:]))
     for start in range(0, len(target), count):
         some = target[start : start + count]

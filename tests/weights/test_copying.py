@@ -18,6 +18,7 @@ LAYOUTS = [
     ((COLUMNS, 2, 3, 200), (1, 2, 3, 0)),  # D (K G H) -> K G H D
     ((3, 70, 2, 33), (0, 2, 3, 1)),  # E (M P) D -> E P D M
     ((3, 70, 33), (0, 2, 1)),
+    ((3, 9, 70, 2), (0, 1, 3, 2)),  # E D (M P) -> E D P M: few turns of many
     ((1, 7, 1, 66), (3, 2, 1, 0)),
     ((100_001,), (0,)),
     ((1,), (0,)),
@@ -69,9 +70,11 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, order, value):
             np.testing.assert_array_equal(target.astype(float), source.astype(float))
 
 
-def test_a_cast_that_overflows_is_found():
-    source = np.full((40, 40), 1e30, np.float32).T
-    assert not copy_checked(np.empty((40, 40), np.float16), source, scratch(), True)
+@pytest.mark.parametrize("shape", [(40, 40), (40, 2)], ids=["square", "few"])
+def test_a_cast_that_overflows_is_found(shape):
+    values = np.zeros(shape, np.float32)
+    values[0, -1] = 1e30
+    assert not copy_checked(np.empty(shape[::-1], np.float16), values.T, scratch(), True)
 
 
 def test_the_largest_tile_fits_the_scratch():
