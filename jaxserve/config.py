@@ -177,14 +177,15 @@ class EngineConfig:
     def cpu_page_budget(self, page_bytes: int) -> int:
         """Pages of KV cache on CPU, the null page included.
 
-        The default stops at twice what all slots can hold at once: more would only be a
-        larger prefix cache.
+        The default stops at what all slots can hold at once, with the page to spare that admission
+        leaves each, and with prefix caching at twice that.
         """
         assert self.max_num_seqs and self.max_model_len
         if self.kv_cache_memory_bytes is not None:
             return int(self.kv_cache_memory_bytes * self.memory_share) // page_bytes
         pages_a_sequence = -(-self.max_model_len // self.block_size)
-        useful = 2 * self.max_num_seqs * pages_a_sequence + 1
+        times = 2 if self.enable_prefix_caching else 1
+        useful = times * self.max_num_seqs * (pages_a_sequence + 1) + 1
         return max(
             min(int(_CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
         )

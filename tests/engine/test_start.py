@@ -97,6 +97,17 @@ def test_requests_beyond_a_small_cache_are_refused(checkpoint: Path, caplog: Any
     llm.close()
 
 
+def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
+    """A cache that nothing could fill would only take memory."""
+    settings: dict[str, Any] = {"max_num_seqs": 3, "block_size": 16}
+    plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
+    cached = EngineConfig(**settings).resolve("cpu", 64)
+    slots = 3 * (64 // 16 + 1)  # each with the page to spare that admission asks for
+    assert plain.cpu_page_budget(1 << 10) == slots + 1
+    assert cached.cpu_page_budget(1 << 10) == 2 * slots + 1
+    assert cached.cpu_page_budget(1 << 27) == 8
+
+
 def test_importing_loads_no_heavy_library() -> None:
     code = (
         "import sys, jaxserve, jaxserve.scheduling.scheduler\n"
