@@ -303,7 +303,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "cohere2_head_dim_yarn": {"rope_parameters": YARN, "head_dim": 14, "logit_scale": 1.25},
-    "cohere2_no_window": {"layer_types": [FULL] * 3, "sliding_window": None},
+    "cohere2_no_rotation": {"layer_types": [FULL] * 3},
     "gpt_oss_alternate": {},
     "gpt_oss_truncated_tied": {
         "rope_parameters": YARN | {"truncate": True},
