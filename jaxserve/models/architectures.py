@@ -136,7 +136,7 @@ HEADS = KV_HEADS | {"head_dim"}
 ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 _DEEPSEEK: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
 _DEEPSEEK_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
-# Of these Transformers knows the last alone, and computes none but the one.
+# Transformers reads none of these, and computes what they say here.
 _COHERE2: Mapping[str, Any] = MappingProxyType(
     {
         "order_of_interleaved_layers": "local_attn_first",
@@ -148,6 +148,8 @@ _COHERE2: Mapping[str, Any] = MappingProxyType(
         "use_qk_norm": False,
     }
 )
+# A period that another field repeats; how programs of Cohere's own split the embedding.
+_COHERE2_IGNORED = frozenset({"_sliding_window_pattern", "layer_switch", "use_parallel_embedding"})
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
@@ -283,15 +285,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Cohere2ForCausalLM": Architecture(
             "cohere2",
             neutral=_COHERE2,
-            # How a program of Cohere's own stores the embedding; the period a second time.
-            ignored=frozenset(
-                {
-                    "_sliding_window_pattern",
-                    "cache_implementation",
-                    "layer_switch",
-                    "use_parallel_embedding",
-                }
-            ),
+            ignored=_COHERE2_IGNORED | {"cache_implementation"},
             norm_eps="layer_norm_eps",
             length="model_max_length",
             layers=rotated_windows,

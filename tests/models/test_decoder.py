@@ -57,6 +57,7 @@ def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     [
         *("llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"),
         *("qwen3_moe_window_bias", "gpt_oss_alternate", "deepseek_v3_bias_yarn_tied"),
+        *("cohere_qk_norm_bias_head_dim", "cohere2_tied"),
     ],
 )
 def test_every_parameter_names_its_axes(checkpoints, case):
@@ -122,6 +123,8 @@ def test_padding_changes_nothing(checkpoints, case):
         ("llama_tied", jnp.bfloat16),
         ("qwen3", jnp.float16),
         ("gemma3_tied_linear", jnp.bfloat16),
+        ("cohere_qk_norm_untied", jnp.bfloat16),
+        ("cohere2_tied", jnp.float16),
         ("gpt_oss_truncated_tied", jnp.bfloat16),  # all experts: none may be swapped
     ],
 )
@@ -136,7 +139,9 @@ def test_sixteen_bit_models(checkpoints, case, dtype):
     assert relative_error(got, reference_logits(reference, prompt)) < tolerance
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_v3_groups"])
+@pytest.mark.parametrize(
+    "case", ["llama3_rope", "deepseek_v3_groups", "cohere_qk_norm_untied", "cohere2_tied"]
+)
 def test_float64_is_float64_throughout(checkpoints, case):
     directory, reference = checkpoints[case]
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
