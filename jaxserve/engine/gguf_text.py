@@ -29,7 +29,12 @@ CASED = (
     "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
     "𞤀-𞥃"
 )
-# Splits that the library does not know, one after the other: DeepSeek's, V2 and V3, and Granite's.
+DIGITS = (  # each digit alone, the rest as in GPT-2
+    r"\p{N}",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+)
+# Splits that the library does not know, one after the other: DeepSeek's, V2 and V3, Granite's and
+# Command R's.
 SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "deepseek-llm": (
@@ -46,10 +51,8 @@ SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
             r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ),
-        "refact": (
-            r"\p{N}",
-            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        ),
+        "refact": DIGITS,
+        "command-r": DIGITS,
     }
 )
 WHOLE = (3, 4)  # types of tokens that are found in a text as they are: control and user-defined

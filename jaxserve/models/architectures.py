@@ -30,6 +30,7 @@ from jaxserve.models.layer_fields import (
     no_rope,
     one_switched_window,
     one_window,
+    rotated_windows,
 )
 from jaxserve.models.rope_fields import RopeRules
 
@@ -43,7 +44,8 @@ class Scales:
         attention_cap, logit_cap: bound scores and logits: cap * tanh(x / cap).
         embedding: multiplies the embeddings.
         residual: multiplies what each block adds to the residual stream.
-        logit_divisor: divides the logits.
+        logit_divisor, logit_factor: divides, multiplies the logits. (Two, since a quotient is not
+            the product with a rounded reciprocal.)
     """
 
     attention: float | None = None
@@ -52,6 +54,7 @@ class Scales:
     embedding: float = 1.0
     residual: float = 1.0
     logit_divisor: float = 1.0
+    logit_factor: float = 1.0
 
 
 def _no_scales(fields: Fields, hidden_size: int) -> Scales:
@@ -76,6 +79,10 @@ def _gemma_scales(fields: Fields, hidden_size: int) -> Scales:
     )
 
 
+def _cohere_scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales(logit_factor=fields.number("logit_scale", 0.0, 1e4))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How to read one architecture's config.json.
@@ -87,6 +94,11 @@ class Architecture:
         ignored: fields that change nothing.
         explicit: fields that must be there, because Transformers would fill them in with the
             value of one particular model.
+        norm_eps: the field that holds what norms add to the mean square.
+        qk_norm: the field that turns the norms of queries and keys on, where they are no trait of
+            the family.
+        length: a field that says how many positions are served, whatever
+            `max_position_embeddings` says.
         layers: reads windows and rotation, layer by layer.
         rope: how the rotary embedding is spelled.
         scales: reads multipliers and caps.
@@ -103,6 +115,9 @@ class Architecture:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()
+    norm_eps: str = "rms_norm_eps"
+    qk_norm: str | None = None
+    length: str | None = None
     layers: ReadLayers = full_attention
     rope: RopeRules = field(default_factory=RopeRules)
     scales: Callable[[Fields, int], Scales] = _no_scales
@@ -121,6 +136,20 @@ HEADS = KV_HEADS | {"head_dim"}
 ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 _DEEPSEEK: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
 _DEEPSEEK_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
+# Transformers reads none of these, and computes what they say here.
+_COHERE2: Mapping[str, Any] = MappingProxyType(
+    {
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": (1.0, 1),
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_qk_norm": False,
+    }
+)
+# A period that another field repeats; how programs of Cohere's own split the embedding.
+_COHERE2_IGNORED = frozenset({"_sliding_window_pattern", "layer_switch", "use_parallel_embedding"})
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
@@ -244,6 +273,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             rope=RopeRules(theta=5e5, by_layer_type=True),
         ),
         "GraniteForCausalLM": Architecture("granite", scales=_granite_scales, mlp_bias=None),
+        "CohereForCausalLM": Architecture(
+            "cohere",
+            norm_eps="layer_norm_eps",
+            qk_norm="use_qk_norm",
+            length="model_max_length",
+            rope=RopeRules(theta=5e5),
+            scales=_cohere_scales,
+            tied=True,
+        ),
+        "Cohere2ForCausalLM": Architecture(
+            "cohere2",
+            neutral=_COHERE2,
+            ignored=_COHERE2_IGNORED | {"cache_implementation"},
+            norm_eps="layer_norm_eps",
+            length="model_max_length",
+            layers=rotated_windows,
+            scales=_cohere_scales,
+            tied=True,
+        ),
         "Gemma2ForCausalLM": Architecture(
             "gemma2",
             neutral=_GEMMA,

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import LLAMA, Design, RMSNorm
+from jaxserve.models.layers import LLAMA, Design, Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.rope import CosSin
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         self.group = group = config.num_attention_heads // kv_heads
         self.window, self.scale = window, config.scales.attention
-        self.soft_cap = config.scales.attention_cap
+        self.soft_cap, self.interleaved = config.scales.attention_cap, design.interleaved
         scaling = config.rope.scaling
         self.growth = None
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
@@ -66,10 +66,11 @@ class Attention(nnx.Module):
         query, key = (shape, axes), (shape[::2], axes[::2])
         if design.qk_norm == "head":
             query = key = shape[2:], axes[2:]
+        over = None if design.qk_norm == "all" else 1
         self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if design.sinks else None
         normed, eps = design.qk_norm is not None, config.rms_norm_eps
-        self.query_norm = RMSNorm(*query, eps, dtype, design) if normed else None
-        self.key_norm = RMSNorm(*key, eps, dtype, design) if normed else None
+        self.query_norm = Norm(*query, eps, dtype, design, over) if normed else None
+        self.key_norm = Norm(*key, eps, dtype, design, over) if normed else None
 
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
@@ -85,7 +86,8 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
         if cos_sin is not None:
-            query, key = rotate(query, cos_sin), rotate(key, cos_sin)
+            query = rotate(query, cos_sin, self.interleaved)
+            key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = kv_write(
@@ -125,14 +127,22 @@ def _growth(
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 
 
-def rotate(x: Float[Array, "T N H"], cos_sin: CosSin) -> Float[Array, "T N H"]:
-    """Rotary embedding that pairs dimension i with i + pairs, the order Hugging Face stores.
+def rotate(
+    x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
+) -> Float[Array, "T N H"]:
+    """Rotary embedding that pairs dimension i with i + pairs, the order Llama's weights have.
 
-    Where fewer dimensions than H are rotated they are the first; the rest stays as it is.
+    Where fewer dimensions than H are rotated they are the first; the rest stays as it is. In
+    weights that are `interleaved` neighbours are pairs. They leave as halves all the same: scores
+    do not change where queries and keys have the same order.
     """
     cos, sin = (part[:, None] for part in cos_sin)
     pairs = cos.shape[-1]
-    left, right, rest = jnp.split(x.astype(cos.dtype), [pairs, 2 * pairs], axis=-1)
+    turned, rest = jnp.split(x.astype(cos.dtype), [2 * pairs], axis=-1)
+    if interleaved:
+        left, right = turned[..., ::2], turned[..., 1::2]
+    else:
+        left, right = jnp.split(turned, 2, axis=-1)
     parts = [left * cos - right * sin, right * cos + left * sin]
     if rest.shape[-1]:
         parts.append(rest)

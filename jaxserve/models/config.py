@@ -59,11 +59,12 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 class ModelConfig:
     """A model's shape and constants, under the names of config.json.
 
-    `dtype` is the one the checkpoint declares ("float32" if it declares none). `local_rope` is that
-    of layers with a window, where it differs. `attention_bias` is of queries, keys and values,
-    `output_bias` of the projection after attention. `head_dim` is that of the cache. `experts` and
-    `latent` are None for models without them; `extra_layers` of the checkpoint are not the model's.
-    Hashable, so that modules can hold it.
+    `rms_norm_eps` is that of every norm, whatever the family calls it; `use_qk_norm` is the switch
+    of families that have one. `dtype` is the one the checkpoint declares ("float32" if it declares
+    none). `local_rope` is that of layers with a window, where it differs. `attention_bias` is of
+    queries, keys and values, `output_bias` of the projection after attention. `head_dim` is that of
+    the cache. `experts` and `latent` are None for models without them; `extra_layers` of the
+    checkpoint are not the model's. Hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -76,6 +77,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
+    use_qk_norm: bool
     rope: Rope
     local_rope: Rope | None
     layers: LayerTable
@@ -118,8 +120,9 @@ class ModelConfig:
             architecture=name,
             vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
             intermediate_size=fields.integer("intermediate_size", 1, MAX_MLP),
-            max_position_embeddings=positions,
-            rms_norm_eps=fields.number("rms_norm_eps", 0.0, 0.1),
+            max_position_embeddings=_length(fields, rules, positions),
+            rms_norm_eps=fields.number(rules.norm_eps, 0.0, 0.1),
+            use_qk_norm=fields.flag(rules.qk_norm, default=False) if rules.qk_norm else False,
             rope=rope,
             local_rope=local_rope,
             layers=rules.layers(fields, sizes["num_hidden_layers"]),
@@ -234,6 +237,12 @@ def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | N
 
 def _extra_layers(fields: Fields, rules: Architecture) -> int:
     return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
+
+
+def _length(fields: Fields, rules: Architecture, positions: int) -> int:
+    if rules.length is None:
+        return positions
+    return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)
 
 
 def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:

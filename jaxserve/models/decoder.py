@@ -14,7 +14,7 @@ from jaxserve.models.attention import Attention
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.experts import SparseMLP
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, RMSNorm
+from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, Norm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin, rope_cos_sin
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each with its norms and inside a residual connection.
+    """Attention and MLP, each with its norms and inside a residual connection, or side by side.
 
     A function of its own weights and its own pages and of nothing else, and the same structure for
     every layer of a model with the same window and the same kind of MLP, so one trace serves them.
@@ -38,8 +38,8 @@ class DecoderLayer(nnx.Module):
         design: Design = LLAMA,
         index: int = 0,
     ) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+        def norm() -> Norm:
+            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
 
         before, after = design.norms != "after", design.norms != "before"
         self.residual = config.scales.residual
@@ -50,7 +50,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.attention = LatentAttention(config, config.latent, dtype, rngs, design)
         self.attention_out_norm = norm() if after else None
-        self.mlp_norm = norm() if before else None
+        self.parallel = design.parallel
+        self.mlp_norm = norm() if before and not design.parallel else None
         if config.experts is not None and config.experts.layers[index]:
             self.mlp = SparseMLP(config, config.experts, dtype, rngs, design)
         else:
@@ -62,16 +63,17 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVPages]:
         """The residual stream after this layer, and its pages with this step's K and V written."""
         with jax.named_scope("attention"):
-            y, kv = self.attention(_normed(self.attention_norm, x), cos_sin, step, kv)
+            normed = _normed(self.attention_norm, x)
+            y, kv = self.attention(normed, cos_sin, step, kv)
             x = x + scaled(_normed(self.attention_out_norm, y), self.residual)
         with jax.named_scope("mlp"):
-            y = _normed(self.mlp_norm, x)
+            y = normed if self.parallel else _normed(self.mlp_norm, x)
             y = self.mlp(y, step) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
             x = x + scaled(_normed(self.mlp_out_norm, y), self.residual)
         return x, kv
 
 
-def _normed(norm: RMSNorm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def _normed(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x if norm is None else norm(x)
 
 
@@ -85,9 +87,9 @@ def scaled(x: Float[Array, ...], factor: float | Array) -> Float[Array, ...]:
 class Decoder(nnx.Module):
     """A causal language model over a ragged batch of tokens.
 
-    Leaves: 6 a layer (2 more with norms around each block, 2 more with query and key norms, 1 more
-    with each bias, others with experts or latent attention), the final norm, and the embedding (1
-    if tied, else 2).
+    Leaves: 6 a layer (1 less with parallel blocks, 2 more with norms around each block, 2 more with
+    query and key norms, 1 more with each bias, others with experts or latent attention), the final
+    norm, and the embedding (1 if tied, else 2).
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Decoder(nnx.Module):
             DecoderLayer(config, dtype, rngs, design, index)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
@@ -140,6 +142,8 @@ class Decoder(nnx.Module):
             scores, scales = self.embedding.logits(hidden, num_rows), self.config.scales
             if scales.logit_divisor != 1.0:
                 scores = scores / scales.logit_divisor
+            if scales.logit_factor != 1.0:
+                scores = scores * scales.logit_factor
             if scales.logit_cap is not None:
                 scores = jnp.tanh(scores / scales.logit_cap) * scales.logit_cap
             return scores

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxserve.models.attention import rotate
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.latent_fields import Latent
-from jaxserve.models.layers import Design, RMSNorm
+from jaxserve.models.layers import Design, Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin
@@ -50,7 +50,7 @@ class LatentAttention(nnx.Module):
         else:
             self.query_down = weight(rngs, (embed, rank), ("embed", "latent"), dtype)
             self.query_down_bias = constant(0.0, (rank,), ("latent",), dtype) if biased else None
-            self.query_norm = RMSNorm((rank,), ("latent",), NORM_EPS, dtype, design)
+            self.query_norm = Norm((rank,), ("latent",), NORM_EPS, dtype, design)
         self.query = weight(
             rngs,
             (rank or embed, heads, latent.key),
@@ -59,7 +59,7 @@ class LatentAttention(nnx.Module):
         )
         joint = latent.rank + latent.rotary
         self.down = weight(rngs, (embed, joint), ("embed", "latent"), dtype)
-        self.norm = RMSNorm((latent.rank,), ("latent",), NORM_EPS, dtype, design)
+        self.norm = Norm((latent.rank,), ("latent",), NORM_EPS, dtype, design)
         self.up = weight(
             rngs,
             (latent.rank, heads, latent.plain + latent.value),
@@ -82,7 +82,9 @@ class LatentAttention(nnx.Module):
         parts = matmul(self.norm(joint[:, : latent.rank]), self.up[...])
         key, val = parts[..., : latent.plain], parts[..., latent.plain :]
         left, right = query[..., : latent.plain], query[..., latent.plain :]
-        right, rotary = self._rotated(right, cos_sin), self._rotated(rotary, cos_sin)
+        if cos_sin is not None:
+            right = rotate(right, cos_sin, latent.interleaved)
+            rotary = rotate(rotary, cos_sin, latent.interleaved)
         query = jnp.concatenate([left, right], axis=-1)
         rotary = jnp.broadcast_to(rotary, (*key.shape[:2], latent.rotary))
         key = jnp.concatenate([key, rotary], axis=-1)
@@ -96,14 +98,6 @@ class LatentAttention(nnx.Module):
             x = matmul(x, self.query_down[...], bias=value_of(self.query_down_bias))
             x = self.query_norm(x)
         return matmul(x, self.query[...])
-
-    def _rotated(self, x: Float[Array, "T N R"], cos_sin: CosSin | None) -> Float[Array, "T N R"]:
-        """Rotated, as halves: scores are the same in any order that both sides have."""
-        if cos_sin is None:
-            return x
-        if self.latent.interleaved:
-            x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-        return rotate(x, cos_sin)
 
     def _attend(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep

@@ -71,6 +71,12 @@ def every(period: int, *, field: str | None = None) -> ReadLayers:
     return read
 
 
+def rotated_windows(fields: Fields, layers: int) -> LayerTable:
+    """Cohere 2's: `every(4)` or n-th, n being `sliding_window_pattern`; only windows rotate."""
+    table = every(4, field="sliding_window_pattern")(fields, layers)
+    return LayerTable(table.windows, tuple(window is not None for window in table.windows))
+
+
 def by_switch(fields: Fields, layers: int) -> LayerTable:
     """`layer_types`, by default the layers from `max_window_layers` on; if `use_sliding_window`."""
     if not fields.flag("use_sliding_window", default=False):

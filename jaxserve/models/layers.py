@@ -26,8 +26,12 @@ class Design:
     Attributes:
         norms: of the residual stream "before" a block (attention, MLP), of the block's result
             "after" it, or both ("around").
-        qk_norm: queries and keys are normalised before the rotation: each "head", or "all" heads
-            together; None for neither.
+        parallel: the MLP reads what attention reads, the one norm's result, and not what attention
+            has added to.
+        qk_norm: queries and keys are normalised before the rotation: each "head", with one scale
+            for all of them or with its "own", or "all" heads together; None for neither.
+        interleaved: the rotary embedding turns neighbours as pairs, not halves of a head.
+        norm_centered: norms subtract the mean first.
         norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
         activation: of the gated MLP.
@@ -37,7 +41,10 @@ class Design:
     """
 
     norms: Literal["before", "after", "around"] = "before"
-    qk_norm: Literal["head", "all"] | None = None
+    parallel: bool = False
+    qk_norm: Literal["head", "own", "all"] | None = None
+    interleaved: bool = False
+    norm_centered: bool = False
     norm_offset: float = 0.0
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -48,8 +55,12 @@ class Design:
 LLAMA = Design()
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019)."""
+class Norm(nnx.Module):
+    """RMSNorm, x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019).
+
+    Where the design centers norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
+    et al. 2016). All of the scale's dimensions are normalised together, or only its last `over`.
+    """
 
     def __init__(
         self,
@@ -58,14 +69,17 @@ class RMSNorm(nnx.Module):
         eps: float,
         dtype: DTypeLike,
         design: Design = LLAMA,
+        over: int | None = None,
     ) -> None:
         self.scale = constant(1.0 - design.norm_offset, shape, axes, dtype)
-        self.eps, self.design = eps, design
+        self.eps, self.design, self.over = eps, design, over or len(shape)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise in at least float32; then, as Llama does, round to x's dtype, then scale."""
         scale, exact = self.scale[...], accumulator(x.dtype)
-        y, last = x.astype(exact), tuple(range(-scale.ndim, 0))
+        y, last = x.astype(exact), tuple(range(-self.over, 0))
+        if self.design.norm_centered:
+            y = y - jnp.mean(y, axis=last, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=last, keepdims=True) + self.eps)
         if self.design.norm_rounds_last:
             return (y * (scale.astype(exact) + self.design.norm_offset)).astype(x.dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.models.cohere import build_cohere, cohere_weights
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.deepseek import build_deepseek_v3, deepseek_v2_weights, deepseek_v3_weights
@@ -48,6 +49,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Olmo2ForCausalLM": Family(build_olmo, olmo_weights),
         "Olmo3ForCausalLM": Family(build_olmo, olmo_weights),
         "GraniteForCausalLM": LLAMA,
+        "CohereForCausalLM": Family(build_cohere, cohere_weights),
+        "Cohere2ForCausalLM": Family(build_cohere, cohere_weights),
         "Gemma2ForCausalLM": Family(build_gemma2, gemma2_weights),
         "Gemma3ForCausalLM": Family(build_gemma3, gemma3_weights),
     }

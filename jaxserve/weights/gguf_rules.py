@@ -197,7 +197,12 @@ def _granite(file: GgufFile, raw: Raw) -> None:
 
 
 def _windows(file: GgufFile, raw: Raw) -> None:
-    """`layer_types` where the file says it: a period, or true for each layer with a window."""
+    """`layer_types` where the file says it: a period, or true for each layer with a window.
+
+    Layers with a window rotate as the others do.
+    """
+    if _get(file, "rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
+        raise UnsupportedModel(f"{file.path}: rope.freq_base_swa must be rope.freq_base")
     pattern = _get(file, tables.PATTERN)
     layers = raw.get("num_hidden_layers")
     if pattern is None or type(layers) is not int or not 0 < layers < 1 << 12:
@@ -222,8 +227,6 @@ def _olmo(file: GgufFile, raw: Raw) -> None:
         return
     raw["architectures"] = ["Olmo3ForCausalLM"]
     _windows(file, raw)
-    if _get(file, "rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
-        raise UnsupportedModel(f"{file.path}: rope.freq_base_swa must be rope.freq_base")
 
 
 def _gpt_oss(file: GgufFile, raw: Raw) -> None:
@@ -233,8 +236,19 @@ def _gpt_oss(file: GgufFile, raw: Raw) -> None:
     scaling = raw.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False  # as every gpt-oss has it; no metadata holds it
-    if _get(file, "rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
-        raise UnsupportedModel(f"{file.path}: rope.freq_base_swa must be rope.freq_base")
+
+
+def _cohere(file: GgufFile, raw: Raw) -> None:
+    """Command R; R+ has norms of queries and keys."""
+    _scaling(file, raw)
+    raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+
+
+def _cohere2(file: GgufFile, raw: Raw) -> None:
+    """Command R7B: every fourth layer has no window unless the file says it otherwise."""
+    _cohere(file, raw)
+    _windows(file, raw)
 
 
 def _deepseek(file: GgufFile, raw: Raw) -> None:
@@ -366,6 +380,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "olmo2": GgufArchitecture("Olmo2ForCausalLM", _olmo, tables.OLMO, tables.WINDOW, read=SWA),
         "granite": GgufArchitecture(
             "GraniteForCausalLM", _granite, fields=tables.GRANITE_FIELDS, paired=True
+        ),
+        "command-r": GgufArchitecture("CohereForCausalLM", _cohere, fields=tables.COHERE_FIELDS),
+        "cohere2": GgufArchitecture(
+            "Cohere2ForCausalLM", _cohere2, fields=tables.COHERE_FIELDS, read=SWA
         ),
         "phi3": GgufArchitecture(
             "Phi3ForCausalLM", _phi3, tables.PHI3, tables.WINDOW, factors=tables.LONG_FACTORS

@@ -139,6 +139,9 @@ GRANITE_FIELDS: Names = MappingProxyType(
         "logit_scale": "logits_scaling",
     }
 )
+COHERE_FIELDS: Names = MappingProxyType(
+    {**WINDOW, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+)
 DEEPSEEK_FIELDS: Names = MappingProxyType(
     {
         "attention.q_lora_rank": "q_lora_rank",

@@ -1,4 +1,4 @@
-"""Windows, scaled rotations and caps through the whole engine: chunks, prefix hits, queues."""
+"""Windows, scaled rotations, caps and parallel blocks in the whole engine: chunks, prefix hits."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ from tests.models.tiny_models import hugging_face_model, reference_logits
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
-@pytest.mark.parametrize("case", ["gemma2_caps", "olmo3_yarn", "phi3_longrope"])
+CASES = ["gemma2_caps", "olmo3_yarn", "phi3_longrope", "cohere_qk_norm_untied", "cohere2_tied"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference = hugging_face_model(case)
     reference.save_pretrained(tmp_path)

@@ -106,6 +106,7 @@ PIECES = {
     "deepseek-llm": "the| cat|'|s| |12345| |日本|x| +=|\n|\n|;|a|1",
     "deepseek-v3": "the| cat|'s| |123|45| |日本|x| +=\n\n|;a|1",
     "refact": "the| cat|'s| |1|2|3|4|5| 日本x| +=|\n|\n|;|a|1",
+    "command-r": "the| cat|'s| |1|2|3|4|5| 日本x| +=|\n|\n|;|a|1",
 }
 
 

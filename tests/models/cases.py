@@ -46,6 +46,7 @@ EXPERTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -110,6 +111,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "cohere2": (
+        "Cohere2",
+        {
+            **COHERE,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "cohere": ("Cohere", {**COHERE, "use_qk_norm": False}),
     "gpt_oss": (
         "GptOss",
         {
@@ -265,6 +276,34 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "granite_llama3_head_dim": {"rope_parameters": LLAMA3_SCALING, "head_dim": 12},
+    "cohere_tied": {},
+    "cohere_qk_norm_untied": {"use_qk_norm": True, "tie_word_embeddings": False},
+    "cohere_qk_norm_bias_head_dim": {
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+        "rope_parameters": LLAMA3_SCALING,
+    },
+    "cohere_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4, "logit_scale": 0.0625},
+    "cohere_longrope": {"rope_parameters": LONGROPE | {"factor": 6.0}, "head_dim": 6},
+    "cohere_dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
+    "cohere2_tied": {},
+    "cohere2_pattern_untied": {
+        "layer_types": None,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 1,
+    },
+    "cohere2_every_fourth_bias": {
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+    },
+    "cohere2_head_dim_yarn": {"rope_parameters": YARN, "head_dim": 14, "logit_scale": 1.25},
+    "cohere2_no_rotation": {"layer_types": [FULL] * 3},
     "gpt_oss_alternate": {},
     "gpt_oss_truncated_tied": {
         "rope_parameters": YARN | {"truncate": True},
@@ -353,7 +392,10 @@ def family_of(case: str) -> str:
 
 def fields_of(case: str) -> dict[str, Any]:
     """What a case says of its model."""
-    return {**SIZES, **FAMILIES[family_of(case)][1], **CASES[case]}
+    fields = {**SIZES, **FAMILIES[family_of(case)][1], **CASES[case]}
+    if "layer_norm_eps" in fields:  # in place of the other
+        del fields["rms_norm_eps"]
+    return fields
 
 
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:

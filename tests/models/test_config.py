@@ -61,13 +61,14 @@ def test_what_transformers_writes_is_read(architecture, tmp_path):
     name = architecture.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text")
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
-        architectures=[architecture], dtype="bfloat16", vocab_size=200_000, **needed
+        architectures=[architecture], dtype="bfloat16", vocab_size=300_000, **needed
     )
     written.save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     assert config.architecture == architecture
-    for field in ("hidden_size", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
+    for field in ("hidden_size", "num_hidden_layers", "tie_word_embeddings"):
         assert getattr(config, field) == getattr(written, field)
+    assert config.rms_norm_eps == getattr(written, ARCHITECTURES[architecture].norm_eps)
     assert config.dtype == "bfloat16"
     if config.local_rope is None:
         assert config.rope.theta == written.rope_parameters["rope_theta"]
@@ -289,6 +290,17 @@ SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smoll
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 MINISTRAL3 = MISTRAL | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 MINISTRAL3 |= {"head_dim": 8, "sliding_window": None, "rope_theta": 500.0}
+COHERE = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"} | {
+    "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+}
+COHERE2 = COHERE | {
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
+    "sliding_window": 8,
+}
 DEFAULT = {"rope_type": "default"}
 LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
 
@@ -342,6 +354,21 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
         (PHI3, {"partial_rotary_factor": 0.1}, "head_dim"),
         (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3, {"lm_head_bias": True}, "lm_head_bias"),
+        (COHERE, {"layer_norm_eps": None}, "layer_norm_eps"),
+        (COHERE, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        (COHERE, {"logit_scale": None}, "logit_scale"),
+        (COHERE, {"use_qk_norm": 1}, "use_qk_norm"),
+        (COHERE, {"model_max_length": 0}, "model_max_length"),
+        (COHERE, {"sliding_window": 8}, "sliding_window"),
+        (COHERE2, {"sliding_window": None}, "sliding_window"),
+        (COHERE2, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        (COHERE2, {"use_qk_norm": True}, "use_qk_norm"),
+        (COHERE2, {"use_parallel_block": False}, "use_parallel_block"),
+        (COHERE2, {"use_embedding_sharing": False}, "use_embedding_sharing"),
+        (COHERE2, {"use_gated_activation": False}, "use_gated_activation"),
+        (COHERE2, {"rotary_pct": 0.5}, "rotary_pct"),
+        (COHERE2, {"position_embedding_type": "rope_neox"}, "position_embedding_type"),
+        (COHERE2, {"order_of_interleaved_layers": "global_attn_first"}, "order_of_interleaved"),
         (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers"),
         (SMOLLM3, {"no_rope_layers": [1, 2]}, "no_rope_layers"),
         (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
@@ -381,6 +408,18 @@ def test_older_spellings_mean_what_they_meant():
     inside = LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
     new = ModelConfig.from_dict(PHI3 | outside | {"rope_parameters": inside})
     assert old.rope == new.rope and old.rope.dimensions(8) == 6
+
+
+def test_windows_of_cohere_2_alone_rotate():
+    """In both spellings; every fourth layer has none where config.json says nothing."""
+    raw = COHERE2 | {"num_hidden_layers": 5}
+    plain = ModelConfig.from_dict(raw)
+    assert plain.layers.windows == (8, 8, 8, None, 8)
+    assert plain.layers.rotary == (True, True, True, False, True)
+    two = ModelConfig.from_dict(raw | {"sliding_window_pattern": 2})
+    kinds = [SLIDING, FULL, SLIDING, FULL, SLIDING]
+    assert two == ModelConfig.from_dict(raw | {"layer_types": kinds, "sliding_window_pattern": 3})
+    assert [two.rope_of(layer) is None for layer in range(5)] == [False, True, False, True, False]
 
 
 def test_spellings_of_experts_mean_the_same():

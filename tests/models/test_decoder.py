@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from jaxserve.models import (
     Decoder,
@@ -12,9 +17,13 @@ from jaxserve.models import (
     PagedStep,
     abstract_model,
     build_model,
+    cohere,
+    gemma,
     logical_axes,
+    olmo,
     read_model_config,
 )
+from jaxserve.models.layers import LLAMA, Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
 from tests.models.tiny_models import PagedRunner, load, reference_logits, relative_error
@@ -57,6 +66,7 @@ def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     [
         *("llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"),
         *("qwen3_moe_window_bias", "gpt_oss_alternate", "deepseek_v3_bias_yarn_tied"),
+        *("cohere_qk_norm_bias_head_dim", "cohere2_tied"),
     ],
 )
 def test_every_parameter_names_its_axes(checkpoints, case):
@@ -122,6 +132,8 @@ def test_padding_changes_nothing(checkpoints, case):
         ("llama_tied", jnp.bfloat16),
         ("qwen3", jnp.float16),
         ("gemma3_tied_linear", jnp.bfloat16),
+        ("cohere_qk_norm_untied", jnp.bfloat16),
+        ("cohere2_tied", jnp.float16),
         ("gpt_oss_truncated_tied", jnp.bfloat16),  # all experts: none may be swapped
     ],
 )
@@ -136,7 +148,31 @@ def test_sixteen_bit_models(checkpoints, case, dtype):
     assert relative_error(got, reference_logits(reference, prompt)) < tolerance
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "deepseek_v3_groups"])
+@pytest.mark.parametrize(
+    ("design", "module"),
+    [
+        (LLAMA, LlamaRMSNorm),
+        (olmo.DESIGN, Olmo2RMSNorm),
+        (gemma.GEMMA2, Gemma2RMSNorm),
+        (cohere.DESIGN, CohereLayerNorm),
+    ],
+)
+def test_norms_round_where_those_of_transformers_do(design, module):
+    """To the bit but for sums in another order; scaled before or after, half would differ."""
+    x, scale = torch.randn(200, 64) * 3 + 1, torch.randn(64)
+    reference = module(64, eps=1e-5).bfloat16()
+    with torch.no_grad():
+        reference.weight.copy_(scale)
+        want = reference(x.bfloat16()).float().numpy()
+    norm = Norm((64,), ("embed",), 1e-5, jnp.bfloat16, design)
+    norm.scale[...] = jnp.asarray(scale.numpy(), jnp.bfloat16)
+    got = np.asarray(norm(jnp.asarray(x.numpy(), jnp.bfloat16)), np.float32)
+    assert (got == want).mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "case", ["llama3_rope", "deepseek_v3_groups", "cohere_qk_norm_untied", "cohere2_tied"]
+)
 def test_float64_is_float64_throughout(checkpoints, case):
     directory, reference = checkpoints[case]
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()

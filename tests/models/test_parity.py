@@ -54,7 +54,7 @@ def after_a_prefix_hit(runner: PagedRunner) -> np.ndarray:
     return runner.run([[], chunk, []], pad_to=CHUNK)[1]
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "qwen3"])
+@pytest.mark.parametrize("case", ["llama3_rope", "qwen3", "cohere2_tied"])
 def test_mixed_steps(checkpoints, case):
     """One row decodes while the other is still being read, as in a mixed batch."""
     directory, reference = checkpoints[case]

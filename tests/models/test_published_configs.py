@@ -160,6 +160,19 @@ SMOLLM_3 |= {"no_rope_layers": [1, 1, 1, 0] * 9, "pad_token_id": 128004, "pretra
 SMOLLM_3 |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0}
 SMOLLM_3 |= {"sliding_window": None, "use_sliding_window": False}
 del SMOLLM_3["tie_word_embeddings"]
+COHERE = COMMON | shape(8192, 22528, 40, 64, 64, 256000)
+COHERE |= {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "logit_scale": 0.0625}
+COHERE |= {"attention_bias": False, "bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0}
+COHERE |= {"layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 8000000.0}
+del COHERE["tie_word_embeddings"]
+COHERE_2 = COHERE | shape(4096, 14336, 32, 32, 8, 256000)
+COHERE_2 |= {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 128}
+COHERE_2 |= {"cache_implementation": "hybrid", "layer_switch": 4, "logit_scale": 0.25}
+COHERE_2 |= {"max_position_embeddings": 132096, "order_of_interleaved_layers": "local_attn_first"}
+COHERE_2 |= {"position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000}
+COHERE_2 |= {"rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4}
+COHERE_2 |= {"use_embedding_sharing": True, "use_gated_activation": True}
+COHERE_2 |= {"use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False}
 GPT_OSS = COMMON | shape(2880, 2880, 24, 64, 8, 201088)
 GPT_OSS |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64}
 GPT_OSS |= {"attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4}
@@ -368,6 +381,39 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Olmo-3.1-32B-Instruct": (OLMO_3, 65536),
     "granite-3.3-8b-instruct": (GRANITE, 131072),
     "SmolLM3-3B": (SMOLLM_3, 65536),
+    # Trained on what `model_max_length` says, as vLLM and llama.cpp read it.
+    "c4ai-command-r-v01": (COHERE | {"model_max_length": 131072, "pretraining_tp": 1}, 131072),
+    "c4ai-command-r-08-2024": (
+        COHERE
+        | shape(8192, 24576, 40, 64, 8, 256000)
+        | {"max_position_embeddings": 131072, "rope_theta": 4000000.0, "use_qk_norm": False},
+        131072,
+    ),
+    "c4ai-command-r-plus": (
+        COHERE
+        | shape(12288, 33792, 64, 96, 8, 256000)
+        | {"logit_scale": 0.8333333333333334, "model_max_length": 131072}
+        | {"rope_theta": 75000000.0, "use_qk_norm": True},
+        131072,
+    ),
+    "aya-23-8B": (
+        COHERE | shape(4096, 14336, 32, 32, 8, 256000) | {"rope_theta": 10000},
+        8192,
+    ),
+    "aya-expanse-8b": (
+        COHERE
+        | shape(4096, 14336, 32, 32, 8, 256000)
+        | {"logit_scale": 0.125, "rope_theta": 10000, "use_qk_norm": False},
+        8192,
+    ),
+    "c4ai-command-r7b-12-2024": (COHERE_2, 132096),
+    "c4ai-command-a-03-2025": (
+        COHERE_2
+        | shape(12288, 36864, 64, 96, 8, 256000)
+        | {"_sliding_window_pattern": 4, "layer_types": alternating(4, 64)}
+        | {"max_position_embeddings": 131072},
+        131072,
+    ),
     "gpt-oss-20b": (GPT_OSS, 131072),
     "gpt-oss-120b": (
         GPT_OSS
@@ -407,6 +453,14 @@ def test_what_the_unusual_ones_say():
     assert isinstance(mini.rope.scaling, LongRopeScaling) and mini.rope.dimensions(128) == 96
     gemma = [ModelConfig.from_dict(PUBLISHED[f"gemma-2-{size}-it"][0]) for size in ("9b", "27b")]
     assert all(config.layers.windows[:2] == (4096, None) for config in gemma)
+    plus, small = (
+        ModelConfig.from_dict(PUBLISHED[f"c4ai-command-{name}"][0])
+        for name in ("r-plus", "r7b-12-2024")
+    )
+    assert plus.use_qk_norm and plus.tie_word_embeddings and not small.use_qk_norm
+    assert plus.scales.logit_factor == 0.8333333333333334
+    assert small.layers.windows[:5] == (4096, 4096, 4096, None, 4096)
+    assert small.layers.rotary[:5] == (True, True, True, False, True)
     plain, powers = (
         ModelConfig.from_dict(PUBLISHED[name][0]) for name in ("DeepSeek-V3", "DeepSeek-V3.1")
     )

@@ -58,6 +58,7 @@ DEEPSEEK = {
     "n_group": 2,
     "topk_group": 1,
 }
+COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.8125, "tie_word_embeddings": True}
 # By a family's name and what is special: fields of config.json besides those above.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -110,6 +111,27 @@ CASES: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
     },
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4},
+    "commandr": {"architectures": ["CohereForCausalLM"], **COHERE},
+    "commandr_norms_bias": {
+        "architectures": ["CohereForCausalLM"],
+        **COHERE,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "head_dim": 32,
+    },
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"],
+        **COHERE,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 16,
+    },
+    "cohere2_windows": {
+        "architectures": ["Cohere2ForCausalLM"],
+        **COHERE,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "gptoss": {
         "architectures": ["GptOssForCausalLM"],
         "head_dim": 32,
@@ -168,6 +190,8 @@ ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "commandr": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
     "gptoss": gguf.MODEL_ARCH.GPT_OSS,
     "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
 }
@@ -175,7 +199,10 @@ PAIRED = {"llama", "mixtral", "mistral3", "granite", "smollm3"}
 
 
 def raw_config(case: str) -> dict[str, Any]:
-    return BASE | CASES[case]
+    raw = BASE | CASES[case]
+    if "layer_norm_eps" in raw:  # in place of the other
+        del raw["rms_norm_eps"]
+    return raw
 
 
 def random_tensors(raw: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -240,7 +267,8 @@ def write_gguf(
         its_kind = kind
         if kind == Type.MXFP4 and "_exps" not in other:
             its_kind = Type.BF16  # as llama.cpp's converter has it
-        if values.ndim > 1 and its_kind != Type.F32 and "_exps.bias" not in other:
+        plain = other.endswith("_norm.weight") or "_exps.bias" in other
+        if values.ndim > 1 and its_kind != Type.F32 and not plain:
             writer.add_tensor(other, gguf.quantize(values, its_kind), raw_dtype=its_kind)
         else:
             writer.add_tensor(other, values)

@@ -18,7 +18,10 @@ def add_metadata(
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(raw["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    if "layer_norm_eps" in raw:
+        writer.add_layer_norm_eps(raw["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(raw["rope_theta"])
     writer.add_vocab_size(raw["vocab_size"])
     if family == "deepseek2":
@@ -46,6 +49,7 @@ def add_metadata(
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
     }.items():
         if field in raw:
             add(raw[field])

@@ -77,7 +77,7 @@ def test_every_architecture_in_blocks(tmp_path, case):
     assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
 
 
-@pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral"])
+@pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral", "commandr_norms_bias"])
 def test_panels_are_the_same(tmp_path, monkeypatch, case):
     """What the CPU's own products read is filled from parts of a file as from a whole tensor."""
     monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 512)
@@ -291,6 +291,9 @@ UNKNOWN_OF: dict[str, tuple[dict[str, Any], str]] = {
     "olmo2_windows": ({"olmo2.rope.freq_base_swa": 1e4}, "freq_base_swa"),
     "granite": ({"granite.rope.scaling.finetuned": False}, "not rotated"),
     "granite_": ({"granite.attention.scale": 0.0}, "attention.scale is missing"),
+    "commandr": ({"command-r.logit_scale": 0.0}, "logit_scale"),
+    "cohere2": ({"cohere2.rope.freq_base_swa": 1e4}, "freq_base_swa"),
+    "cohere2_windows": ({"cohere2.attention.sliding_window": 0}, "sliding_window"),
     "gptoss": ({"gpt-oss.attention.sliding_window_pattern": [True]}, "each of 2 layers"),
     "deepseek2": ({"deepseek2.expert_gating_func": 3}, "gating_func"),
     "deepseek2_lite": ({"deepseek2.rope.scaling.yarn_log_multiplier": 0.0}, "log_multiplier"),
@@ -365,7 +368,10 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     assert np.asarray(model.layers[0].mlp.down[...]).tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("case", ["phi3", "gptoss", "olmo2_windows", "deepseek2_lite", "mistral3"])
+CONVERTED = ["phi3", "gptoss", "olmo2_windows", "deepseek2_lite", "mistral3", "cohere2"]
+
+
+@pytest.mark.parametrize("case", CONVERTED)
 def test_config_json_of_a_file_reads_the_same(tmp_path, case):
     """As `jaxserve convert` writes it."""
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, random_tensors(raw_config(case))))

@@ -64,6 +64,14 @@ DEEPSEEK = RAW | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+COHERE = {key: value for key, value in RAW.items() if key != "rms_norm_eps"} | {
+    "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere",
+    "attention_bias": True,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.5,
+    "use_qk_norm": True,
+}
 FP8_CODES = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = {
@@ -183,6 +191,18 @@ def test_a_quantized_checkpoint_equals_the_one_it_stands_for(form, tmp_path, log
         rows = sum(code.values.nbytes for code in codes)
         padding = 80 / 64 if form == "fp8_blocks" else 1  # to whole blocks of 40 inputs, at most
         assert whole.size * width <= rows <= whole.size * width * padding
+
+
+@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "gptq_act_order"])
+def test_norms_of_heads_are_no_matrices(form, tmp_path, logits):
+    """Command R+'s have two dimensions, as matrices have, and stay in full."""
+    directory, plain = checkpoint(tmp_path / "quantized", form, COHERE)
+    quantized = load(directory)
+    whole = load(packing.save(tmp_path / "plain", COHERE, plain))
+    assert relative_error(logits(quantized), logits(whole)) < 1e-5
+    scale = plain["model.layers.0.self_attn.q_norm.weight"].reshape(2, 2, 16)
+    for model in (quantized, whole):
+        np.testing.assert_array_equal(model.layers[0].attention.query_norm.scale[...], scale)
 
 
 def test_stacked_tensors_are_taken_apart(tmp_path):
@@ -368,7 +388,7 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("raw", [RAW, DEEPSEEK], ids=["qwen2", "deepseek"])
+@pytest.mark.parametrize("raw", [RAW, DEEPSEEK, COHERE], ids=["qwen2", "deepseek", "cohere"])
 def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
     config = ModelConfig.from_dict(raw)
     plain = parameters(random_weights(config, np.float32))
