@@ -11,7 +11,14 @@ from tests.models.tiny_models import hugging_face_model, reference_logits
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
-CASES = ["gemma2_caps", "olmo3_yarn", "phi3_longrope", "cohere_qk_norm_untied", "cohere2_tied"]
+CASES = [
+    "gemma2_caps",
+    "olmo3_yarn",
+    "phi3_longrope",
+    "cohere_qk_norm_untied",
+    "cohere2_tied",
+    "mistral_window",  # on every layer: pages that it has left are given back
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -94,6 +94,26 @@ def test_both_spellings_of_rope_mean_the_same(change):
     assert ModelConfig.from_dict(LLAMA | change).rope == want
 
 
+def older_kinds():
+    """Every kind of scaling, in the older spelling."""
+    return [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 1.5},
+        YARN | {"rope_theta": None},
+        LONGROPE | {"rope_theta": None, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        SCALING,
+    ]
+
+
+@pytest.mark.parametrize("scaling", older_kinds(), ids=lambda scaling: scaling["rope_type"])
+def test_every_kind_means_the_same_in_both_spellings(scaling):
+    older = {"rope_theta": 500.0, "rope_scaling": scaling}
+    newer = {"rope_theta": None, "rope_parameters": scaling | {"rope_theta": 500.0}}
+    rope = ModelConfig.from_dict(LLAMA | older).rope
+    assert rope.theta == 500.0 and rope.scaling is not None
+    assert ModelConfig.from_dict(LLAMA | newer).rope == rope
+
+
 def test_defaults():
     without = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "torch_dtype")}
     config = ModelConfig.from_dict(without | {"num_key_value_heads": None, "eos_token_id": [2, 5]})
