@@ -62,7 +62,8 @@ def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
     """
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
     if np.array_equal(least, most):
-        return np.quantile(most, places)
+        # The mean stays that of the values, the longest of few included.
+        return np.quantile(most, places, method="hazen")
     grid = np.geomspace(most.min(), max(most.max(), 1.001 * most.min()), GRID)
     step = np.log(grid[1] / grid[0])
     first, last = (
