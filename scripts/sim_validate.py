@@ -24,7 +24,7 @@ COMPARED = (
     "output_throughput",
 )
 TOLERANCE = 0.15
-SPLITS = 100
+SPLITS = 30
 
 
 @dataclass(frozen=True)

@@ -430,6 +430,7 @@ def test_a_load_is_cut_into_parts_that_begin_at_once() -> None:
     ]
     assert [one.request for part in parts for one in part] == [one.request for one in jobs]
     assert [len(part) for part in cut(jobs, 40)] == [11]
+    assert [len(part) for part in cut(jobs[:9], 4)] == [4, 5]
 
 
 def test_simulating_imports_no_jax() -> None:
