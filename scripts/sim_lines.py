@@ -11,7 +11,9 @@ from sim_times import Line
 QUANTILES = 200
 GRID = 200
 MOST_RANGES = 4
-LEAST_SAMPLES = 40
+LEAST_OF_RANGE = 40
+# A line of few samples is rough, but its mean is right; what has none takes another kind's time.
+LEAST_OF_LINE = 5
 HOST_PARTS = ("request", "before", "call", "after")
 
 
@@ -36,13 +38,13 @@ class Samples:
             self.waited.setdefault(name, []).extend(waited)
 
     def lines(self) -> dict[str, Line]:
-        """The line of each name that has been met often enough; see `line` and `spread`.
+        """The line of each name that was met at least `LEAST_OF_LINE` times; see `line`, `spread`.
 
         Launches are spread over what they take alone, the host's parts over a line.
         """
         lines = {}
         for name, samples in self.found.items():
-            if len(samples) >= LEAST_SAMPLES:
+            if len(samples) >= LEAST_OF_LINE:
                 x, least, most = np.array(samples, float).T
                 host = name.split(",")[0] in HOST_PARTS
                 most = np.maximum(most, 0.1)
@@ -60,7 +62,8 @@ def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
     """
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
     if np.array_equal(least, most):
-        return np.quantile(most, places)
+        # The mean stays that of the values, the longest of few included.
+        return np.quantile(most, places, method="hazen")
     grid = np.geomspace(most.min(), max(most.max(), 1.001 * most.min()), GRID)
     step = np.log(grid[1] / grid[0])
     first, last = (
@@ -93,7 +96,7 @@ def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, eac
     ranges of the amount.
     """
     over = np.maximum(fixed + each * x, 0.1)
-    ranges = max(1, min(MOST_RANGES, len(x) // LEAST_SAMPLES))
+    ranges = max(1, min(MOST_RANGES, len(x) // LEAST_OF_RANGE))
     edges = np.unique(np.quantile(x, np.arange(1, ranges) / ranges, method="lower"))
     edges = edges[edges < x.max()]
     member = edges.searchsorted(x)

@@ -114,8 +114,8 @@ class Measured:
             label of a bucket that was met often; "request": queueing one, over the tokens of its
             prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
             rows and the tokens that it draws, the last also as "after, decode" and "after, tokens".
-            All but these also with ", woken", after a pause. A line that is missing changes
-            nothing, or takes no time.
+            All but these also with ", woken", after a pause. Of these two, one stands in for
+            the other if that is missing; where both are, nothing changes, or takes time.
     """
 
     about: dict[str, str]
@@ -169,8 +169,10 @@ class Measured:
         return self.waited.get(kind_of("free", idle), 0.0)
 
     def _line(self, name: str, idle: float, none: Line | None = None) -> Line:
-        found = self.lines.get(kind_of(name, idle), self.lines.get(name))
-        return found or none or Line(0.0, 0.0)
+        woken = f"{name}, woken"
+        names = (kind_of(name, idle), name, woken)
+        found = next((self.lines[one] for one in names if one in self.lines), none)
+        return found or Line(0.0, 0.0)
 
 
 @dataclass(frozen=True)

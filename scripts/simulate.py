@@ -4,8 +4,8 @@
     python scripts/simulate.py run --times bundled.json --trace azure-conv --scale 8 --rate 20
     python scripts/simulate.py run --assume h200 --shape 8b --users 128 --set max_num_seqs=128
     python scripts/simulate.py suggest --times bundled.json --rate 20 --slo ttft:200 tpot:10
-    python scripts/simulate.py validate --scale 8 --requests 240   # against the real engine
-    python scripts/simulate.py validate --model wide --scale 8 --requests 60 --rate 2 5 9
+    python scripts/simulate.py validate --scale 8                  # against the real engine
+    python scripts/simulate.py validate --model wide --scale 8 --part 25 --rate 2 5 9
     python scripts/simulate.py slo                                 # 8B on an H200 as assumed
 
 Scheduler, page pool, slot table and buckets are the engine's own, so that admission, chunks,
@@ -37,10 +37,11 @@ from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
-from sim_validate import Pair, compare
+from sim_validate import Pair, compare, cut
 from trace_rows import TRACES
 
-SEEDS = 9
+SEEDS = 5
+VALIDATE_SECONDS = 22  # of requests at each rate; four times that with its repeats and rounds
 SUGGEST_REQUESTS = 400  # of each setting that is tried, unless asked for others
 SHOWN = ("ttft", "tpot", "itl", "e2el")
 
@@ -147,33 +148,37 @@ def do_measure(arguments: argparse.Namespace) -> int:
 def do_validate(arguments: argparse.Namespace) -> int:
     """`validate`: serve really, simulate the same from what was measured next to it, and compare.
 
-    The machine's speed swings between minutes, so that each run of the real engine has rounds that
-    time the loop before and after it, of as many requests a second with the same lengths, but not
-    the same requests; only those feed the simulation that is held against it.
+    The machine's speed swings within seconds, so that runs of the real engine are short: a part of
+    the load each. Each has rounds that time the loop before and after it, of as many requests a
+    second with the same lengths, but not the same requests; only those feed the simulation that is
+    held against it.
     """
     module = _measuring()
     loaded = _load(module, arguments)
     setting = module.setting_of(loaded)
     calibration = module.Calibration(loaded, module.measure(loaded, {}))
-    rows, holds = {}, True
-    for rate in arguments.rate or [5.0, 20.0, 40.0]:
+    rows, holds, asked = {}, True, arguments.requests
+    for rate in arguments.rate or [10.0, 20.0, 40.0]:
+        arguments.requests = asked or round(VALIDATE_SECONDS * rate)
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
-        runs, rounds = [], [calibration.serve_like(jobs)]
-        for _ in range(arguments.repeats):
-            runs.append(module.serve_really(module.Engine(loaded), jobs))
-            rounds.append(calibration.serve_like(jobs))
-        fed = [calibration.times(*two) for two in itertools.pairwise(rounds)]
-        pairs = [
-            Pair(run, [Simulation(setting, times, n).run(jobs).records for n in range(SEEDS)])
-            for run, times in zip(runs, fed, strict=True)
-        ]
-        print(f"\n{rate:g} requests a second, {len(jobs)} of them, {len(pairs)} times")
+        parts = cut(jobs, arguments.part)
+        numbers = [n for n in range(len(parts)) for _ in range(arguments.repeats)]
+        runs, rounds = [], [calibration.serve_like(parts[0])]
+        for number in numbers:
+            runs.append(module.serve_really(module.Engine(loaded), parts[number]))
+            rounds.append(calibration.serve_like(parts[number]))
+        pairs = []
+        for number, run, near in zip(numbers, runs, itertools.pairwise(rounds), strict=True):
+            times = calibration.times(*near)
+            draws = [Simulation(setting, times, n).run(parts[number]) for n in range(SEEDS)]
+            pairs.append(Pair(run, [one.records for one in draws], number))
+        print(f"\n{rate:g} requests a second: {len(jobs)} in {len(parts)} parts, each "
+              f"{arguments.repeats} times")  # fmt: skip
         result = compare(pairs)
         rows[f"{rate:g}"] = result["rows"]
         holds &= result["holds"]
-    print("\nError and gate: the requests of all runs of the engine against those of all "
-          "simulations.\nPairs: a run, and simulations fed with what was timed right before and "
-          "after it.")  # fmt: skip
+    print("\nError: the requests of all simulations against those of all runs of the engine.\n"
+          "Real/real: half of the runs of each part against as many others of it.")  # fmt: skip
     if arguments.json:
         about = {"setting": repr(setting), "holds": holds, "by_requests_a_second": rows}
         _write(arguments.json, about)
@@ -306,7 +311,9 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=what, description=what)
         command.set_defaults(function=function)
         command.add_argument("--json", type=Path, help="write the result here too")
-        command.add_argument("--requests", type=int, help="rows of the trace, repeated if need be")
+        unless = f" (default: {VALIDATE_SECONDS} s of each rate)" if name == "validate" else ""
+        rows = "rows of the trace, repeated if need be" + unless
+        command.add_argument("--requests", type=int, help=rows)
         if name in ("measure", "validate"):
             command.add_argument(
                 "--model",
@@ -337,15 +344,11 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
         if name == "measure":
             command.add_argument("--out", type=Path)
-        if name == "measure":
-            command.add_argument(
-                "--seconds",
-                type=float,
-                default=8.0,
-                help="of each round that times the loop at several rates",
-            )
+            seconds = "of each round that times the loop at several rates"
+            command.add_argument("--seconds", type=float, default=8.0, help=seconds)
         if name == "validate":
-            command.add_argument("--repeats", type=int, default=5)
+            command.add_argument("--part", type=int, default=40, help="requests of a run")
+            command.add_argument("--repeats", type=int, default=2, help="runs of each part")
     return parser
 
 

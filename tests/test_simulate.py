@@ -22,7 +22,7 @@ from sim_lines import Samples, line, quantiles, spread
 from sim_loop import Record, Setting, Simulation, summarize
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Line, Measured, attention_work
-from sim_validate import COMPARED, Pair, compare, pooled
+from sim_validate import COMPARED, Pair, chance, compare, cut, pooled
 from simulate import read_setting, read_slo
 
 SAMPLING = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -205,6 +205,16 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
     assert [r.tpot for r in records] == pytest.approx([0.1, 0.1])
 
 
+def test_what_was_met_only_after_pauses_takes_what_it_took_there() -> None:
+    """At a low load hardly any request comes while the engine works."""
+    lines = {"request, woken": Line(7.0, 0.0)}
+    times = Measured({}, {}, {}, {}, {}, {}, lines)
+    assert times.request(5, 0.0, 0.5) == times.request(5, 1.0, 0.5) == pytest.approx(7 * US)
+    times = replace(times, lines=lines | {"request": Line(3.0, 0.0)})
+    assert times.request(5, 0.0, 0.5) == pytest.approx(3 * US)
+    assert replace(times, lines={}).request(5, 1.0, 0.5) == 0.0
+
+
 def laid(amounts: list[int], micros: list[int]) -> Line:
     x, y = np.array(amounts, float), np.array(micros, float)
     return spread(x, y, y, *line(x, y))
@@ -237,8 +247,12 @@ def test_what_was_not_seen_to_end_took_what_explains_all_that_is_known() -> None
         samples.add("decode", 10, 80e-6, least=0.0)  # either
         samples.add("before", 1, 7e-6)
     samples.add("tokens", 10, 20e-6)  # once is not often
+    for seconds in (10e-6, 20e-6, 20e-6, 20e-6, 90e-6):
+        samples.add("request", 1, seconds)  # five times: all of them, and their mean
     lines = samples.lines()
-    assert lines.keys() == {"decode", "before"}
+    assert lines.keys() == {"decode", "before", "request"}
+    mean = np.mean([lines["request"].micros(1, luck) for luck in np.arange(0.005, 1, 0.01)])
+    assert mean == pytest.approx(32, rel=0.02)
     found = [lines["decode"].micros(10, luck) for luck in (0.1, 0.4, 0.6, 0.9)]
     assert found == pytest.approx([20, 20, 60, 60], rel=0.02)
     assert lines["before"].micros(1, 0.5) == pytest.approx(7)
@@ -380,7 +394,7 @@ def test_percentiles_are_those_of_the_requests_of_all_runs() -> None:
     found = pooled([served(*[1.0] * 10), served(*[3.0] * 10)])
     assert (found["p50_ttft_ms"], found["p99_ttft_ms"]) == (2000, 3000)
     # From the first arrival to the last token: 3 and 9 seconds for ten requests.
-    assert found["request_throughput"] == pytest.approx((10 / 3 + 10 / 9) / 2)
+    assert found["request_throughput"] == pytest.approx(20 / 12)
 
 
 def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> None:
@@ -389,7 +403,34 @@ def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> No
     result = compare([Pair(slow, [fast, fast]), Pair(fast, [slow, slow])])
     row = result["rows"]["p50_ttft_ms"]
     assert result["rows"].keys() == set(COMPARED) and result["holds"] and row["error"] == 0
-    assert row["pairs"] == {"real": [2000, 1000], "simulated": [1000, 2000]}
+
+
+def test_chance_is_by_how_much_runs_of_the_same_requests_differ(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """A part that takes longer than another is no chance; one that takes longer in some runs is."""
+    slow, fast = served(*[2.0] * 10), served(*[1.0] * 10)
+    same = [Pair(slow, [], 0), Pair(slow, [], 0), Pair(fast, [], 1), Pair(fast, [], 1)]
+    assert set(chance(same).values()) == {0.0}
+    apart = [Pair(slow, [], 0), Pair(fast, [], 0)]
+    assert chance(apart)["p50_ttft_ms"] == pytest.approx(1.0)
+    assert chance(apart)["request_throughput"] == pytest.approx(1.0)
+    assert np.isnan(chance([Pair(slow, [], 0), *same[2:]])["p50_ttft_ms"])
+    compare([Pair(slow, [served(5.0)]), Pair(fast, [served(5.0)])])
+    assert "and so are real runs among themselves" in capsys.readouterr().out
+
+
+def test_a_load_is_cut_into_parts_that_begin_at_once() -> None:
+    jobs = [job(8, 1, float(n)) for n in range(11)]
+    parts = cut(jobs, 4)
+    assert [[one.arrival for one in part] for part in parts] == [
+        [0.0, 1.0, 2.0],
+        [0.0, 1.0, 2.0, 3.0],
+        [0.0, 1.0, 2.0, 3.0],
+    ]
+    assert [one.request for part in parts for one in part] == [one.request for one in jobs]
+    assert [len(part) for part in cut(jobs, 40)] == [11]
+    assert [len(part) for part in cut(jobs[:9], 4)] == [4, 5]
 
 
 def test_simulating_imports_no_jax() -> None:
