@@ -23,7 +23,7 @@ from jaxserve.scheduling.slot_table import SlotTable
 from sim_calibrate import Calibration
 from sim_client import serve_really
 from sim_loop import Setting
-from sim_times import Measured, attention_work
+from sim_times import Line, Measured, attention_work
 
 ROUNDS = 5
 __all__ = [
@@ -111,26 +111,50 @@ class _Steps:
         return (time.perf_counter() - started) / steps
 
 
-def _times_of(steps: _Steps, bucket: Bucket) -> tuple[float, float, float, float]:
-    """A bucket's base, its cost of 1,000 cells, of a million pairs and of a further step, in
-    microseconds."""
-    longest, most = steps.setting.max_model_len, bucket.num_steps
-    far = longest - 1 - (most if bucket.decode_only else min(bucket.num_tokens, longest // 2))
+def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
+    """A bucket's base over its tokens, its cost of 1,000 cells and of a million pairs, and a
+    further step over its tokens, in microseconds.
+
+    Args:
+        fewest: tokens for which it is picked.
+    """
     if bucket.decode_only:
-        near, long = (1e6 * steps.seconds(bucket.num_rows, at, 1) for at in (1, far))
-        slope = max(0.0, (long - near) / (bucket.num_rows * (far - 1)))
-        base, more = near - slope * bucket.num_rows * 2, 0.0
-        if most > 1:
-            launch = 1e6 * steps.seconds(bucket.num_rows, 1, 1, most)
-            more = (launch - near) / (most - 1) - slope * bucket.num_rows * (2 + most / 2)
-        return base, 1e3 * slope, 0.0, max(more, 0.0)
-    count = min(bucket.num_tokens, longest // 2)
-    rows = -(-bucket.num_tokens // count)
-    count = bucket.num_tokens // rows
-    near, long = (1e6 * steps.seconds(rows, at, count) for at in (0, far))
-    pairs = [attention_work(steps.plan(rows, at, count))[1] for at in (0, far)]
-    slope = max(0.0, (long - near) / max(pairs[1] - pairs[0], 1))
-    return max(near - slope * pairs[0], 0.0), 0.0, 1e6 * slope, 0.0
+        return _decode_times(steps, bucket, fewest)
+    longest = steps.setting.max_model_len
+    far = longest - 1 - min(bucket.num_tokens, longest // 2)
+    slope, bases = 0.0, []
+    for tokens, starts in ((bucket.num_tokens, (0, far)), (fewest, (0,))):
+        rows = -(-tokens // min(tokens, longest // 2))
+        count = tokens // rows
+        took = [1e6 * steps.seconds(rows, at, count) for at in starts]
+        pairs = [attention_work(steps.plan(rows, at, count))[1] for at in starts]
+        if len(starts) > 1:
+            slope = max(0.0, (took[1] - took[0]) / max(pairs[1] - pairs[0], 1))
+        bases.append((rows * count, max(took[0] - slope * pairs[0], 0.0)))
+    return _through(*bases), 0.0, 1e6 * slope, Line(0.0, 0.0)
+
+
+def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
+    """Likewise; cells are those of rows that are nearly as long as a sequence may be."""
+    far = steps.setting.max_model_len - 1 - bucket.num_steps
+    slope, bases, further = 0.0, [], []
+    for rows in (bucket.num_rows, fewest):
+        near = 1e6 * steps.seconds(rows, 1, 1)
+        if rows == bucket.num_rows:
+            slope = max(0.0, (1e6 * steps.seconds(rows, far, 1) - near) / (rows * (far - 1)))
+        bases.append((rows, near - slope * rows * 2))
+        if bucket.num_steps > 1:
+            more = (1e6 * steps.seconds(rows, 1, 1, bucket.num_steps) - near) / (
+                bucket.num_steps - 1
+            )
+            further.append((rows, max(0.0, more - slope * rows * (2 + bucket.num_steps / 2))))
+    return _through(*bases), 1e3 * slope, 0.0, _through(*further) if further else Line(0.0, 0.0)
+
+
+def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
+    """The line through what all of a bucket's tokens take, and what few do; it never falls."""
+    each = max(0.0, most[1] - few[1]) / max(most[0] - few[0], 1)
+    return Line(most[1] - each * most[0], each)
 
 
 def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
@@ -139,7 +163,13 @@ def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:
         name = str(bucket)
-        base[name], cell[name], pair[name], more[name] = _times_of(steps, bucket)
+        less = [
+            other.num_tokens
+            for other in loaded.runner.buckets
+            if other.decode_only == bucket.decode_only and other.num_tokens < bucket.num_tokens
+        ]
+        times = _times_of(steps, bucket, max(less, default=0) + 1)
+        base[name], cell[name], pair[name], more[name] = times
     # Rows of one token cost in a mixed step what they cost in the largest decode step.
     decode = max(bucket for bucket in loaded.runner.buckets if bucket.decode_only)
     cell |= {str(b): cell[str(decode)] for b in loaded.runner.buckets if not b.decode_only}

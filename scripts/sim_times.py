@@ -73,11 +73,15 @@ class Line:
     spreads: tuple[tuple[float, ...], ...] = ((1.0,),)
     edges: tuple[float, ...] = ()
 
+    def at(self, amount: float) -> float:
+        """On the line."""
+        return self.fixed + self.each * amount
+
     def micros(self, amount: float, luck: float) -> float:
         """At a quantile of what was measured."""
         spread = self.spreads[int(np.searchsorted(self.edges, amount))]
         place = (np.arange(len(spread)) + 0.5) / len(spread)
-        return (self.fixed + self.each * amount) * float(np.interp(luck, place, spread))
+        return self.at(amount) * float(np.interp(luck, place, spread))
 
 
 def attention_work(plan: StepPlan) -> tuple[int, int]:
@@ -99,17 +103,19 @@ def attention_work(plan: StepPlan) -> tuple[int, int]:
 class Measured:
     """Step times of one model on one device, by bucket, in microseconds.
 
-    A bucket's time alone is its base, a part for each cell of the cache that its rows of one token
+    A bucket's time alone is its base, over the tokens that are none of its padding (of which
+    products compute nothing on CPU), a part for each cell of the cache that its rows of one token
     read, and a part for each pair of a query and a position in its longer rows. What a launch takes
     in the engine's loop is a line over that.
 
     Attributes:
         about: model, device, versions, date.
         settings: of the engine that was measured: max_num_seqs, max_num_batched_tokens, ...
-        base_us: label of a bucket -> its step without attention, queued behind its like.
+        base_us: label of a bucket -> its step without attention, queued behind its like, over its
+            tokens.
         cell_us: label of a bucket -> for each 1,000 cells.
         pair_us: label of a bucket -> for each million pairs; 0 for decode steps.
-        more_us: label of a bucket -> for each further decode step of one launch.
+        more_us: label of a bucket -> each further decode step of one launch, over its tokens.
         lines: "decode" and "tokens": launches over their time alone, in microseconds, and the
             label of a bucket that was met often; "request": queueing one, over the tokens of its
             prompt; "before", "call" and "after": the host's parts of a launch, over its rows, its
@@ -120,18 +126,19 @@ class Measured:
 
     about: dict[str, str]
     settings: dict[str, int]
-    base_us: dict[str, float]
+    base_us: dict[str, Line]
     cell_us: dict[str, float]
     pair_us: dict[str, float]
-    more_us: dict[str, float]
+    more_us: dict[str, Line]
     lines: dict[str, Line] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
         kept = json.loads(path.read_text())
-        lines = {name: Line(**one) for name, one in kept.pop("lines").items()}
-        return cls(**kept, lines=lines)
+        for of_lines in ("base_us", "more_us", "lines"):
+            kept[of_lines] = {name: Line(**one) for name, one in kept[of_lines].items()}
+        return cls(**kept)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -143,8 +150,10 @@ class Measured:
             raise KeyError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
-        further = (plan.num_steps - 1) * (self.more_us[label] + self.cell_us[label] * cells / 1e3)
-        return (self.base_us[label] + attention + further) * 1e-6
+        tokens = plan.total_tokens
+        more = self.more_us[label].at(tokens) + self.cell_us[label] * cells / 1e3
+        further = (plan.num_steps - 1) * more
+        return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
@@ -247,12 +256,13 @@ class Assumed:
 
 def table(times: Measured) -> str:
     """The table for people."""
-    names = ("us per 1,000 cells", "us per 1e6 pairs", "a further step")
-    lines = [f"{'bucket':<28}{'us':>12}{names[0]:>22}{names[1]:>20}{names[2]:>16}"]
+    names = ("each token", "1,000 cells", "1e6 pairs", "a further step", "each token")
+    lines = [f"{'bucket':<28}{'fixed us':>12}" + "".join(f"{name:>16}" for name in names)]
     lines += [
-        f"{name:<28}{times.base_us[name]:>12,.0f}{times.cell_us[name]:>22,.2f}"
-        f"{times.pair_us[name]:>20,.1f}{times.more_us[name]:>16,.0f}"
-        for name in times.base_us
+        f"{name:<28}{base.fixed:>12,.0f}{base.each:>16,.2f}{times.cell_us[name]:>16,.2f}"
+        f"{times.pair_us[name]:>16,.1f}{times.more_us[name].fixed:>16,.0f}"
+        f"{times.more_us[name].each:>16,.2f}"
+        for name, base in times.base_us.items()
     ]
     lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
     for name, one in sorted(times.lines.items()):

@@ -154,10 +154,10 @@ def test_every_token_of_a_trace_is_served_in_order(pages: int) -> None:
 
 def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     buckets = BucketSet(4, 64, (4,), (64,))
-    base = {"decode 4": 100.0, "64 tokens, 4 rows": 900.0}
+    base = {"decode 4": Line(90.0, 5.0), "64 tokens, 4 rows": Line(490.0, 10.0)}
     cell, pair = {"decode 4": 50.0, "64 tokens, 4 rows": 50.0}, dict.fromkeys(base, 0.0)
     pair["64 tokens, 4 rows"] = 1000.0
-    more = dict.fromkeys(base, 60.0)
+    more = {"decode 4": Line(50.0, 5.0), "64 tokens, 4 rows": Line(0.0, 0.0)}
     lines = {"before": Line(10.0, 1.0), "after": Line(20.0, 2.0)}
     times = Measured({}, {}, base, cell, pair, more, lines)
     times.write(tmp_path / "times.json")
@@ -168,6 +168,8 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert times.after(decode, 0.5) == pytest.approx(24 * US)
     launch = replace(decode, num_tokens=np.array([3, 2], np.int32), num_steps=3)
     assert times.device(launch, buckets, 0, 0.5) == pytest.approx((120 + 2 * 80) * US)
+    alone = plan_of([99], [1])
+    assert times.device(alone, buckets, 0, 0.5) == pytest.approx((95 + 5) * US)
     assert times.after(launch, 0.5) == pytest.approx(30 * US)
     mixed = plan_of([99, 240], [1, 40])
     assert times.after(mixed, 0.5) == pytest.approx(24 * US)
@@ -184,8 +186,9 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
 
 def test_a_pause_is_paid_for_as_it_was_measured() -> None:
     """Queueing, preparing and running the first launch take other lines after one."""
-    buckets = {"decode 4, up to 1 steps": 1e5, "decode 4": 1e5, "16 tokens, 4 rows": 2e5}
-    none = dict.fromkeys(buckets, 0.0)
+    took = {"decode 4, up to 1 steps": 1e5, "decode 4": 1e5, "16 tokens, 4 rows": 2e5}
+    buckets = {name: Line(micros, 0.0) for name, micros in took.items()}
+    none, nothing = dict.fromkeys(buckets, 0.0), dict.fromkeys(buckets, Line(0.0, 0.0))
     lines = {
         "tokens": Line(0.0, 1.0),
         "tokens, woken": Line(5e4, 1.5),
@@ -196,7 +199,7 @@ def test_a_pause_is_paid_for_as_it_was_measured() -> None:
         "after": Line(2e3, 0.0),
     }
     setting = replace(SETTING, decode_sizes=(4,), token_sizes=(16,))
-    times = Measured({}, {}, buckets, none, none, none, lines)
+    times = Measured({}, {}, buckets, none, none, nothing, lines)
     records = Simulation(setting, times).run([job(8, 2, 0.0), job(8, 2, 9.0)]).records
     # The first finds the device as it was left; the decode step behind it was queued in time.
     assert [r.token_times[0] - r.arrival for r in records] == pytest.approx(

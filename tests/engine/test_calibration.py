@@ -23,8 +23,9 @@ from sim_times import WOKEN_SECONDS, Line, Measured
 def alone(loaded: Loaded) -> Measured:
     """A table in which every step takes a millisecond."""
     names = [str(bucket) for bucket in loaded.runner.buckets]
-    base, none = dict.fromkeys(names, 1e3), dict.fromkeys(names, 0.0)
-    return Measured({}, {}, base, none, none, none)
+    base, none, nothing = Line(1e3, 0.0), dict.fromkeys(names, 0.0), Line(0.0, 0.0)
+    each = dict.fromkeys(names, base), none, none, dict.fromkeys(names, nothing)
+    return Measured({}, {}, *each)
 
 
 def test_each_launch_is_timed_once(loaded: Loaded, alone: Measured) -> None:
@@ -66,7 +67,7 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
-    monkeypatch.setattr(sim_lines, "LEAST_SAMPLES", 1)
+    monkeypatch.setattr(sim_lines, "LEAST_OF_LINE", 1)
     calibration = Calibration(loaded, alone)
     times = calibration.times(calibration.serve(0.4))
     assert set(times.lines) >= {
