@@ -35,11 +35,11 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
     return (count, inputs, PANEL), np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
 
 
-def in_panels(weight: np.ndarray) -> np.ndarray:
-    """A weight [I, O] in panels; see `panel_shape`."""
+def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
+    """A weight [I, O] in panels; see `panel_shape`. They fill `panels`, where that is given."""
     inputs, outputs = weight.shape
     shape, dtype = panel_shape(inputs, outputs, weight.dtype)
-    panels = np.empty(shape, dtype)
+    panels = np.empty(shape, dtype) if panels is None else panels
     if not in_pairs(weight.dtype.name):
         _fill(panels, weight.view(dtype))
         return panels
@@ -63,9 +63,14 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
 
 
 def rows_in_order(values: np.ndarray) -> np.ndarray:
-    """Rows [R, O] as [ceil(O / PANEL), R, PANEL], zeros beyond O: of codes, scales, zero points."""
-    panels = np.empty((-(-values.shape[1] // PANEL), len(values), PANEL), values.dtype)
-    _fill(panels, values)
+    """Rows [..., R, O] as [..., ceil(O / PANEL), R, PANEL], zeros beyond O.
+
+    Of codes, scales or zero points.
+    """
+    *many, rows, outputs = values.shape
+    panels = np.empty((*many, -(-outputs // PANEL), rows, PANEL), values.dtype)
+    for index in np.ndindex(*many):
+        _fill(panels[index], values[index])
     return panels
 
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.panels import aligned_empty
 from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
@@ -36,7 +37,6 @@ PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the proces
 AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
 SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
 SKIM_MEMORY = 256 << 10  # that they are read into, over and over
-ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 BYTES = np.dtype(np.uint8)
 
@@ -100,6 +100,31 @@ class _InPanels:
         return finite or not check_finite
 
 
+@dataclass(frozen=True)
+class _Turned:
+    """The panels that a block becomes which holds all of one expert's matrix, in whatever order."""
+
+    block: Block
+    panels: np.ndarray
+    dtype: np.dtype
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.block.rows
+
+    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite. The matrix lies outputs first in between."""
+        (matrix,) = self.block.arrange(rows)
+        size = matrix.size * self.dtype.itemsize
+        turned = memory.of("turned", size)[:size].view(self.dtype)
+        turned = turned.reshape(*matrix.shape[1:], matrix.shape[0])
+        target = np.moveaxis(turned, -1, 0)
+        finite = copy_checked(target, matrix, memory.scratch, check_finite)
+        if finite:
+            rows_in_panels(turned.reshape(-1, matrix.shape[0]), self.panels, self.dtype)
+        return finite
+
+
 def prepare_panels(stored: Iterable[np.dtype], dtype: np.dtype) -> None:
     """Have the kernels compiled that make panels of `dtype` of rows of these dtypes."""
     shape, word = panel_shape(PANEL, PANEL, dtype)
@@ -115,7 +140,7 @@ class _Job:
     path: str
     entry: TensorEntry
     file: SharedFile
-    into: _Strided | _InPanels
+    into: _Strided | _InPanels | _Turned
     parameter: np.ndarray
     ends_part: bool
     ends_parameter: bool
@@ -299,19 +324,11 @@ def _jobs(
             if plan is None:
                 goals = list(_strided(part, entry, parameter[part.at], dims))
             else:
-                goals = list(_in_panels(plan, part, entry, parameter))
+                goals = list(_in_panels(plan, part, entry, parameter, dims))
             for into in goals:
                 ends = into is goals[-1]
                 last = ends and part is parts[-1]
                 yield _Job(path, entry, file, into, parameter, ends, last)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory JAX can use as it is."""
-    size = prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _strided(
@@ -322,8 +339,17 @@ def _strided(
 
 
 def _in_panels(
-    plan: PanelPlan, part: WeightName, entry: TensorEntry, parameter: np.ndarray
-) -> Iterator[_InPanels]:
+    plan: PanelPlan,
+    part: WeightName,
+    entry: TensorEntry,
+    parameter: np.ndarray,
+    dims: Mapping[str, int],
+) -> Iterator[_InPanels | _Turned]:
+    if plan.rows is None:
+        for block, panels in zip(part.blocks(dims, 1), parameter, strict=True):
+            yield _Turned(block, panels, plan.dtype)
+        return
+    parameter = parameter.reshape(-1, *plan.shape[-2:])
     for some in plan.rows[part.name, part.part]:
         for block in some.blocks(entry, PANEL_BYTES):
             count = -(-(block.rows[1] - block.rows[0]) // PANEL)
