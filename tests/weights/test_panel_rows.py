@@ -34,6 +34,11 @@ RAW: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 PHI = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "sliding_window": None}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+MIXTRAL |= {"num_experts_per_tok": 2, "sliding_window": None}
+GPT_OSS = MIXTRAL | {"architectures": ["GptOssForCausalLM"], "sliding_window": 9}
+GPT_OSS |= {"layer_types": ["sliding_attention"], "attention_bias": True, "swiglu_limit": 7.0}
+GPT_OSS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 VARIANTS = {
     "fused": {},
     "tied": {"tie_word_embeddings": True},
@@ -42,6 +47,10 @@ VARIANTS = {
     "one kv head": {"num_key_value_heads": 1},
     "gates of 40": {"intermediate_size": 40},
     "few inputs": {"hidden_size": 4},
+    "experts": MIXTRAL,
+    "experts of 40": MIXTRAL | {"intermediate_size": 40},
+    "experts together": GPT_OSS,
+    "experts of 40 together": GPT_OSS | {"intermediate_size": 40},
 }
 
 
