@@ -62,6 +62,19 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
         panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
 
 
+def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
+    """Write rows [R, I] as outputs of panels that others share, from `column` of the first on."""
+    words = rows.view(f"u{rows.dtype.itemsize}")
+    if in_pairs(rows.dtype.name):
+        words = np.pad(words, ((0, 0), (0, rows.shape[1] % 2))).view(np.uint32)
+    words = words.view(panels.dtype)
+    for index, panel in enumerate(panels):
+        first = index * PANEL - column
+        some = words[max(0, first) : first + PANEL]
+        start = max(0, -first)
+        panel[:, start : start + len(some)] = some.T
+
+
 def rows_in_order(values: np.ndarray) -> np.ndarray:
     """Rows [..., R, O] as [..., ceil(O / PANEL), R, PANEL], zeros beyond O.
 

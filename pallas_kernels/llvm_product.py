@@ -354,8 +354,8 @@ def grouped(
         )
     if panels.ndim == 3:
         panels = panels[None]
-        num_rows = jnp.int32(x.shape[0]) if num_rows is None else num_rows.reshape(1)
-        return panels, jnp.reshape(num_rows, 1).astype(jnp.int32)
+        count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+        return panels, count.astype(jnp.int32).reshape(1)
     if num_rows is None or num_rows.shape != panels.shape[:1] or num_rows.dtype != jnp.int32:
         got = "missing" if num_rows is None else f"{num_rows.dtype}{list(num_rows.shape)}"
         raise ValueError(f"num_rows are {got}; expected int32[{len(panels)}], of each group")

@@ -2,8 +2,9 @@
 
 Checkpoints store most matrices as [O, I], outputs first, also those that are fused here. Where
 PANEL rows in a row are the outputs of one panel, with their inputs in order, no parameter is needed
-in its own shape in between. Where a tensor holds all experts' matrices, in whatever order, one of
-them is.
+in its own shape in between. Nor is one of experts: where tensors share a panel each writes its own
+columns, and where a tensor holds all experts' matrices, in whatever order, these are turned one by
+one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PanelRows:
-    """Rows of a tensor, from and to, that make panels from `panel` on, all experts' counted."""
+    """Rows of a tensor that make panels.
+
+    Attributes:
+        rows: from and to.
+        panel: the first, all experts' counted.
+        column: of the first row in its panel, where others share the panels; None where none do.
+    """
 
     rows: tuple[int, int]
     panel: int
+    column: int | None = None
 
     def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
         """The rows in pieces of about `most` bytes, but whole where they are read together."""
@@ -37,7 +45,8 @@ class PanelRows:
         step = max(1, most // (least * row)) * least
         for start in range(first, last, step):
             stop = min(start + step, last)
-            yield PanelRows((start, stop), self.panel + (start - first) // PANEL)
+            panel = self.panel + (start - first) // PANEL
+            yield replace(self, rows=(start, stop), panel=panel)
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,10 @@ def panel_plan(
         expert, matrix = _matrix_of(part) if lead else (0, part)
         like = repr(replace(matrix, name=""))
         if like not in known:
-            matrix_axes = tuple(tuple(axis - len(lead) for axis in some) for some in axes)
-            order = _output_of_rows(matrix, dims, shape[len(lead) :], matrix_axes)
-            known[like] = None if order is None else _panel_rows(*order, prod(outputs))
+            of = [tuple(axis - len(lead) for axis in some) for some in axes]
+            order = _output_of_rows(matrix, dims, shape[len(lead) :], (of[0], of[1]))
+            shared = bool(lead)
+            known[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
         found = known[like]
         if found is None or any(
             row % entries[part.name].rows_together for one in found for row in one.rows
@@ -160,14 +170,18 @@ def _along(
     return tuple(numbers[tuple(index)].reshape(-1) for numbers, index in pairs)
 
 
-def _panel_rows(first: int, outputs: np.ndarray, end: int) -> list[PanelRows] | None:
-    """Runs of rows that make panels, given each row's output; `end` is the number of outputs."""
+def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list[PanelRows] | None:
+    """Runs of rows that make panels, given each row's output; `end` is the number of outputs.
+
+    None where some make panels with others, and these may not be shared.
+    """
     breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
     found = []
     for run in np.split(np.arange(len(outputs)), breaks):
         output = int(outputs[run[0]])
-        if output % PANEL or (len(run) % PANEL and output + len(run) != end):
+        whole = not output % PANEL and (not len(run) % PANEL or output + len(run) == end)
+        if not whole and not shared:
             return None
         rows = (first + int(run[0]), first + int(run[-1]) + 1)
-        found.append(PanelRows(rows, output // PANEL))
+        found.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
     return found

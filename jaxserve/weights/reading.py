@@ -28,7 +28,7 @@ from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels import rows_in_panels
-from pallas_kernels.llvm_panels import PANEL, panel_shape
+from pallas_kernels.llvm_panels import PANEL, panel_shape, rows_as_columns
 
 THREADS = 4
 STREAMS = 4
@@ -82,11 +82,12 @@ class _Strided:
 
 @dataclass(frozen=True)
 class _InPanels:
-    """The panels that rows make."""
+    """The panels that rows make, of their own, or, from a column on, with others."""
 
     rows: tuple[int, int]
     panels: np.ndarray
     dtype: np.dtype
+    column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
         """Whether what is checked is finite."""
@@ -96,8 +97,12 @@ class _InPanels:
             cast = memory.of("cast", size)[:size].view(self.dtype).reshape(rows.shape)
             copy_checked(cast, rows, memory.scratch, check_finite=False)
             rows = cast
-        finite = rows_in_panels(np.ascontiguousarray(rows), self.panels, self.dtype)
-        return finite or not check_finite
+        rows = np.ascontiguousarray(rows)
+        if self.column is not None:
+            rows = rows.astype(self.dtype, copy=False)
+            rows_as_columns(rows, self.panels, self.column)
+            return not check_finite or all_finite(rows)
+        return rows_in_panels(rows, self.panels, self.dtype) or not check_finite
 
 
 @dataclass(frozen=True)
@@ -319,6 +324,8 @@ def _jobs(
         path = parts[0].path
         plan = plans.get(path)
         parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
+        if plan is not None and prod(plan.outputs) % PANEL:
+            parameter[..., -1, :, :] = 0  # beyond the last output, where tensors share panels
         for part in parts:
             entry = entries[part.name]
             if plan is None:
@@ -352,9 +359,9 @@ def _in_panels(
     parameter = parameter.reshape(-1, *plan.shape[-2:])
     for some in plan.rows[part.name, part.part]:
         for block in some.blocks(entry, PANEL_BYTES):
-            count = -(-(block.rows[1] - block.rows[0]) // PANEL)
-            panels = parameter[block.panel : block.panel + count]
-            yield _InPanels(block.rows, panels, plan.dtype)
+            end = (block.column or 0) + block.rows[1] - block.rows[0]
+            panels = parameter[block.panel : block.panel - (-end // PANEL)]
+            yield _InPanels(block.rows, panels, plan.dtype, block.column)
 
 
 def _fill(job: _Job, memory: _Memory, check_finite: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -91,8 +93,37 @@ def test_panels_are_those_laid_out_afterwards(tmp_path, variant, stored, wanted,
     assert bits(load_weights(folder, config, wanted, panels=True)) == bits(want)
 
 
-def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
-    folder = checkpoint(tmp_path, {}, np.float32)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("experts")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_loading_needs_beside_the_model_does_not_grow_with_its_experts(
+    tmp_path, variant, dtype
+):
+    """It is what threads read and turn, of each one expert's matrix, never those of all."""
+
+    def load(count: int) -> tuple[int, int]:
+        """Bytes of the model's experts, and of what there was beside it at most."""
+        large = {"num_local_experts": count, "hidden_size": 128, "vocab_size": 8}
+        (tmp_path / str(count)).mkdir(exist_ok=True)
+        folder = checkpoint(tmp_path / str(count), VARIANTS[variant] | large, jnp.dtype(dtype))
+        config = read_model_config(folder)
+        tracemalloc.start()
+        try:
+            model = load_weights(folder, config, dtype, panels=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        mlp, leaves = model.layers[0].mlp, jax.tree.leaves(nnx.state(model))
+        stack = mlp.gate_up[...].panels.nbytes
+        return stack, peak - sum(leaf.nbytes for leaf in leaves)
+
+    load(16)  # kernels are compiled once
+    few, many = load(16), load(80)
+    assert many[1] - few[1] < (many[0] - few[0]) / 2
+
+
+@pytest.mark.parametrize("changes", [{}, VARIANTS["experts"], VARIANTS["experts together"]])
+def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path, changes):
+    folder = checkpoint(tmp_path, changes, np.float32)
     config = read_model_config(folder)
     path = folder / "model.safetensors"
     whole = path.read_bytes()
