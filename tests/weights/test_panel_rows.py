@@ -121,15 +121,24 @@ def test_what_loading_needs_beside_the_model_does_not_grow_with_its_experts(
     assert many[1] - few[1] < (many[0] - few[0]) / 2
 
 
-@pytest.mark.parametrize("changes", [{}, VARIANTS["experts"], VARIANTS["experts together"]])
-def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path, changes):
-    folder = checkpoint(tmp_path, changes, np.float32)
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("fused", "mlp.down_proj"),
+        ("experts", "experts.1.w2"),
+        ("experts of 40", "experts.1.w3"),
+        ("experts together", "experts.gate_up_proj"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path, variant, name):
+    folder = checkpoint(tmp_path, VARIANTS[variant], np.float32)
     config = read_model_config(folder)
     path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-4] + np.array(np.nan, np.float32).tobytes())
-    last = safetensors.read_header(path)
-    name = max(last, key=lambda entry: entry.offset).name
+    (found,) = [
+        one for one in safetensors.read_header(path) if one.name.endswith((name, f"{name}.weight"))
+    ]
+    whole, end = path.read_bytes(), found.offset + found.num_bytes
+    path.write_bytes(whole[: end - 4] + np.array(np.nan, np.float32).tobytes() + whole[end:])
     with pytest.raises(CheckpointError, match=f"{name}.*NaN"):
         load_weights(folder, config, "float32", panels=True)
 
