@@ -35,11 +35,11 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
     return (count, inputs, PANEL), np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
 
 
-def in_panels(weight: np.ndarray) -> np.ndarray:
-    """A weight [I, O] in panels; see `panel_shape`."""
+def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
+    """A weight [I, O] in panels; see `panel_shape`. They fill `panels`, where that is given."""
     inputs, outputs = weight.shape
     shape, dtype = panel_shape(inputs, outputs, weight.dtype)
-    panels = np.empty(shape, dtype)
+    panels = np.empty(shape, dtype) if panels is None else panels
     if not in_pairs(weight.dtype.name):
         _fill(panels, weight.view(dtype))
         return panels
@@ -62,10 +62,28 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
         panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
 
 
+def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
+    """Write rows [R, I] as outputs of panels that others share, from `column` of the first on."""
+    words = rows.view(f"u{rows.dtype.itemsize}")
+    if in_pairs(rows.dtype.name):
+        words = np.pad(words, ((0, 0), (0, rows.shape[1] % 2))).view(np.uint32)
+    words = words.view(panels.dtype)
+    for index, panel in enumerate(panels):
+        first = index * PANEL - column
+        some = words[max(0, first) : first + PANEL]
+        start = max(0, -first)
+        panel[:, start : start + len(some)] = some.T
+
+
 def rows_in_order(values: np.ndarray) -> np.ndarray:
-    """Rows [R, O] as [ceil(O / PANEL), R, PANEL], zeros beyond O: of codes, scales, zero points."""
-    panels = np.empty((-(-values.shape[1] // PANEL), len(values), PANEL), values.dtype)
-    _fill(panels, values)
+    """Rows [..., R, O] as [..., ceil(O / PANEL), R, PANEL], zeros beyond O.
+
+    Of codes, scales or zero points.
+    """
+    *many, rows, outputs = values.shape
+    panels = np.empty((*many, -(-outputs // PANEL), rows, PANEL), values.dtype)
+    for index in np.ndindex(*many):
+        _fill(panels[index], values[index])
     return panels
 
 

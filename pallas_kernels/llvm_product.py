@@ -14,11 +14,16 @@ Otherwise weights are widened, and products are added in the order of the inputs
 
 How many rows count is an operand, for a batch is padded to one of few shapes: rows behind them are
 not multiplied, and their results are zero.
+
+Where each group of rows has a weight of its own (the experts of a mixture), the operand is how many
+rows each group has. A part of the work takes the same panels of all of these weights, so that a few
+rows are shared by all threads; a weight without rows is not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,17 +112,16 @@ class PanelProduct:
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, panels, rows that count, y; rows, inputs (or pairs of them), number of panels."""
+        """x, panels, each group's rows, y; rows, groups, inputs (or pairs), a weight's panels."""
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
-        return (*buffers, Field(0, 0), Field(1, 1), Field(1, 0))
+        return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        *_, inputs, panels = fields
-        return parts_of(code, counted(code, fields[4], fields[2]), inputs, panels)
+        _, _, counts, _, rows, groups, inputs, panels = fields
+        return parts_of(code, (counts, groups, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        x, w, _, y, all_rows, inputs, panels = fields
-        rows = counted(code, all_rows, fields[2])
+        x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
@@ -126,16 +130,16 @@ class PanelProduct:
         tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
 
         with (
-            code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
+            each_group(code, counts, groups, rows) as (group, begin, ends),
+            code.loop(begin, ends[0], sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
             code.loop(const(0), inputs, INPUTS_OF_A_CHUNK) as (k, _),
             code.loop(first, last) as (panel, _),
         ):
-            end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
+            end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), ends[0])
             count = code.smaller_int(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
             at = code.mul(panel, const(PANEL))
-            here = code.at(
-                w, code.mul(code.add(code.mul(panel, inputs), k), const(PANEL)), self.stored
-            )
+            of_all = code.add(code.mul(group, panels), panel)
+            here = code.at(w, place_in_panels(code, of_all, inputs, k), self.stored)
             below = code.at(here, code.mul(inputs, const(PANEL)), self.stored)
             row = chunk
             for size in sizes:
@@ -150,7 +154,7 @@ class PanelProduct:
                 whole = code.sdiv(code.sub(end, row), const(size))
                 row = code.add(row, code.mul(whole, const(size)))
         lanes = self.cpu.vector_bytes // element_bytes(float_type(self.dtype))
-        fill(code, y, (rows, all_rows), (first, last), outputs, float_type(self.dtype), lanes)
+        fill(code, y, (ends[0], rows), (first, last), outputs, float_type(self.dtype), lanes)
 
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
         """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
@@ -168,17 +172,35 @@ class PanelProduct:
         return code.select(asks, code.at(below, half, self.stored), here)
 
 
-def counted(code: Code, rows: Any, count: Any) -> Any:
-    """How many of so many rows count: what the operand at an address says, from none to all."""
-    count = code.sext(code.load(count, typ=I32), I64)
-    return code.smaller_int(code.larger_int(count, const(0)), rows)
+@contextmanager
+def each_group(
+    code: Code, counts: Any, groups: Any, rows: Any, carry: Sequence[Any] = ()
+) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A loop over groups of rows, one behind the other: which it is, its first row, and a list.
+
+    The list begins with the row behind its last, after the loop the one behind all groups; then
+    comes what else is carried. A group has as many rows as the i32 of its own at `counts` says, at
+    least none and at most those that are left of so many.
+    """
+    with code.loop(const(0), groups, carry=[const(0), *carry]) as (group, values):
+        begin = values[0]
+        count = code.larger_int(code.sext(code.read(counts, group, I32), I64), const(0))
+        values[0] = code.add(begin, code.smaller_int(count, code.sub(rows, begin)))
+        yield group, begin, values
 
 
-def parts_of(code: Code, rows: Any, inputs: Any, panels: Any) -> Any:
-    """Into how many parts a product is cut, each of some panels."""
+def place_in_panels(code: Code, panel: Any, rows: Any, row: Any) -> Any:
+    """Where a row of a panel begins, in panels of so many rows."""
+    return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
+
+
+def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any) -> Any:
+    """Into how many parts a product is cut, each of some panels; `groups` as for `each_group`."""
     weights = code.mul(code.mul(inputs, panels), const(PANEL))
-    eighth = code.ashr(code.add(rows, const(7)), const(3))
-    work = code.sdiv(code.mul(weights, eighth), const(WORK_OF_A_PART))
+    with each_group(code, *groups, carry=[const(0)]) as (_, begin, values):
+        eighth = code.ashr(code.add(code.sub(values[0], begin), const(7)), const(3))
+        values[1] = code.add(values[1], eighth)
+    work = code.sdiv(code.mul(weights, values[1]), const(WORK_OF_A_PART))
     parts = code.add(work, const(1))
     for limit in (const(MOST_PARTS), panels):
         parts = code.smaller_int(parts, limit)
@@ -282,11 +304,21 @@ def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProdu
 def panel_product(
     x: jax.Array, panels: jax.Array, weights: str, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """x [T, I] times a weight in panels of dtype `weights` (see `panel_shape`): [T, O].
+    """x times a weight in panels, or rows sorted by group each times the weight of its group.
 
-    The result, and the sums, are of x's dtype, float32 at least. x is taken as it is where it is
-    bfloat16 and the processor multiplies that, else in at least float32. Where `num_rows` (i32[])
-    is given, rows from there on are zero.
+    Args:
+        x: [T, I], any float. It is taken as it is where it is bfloat16 and the processor multiplies
+            that, else in at least float32.
+        panels: of one weight, or [E, ...] of one for each group; see `panel_shape`.
+        weights: their dtype.
+        num_rows: i32[], rows from there on are zero. Of groups i32[E], needed: how many rows each
+            has, one group behind the other; rows behind the last one are zero.
+
+    Returns:
+        [T, O]; it, and the sums, are of x's dtype, float32 at least.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
     """
     return run(kernel_for(np.dtype(x.dtype), weights), x, panels, num_rows)
 
@@ -295,12 +327,36 @@ def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
     """`panel_product` by this kernel."""
+    inputs = -(-x.shape[1] // 2) if in_pairs(kernel.weights) else x.shape[1]
+    panels, counts = grouped(x, panels, num_rows, inputs)
     name = registered(kernel)
-    count = jnp.int32(x.shape[0]) if num_rows is None else num_rows.astype(jnp.int32)
     x = x.astype(kernel.x)
     if in_pairs(kernel.weights) and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
     if kernel.dots:  # as bits: XLA on CPU may convert 16-bit floats as a whole
         x = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), kernel.dtype)
-    return jax.ffi.ffi_call(name, shape)(x, panels, count)
+    shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), kernel.dtype)
+    return jax.ffi.ffi_call(name, shape)(x, panels, counts)
+
+
+def grouped(
+    x: jax.Array, panels: jax.Array, num_rows: jax.Array | None, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Panels [E, P, rows, PANEL], and i32[E] for `num_rows`; those of one weight are one group.
+
+    Raises:
+        ValueError: they are not such, or counts are missing.
+    """
+    if panels.ndim not in (3, 4) or panels.shape[-2:] != (rows, PANEL):
+        raise ValueError(
+            f"panels have shape {panels.shape}; expected [P, {rows}, {PANEL}], or [E, P, {rows}, "
+            f"{PANEL}] of groups, for x with {x.shape[1]} inputs"
+        )
+    if panels.ndim == 3:
+        panels = panels[None]
+        count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+        return panels, count.astype(jnp.int32).reshape(1)
+    if num_rows is None or num_rows.shape != panels.shape[:1] or num_rows.dtype != jnp.int32:
+        got = "missing" if num_rows is None else f"{num_rows.dtype}{list(num_rows.shape)}"
+        raise ValueError(f"num_rows are {got}; expected int32[{len(panels)}], of each group")
+    return panels, num_rows

@@ -6,7 +6,7 @@ rows passes over a panel, a vector of codes becomes numbers in registers, `(code
 the specification has it, by which every row of the tile is multiplied. So memory gives a quarter or
 an eighth of what float32 takes of it, and the rows of a tile share the widening. Sums run over the
 inputs in their order: a row's result does not depend on the rows beside it. Rows that do not count
-are left alone, as there.
+are left alone, and groups of rows have weights of their own, as there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
@@ -43,9 +42,11 @@ from pallas_kernels.llvm_panels import PANEL
 from pallas_kernels.llvm_product import (
     INPUTS_OF_A_CHUNK,
     TILES_OF_A_CHUNK,
-    counted,
+    each_group,
     fill,
+    grouped,
     parts_of,
+    place_in_panels,
     row_tiles,
 )
 from pallas_kernels.quantized_codes import codes_a_row
@@ -92,17 +93,19 @@ class QuantizedPanelProduct:
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, codes, scales, (zeros,) rows that count, y; rows, rows of codes, groups, panels."""
+        """x, codes, scales, (zeros,) rows of each weight, y; then sizes.
+
+        Rows, weights, a weight's rows of codes, groups of these, and panels.
+        """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
-        return (*buffers, Field(0, 0), Field(1, 1), Field(2, 1), Field(1, 0))
+        return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(2, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        *_, count, _, rows, inputs, _, panels = fields
-        return parts_of(code, counted(code, rows, count), inputs, panels)
+        *_, counts, _, rows, experts, inputs, _, panels = fields
+        return parts_of(code, (counts, experts, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        x, codes, *steps, count, y, all_rows, inputs, groups, panels = fields
-        rows = counted(code, all_rows, count)
+        x, codes, *steps, counts, y, rows, experts, inputs, groups, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
@@ -116,21 +119,23 @@ class QuantizedPanelProduct:
         spans = code.sdiv(code.add(inputs, code.sub(span, const(1))), span)
 
         with (
-            code.loop(const(0), rows, sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
+            each_group(code, counts, experts, rows) as (expert, begin, ends),
+            code.loop(begin, ends[0], sizes[0] * TILES_OF_A_CHUNK) as (chunk, _),
             code.loop(const(0), spans) as (nth, _),
         ):
-            begin = code.mul(nth, span)
-            stop = code.smaller_int(code.add(begin, span), inputs)
+            start_k = code.mul(nth, span)
+            stop = code.smaller_int(code.add(start_k, span), inputs)
             with (
-                code.loop(begin, stop, INPUTS_OF_A_CHUNK) as (k, _),
+                code.loop(start_k, stop, INPUTS_OF_A_CHUNK) as (k, _),
                 code.loop(first, last) as (panel, _),
             ):
-                end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), rows)
+                end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), ends[0])
                 many = code.smaller_int(code.sub(stop, k), const(INPUTS_OF_A_CHUNK))
                 run = code.smaller_int(many, group)
                 at = code.mul(panel, const(PANEL))
-                here = code.at(codes, _place(code, panel, inputs, k), I8)
-                at_group = _place(code, panel, groups, code.sdiv(k, group))
+                of_all = code.add(code.mul(expert, panels), panel)
+                here = code.at(codes, place_in_panels(code, of_all, inputs, k), I8)
+                at_group = place_in_panels(code, of_all, groups, code.sdiv(k, group))
                 kinds = [stored_type(self.scales), I8]
                 beside = [
                     code.at(step, at_group, kind) for step, kind in zip(steps, kinds, strict=False)
@@ -145,12 +150,7 @@ class QuantizedPanelProduct:
                         code.call(tiles[size], [from_, here, *beside, to, *numbers])
                     whole = code.sdiv(code.sub(end, row), const(size))
                     row = code.add(row, code.mul(whole, const(size)))
-        fill(code, y, (rows, all_rows), (first, last), outputs, self.real, self.lanes)
-
-
-def _place(code: Code, panel: Any, rows: Any, row: Any) -> Any:
-    """Where a row of a panel begins, in panels of so many rows."""
-    return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
+        fill(code, y, (ends[0], rows), (first, last), outputs, self.real, self.lanes)
 
 
 def _input(code: Code, kernel: QuantizedPanelProduct, row: Any, inputs: Any, k: Any) -> Any:
@@ -256,19 +256,22 @@ def quantized_panel_product(
     scales_dtype: str,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """x times a quantized weight in panels.
+    """x times a quantized weight in panels, or rows sorted by expert times the weight of each.
 
     Args:
         x: [T, I], any float; I is what the rows of codes are for.
-        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`.
-        scales: [P, groups, PANEL], of 16 bits as their bits in uint16.
-        zeros: uint8 [P, groups, PANEL]; of int4 only.
+        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`; of experts [E, ...].
+        scales: [P, groups, PANEL], of 16 bits as their bits in uint16; of experts [E, ...].
+        zeros: uint8, of the shape of scales; of int4 only.
         form: "int8", "fp8" or "int4".
         scales_dtype: what the scales are.
-        num_rows: i32[], rows from there on are zero.
+        num_rows: as of `panel_product`.
 
     Returns:
         [T, P * PANEL] in float32 (float64 for float64).
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
     """
     wide = np.promote_types(x.dtype, np.float32)
     kernel = QuantizedPanelProduct(wide.name, form, scales_dtype, zeros is not None)
@@ -284,8 +287,24 @@ def run(
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
     """`quantized_panel_product` by this kernel."""
-    count = jnp.int32(x.shape[0]) if num_rows is None else num_rows.astype(jnp.int32)
-    shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0] * PANEL), np.dtype(kernel.x))
-    steps = (scales,) if zeros is None else (scales, zeros)
+    many, groups = codes.shape[:-2], scales.shape[-2]
+    for name, array in (("scales", scales), ("zeros", zeros)):
+        if array is not None and array.shape != (*many, groups, PANEL):
+            raise ValueError(
+                f"{name} have shape {array.shape}; expected {(*many, groups, PANEL)}, groups of "
+                f"the codes {codes.shape}"
+            )
+    rows = codes.shape[-2]
+    if rows % groups:
+        raise ValueError(f"scales have {groups} groups, which do not divide the {rows} of codes")
+    if x.shape[1] != rows * kernel.reads:
+        raise ValueError(f"x has {x.shape[1]} inputs; codes are for {rows * kernel.reads}")
+    codes, counts = grouped(x, codes, num_rows, rows)
+    shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[1] * PANEL), np.dtype(kernel.x))
+    steps = [
+        array.reshape(*codes.shape[:2], groups, PANEL)
+        for array in (scales, zeros)
+        if array is not None
+    ]
     call = jax.ffi.ffi_call(registered(kernel), shape)
-    return call(x.astype(kernel.x), codes, *steps, count)
+    return call(x.astype(kernel.x), codes, *steps, counts)

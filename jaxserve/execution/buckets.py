@@ -36,17 +36,12 @@ class Bucket:
         return f"{self.num_tokens} tokens, {self.num_rows} rows"
 
 
-def default_steps(platform: str, dtype: np.dtype, experts: bool) -> int:
+def default_steps(platform: str) -> int:
     """Most decode steps of one launch: where each is short, what it costs to start one counts.
 
-    On a GPU a loop on the device asks the host after every turn, as far as is known. XLA on CPU
-    converts experts of 16 bits to float32, as a whole, where they stand in such a loop.
-
-    Args:
-        dtype: of the activations.
-        experts: whether the model has any.
+    On a GPU a loop on the device asks the host after every turn, as far as is known.
     """
-    return 16 if platform == "cpu" and not (experts and dtype.itemsize == 2) else 1
+    return 16 if platform == "cpu" else 1
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

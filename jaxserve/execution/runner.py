@@ -101,8 +101,7 @@ class Runner:
         self.vocab_size = model_config.vocab_size
         platform = jax.default_backend()
         dtype = model.norm.scale[...].dtype
-        steps = default_steps(platform, dtype, model_config.experts is not None)
-        self.max_steps = config.num_scheduler_steps or steps
+        self.max_steps = config.num_scheduler_steps or default_steps(platform)
         self._greedy_decode = platform == "gpu" if greedy_decode is None else greedy_decode
         self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
         self.plan = BucketPlan.of(self.buckets)

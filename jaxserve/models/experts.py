@@ -19,6 +19,7 @@ from jaxserve.models.expert_fields import Experts
 from jaxserve.models.layers import Design, GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
+from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.routing import Router, route
 from pallas_kernels import grouped_matmul
@@ -86,7 +87,7 @@ class SparseMLP(nnx.Module):
         owner = expert[order]
         rows = _product(x[order // each], self.gate_up[...], sizes, implementation)
         hidden = self._activated(_biased(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
-        rows = _product(hidden, self.down[...], sizes, implementation)
+        rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
         rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
         rows = rows.astype(weights.dtype)
         return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
@@ -102,11 +103,16 @@ class SparseMLP(nnx.Module):
 
 def _product(
     x: Float[Array, "A I"],
-    w: Float[Array, "E I ..."] | QuantizedExperts,
+    w: Float[Array, "E I ..."] | QuantizedExperts | PanelWeight | QuantizedPanels,
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
-    """Rows sorted by expert, each times the matrix of its own; see `grouped_matmul`."""
+    """Rows sorted by expert, each times the matrix of its own; see `grouped_matmul`.
+
+    In x's dtype; in panels in at least float32.
+    """
+    if isinstance(w, PanelWeight | QuantizedPanels):
+        return w.grouped(x, sizes)
     if isinstance(w, QuantizedExperts):
         return w.grouped(x, sizes, implementation)
     flat = w.reshape(*w.shape[:2], -1)

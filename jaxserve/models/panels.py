@@ -1,4 +1,7 @@
-"""Weights as the CPU's own product reads them: in panels of a few outputs, one after the other."""
+"""Weights as the CPU's own product reads them: in panels of a few outputs, one after the other.
+
+Those of experts are a matrix for each, side by side along a dimension in front.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.quantized import QuantizedWeight, SeveralWeights, in_order
+from jaxserve.models.quantized import (
+    QuantizedExperts,
+    QuantizedWeight,
+    SeveralWeights,
+    in_order,
+)
 from pallas_kernels import panel_product, quantized_panel_product
-from pallas_kernels.llvm_panels import columns, in_panels, rows_in_order
+from pallas_kernels.llvm_panels import columns, in_panels, panel_shape, rows_in_order
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
+
+ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PanelWeight:
-    """A matrix of I inputs and O outputs as `pallas_kernels.llvm_product` takes it.
+    """A matrix of I inputs and O outputs, or experts', as `pallas_kernels.llvm_product` takes them.
 
     Attributes:
-        panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie.
+        panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie, those of
+            experts [E, ...].
         dtype: the weights' own.
         outputs: the shape that the outputs have in the model; their product is O.
         inputs: I.
@@ -45,6 +56,16 @@ class PanelWeight:
         panels = in_panels(weight.reshape(inputs, prod(outputs)))
         return cls(jax.device_put(panels), weight.dtype.name, outputs, inputs)
 
+    @classmethod
+    def of_experts(cls, weight: np.ndarray) -> PanelWeight:
+        """Every expert's weight, [E, in, out...]."""
+        count, inputs, *outputs = weight.shape
+        shape, stored = panel_shape(inputs, prod(outputs), weight.dtype)
+        panels = aligned_empty((count, *shape), stored)
+        for matrix, place in zip(weight.reshape(count, inputs, -1), panels, strict=True):
+            in_panels(matrix, place)
+        return cls(jax.device_put(panels), weight.dtype.name, tuple(outputs), inputs)
+
     def __getitem__(self, index: EllipsisType) -> Self:
         """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
         return self
@@ -53,6 +74,15 @@ class PanelWeight:
         """x times the weight, in at least float32. A row's result depends on no other row."""
         y = panel_product(x, self.panels, self.dtype, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
+
+    def grouped(
+        self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
+    ) -> Float[Array, " A *outputs"]:
+        """Rows sorted by expert, each times the matrix of its own, in at least float32.
+
+        A row's result depends on no other row; those behind the last expert's are zeros.
+        """
+        return replace(self, num_rows=sizes).dot(x)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """The weights of some outputs, in their own dtype; ids beyond the last one clamp."""
@@ -63,10 +93,10 @@ class PanelWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A `QuantizedWeight` in panels, as `pallas_kernels.llvm_quantized` takes it.
+    """A `QuantizedWeight` or `QuantizedExperts` in panels; see `pallas_kernels.llvm_quantized`.
 
     Attributes:
-        codes: [panels, rows of codes, PANEL].
+        codes: [panels, rows of codes, PANEL]; these arrays of experts are [E, ...].
         scales: [panels, groups, PANEL]; those of 16 bits as their bits.
         zeros: likewise, where the format has them.
         order: which input each row is for, where rows have been sorted by group.
@@ -79,7 +109,7 @@ class QuantizedPanels:
 
     codes: Array
     scales: Array
-    zeros: UInt8[Array, "panels groups PANEL"] | None
+    zeros: UInt8[Array, "... panels groups PANEL"] | None
     order: Int32[Array, " I"] | None
     form: str = field(metadata={"static": True})
     scales_dtype: str = field(metadata={"static": True})
@@ -88,7 +118,7 @@ class QuantizedPanels:
     num_rows: Array | None = None
 
     @classmethod
-    def of(cls, weight: QuantizedWeight) -> QuantizedPanels:
+    def of(cls, weight: QuantizedWeight | QuantizedExperts) -> QuantizedPanels:
         """The same weight."""
         scales = np.asarray(weight.scales)
         bits = scales.view(np.uint16) if scales.dtype.itemsize == 2 else scales
@@ -100,7 +130,7 @@ class QuantizedPanels:
             laid_out(weight.values),
             laid_out(bits),
             None if weight.zeros is None else laid_out(weight.zeros),
-            weight.order,
+            weight.order if isinstance(weight, QuantizedWeight) else None,
             weight.form,
             scales.dtype.name,
             weight.inputs,
@@ -114,7 +144,7 @@ class QuantizedPanels:
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """x times the weight, in at least float32. A row's result depends on no other row."""
         y = quantized_panel_product(
-            *(in_order(x, self.order, self.codes.shape[1], self.form), self.codes),
+            *(in_order(x, self.order, self.codes.shape[-2], self.form), self.codes),
             *(self.scales, self.zeros),
             form=self.form,
             scales_dtype=self.scales_dtype,
@@ -122,10 +152,24 @@ class QuantizedPanels:
         )
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 
+    def grouped(
+        self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
+    ) -> Float[Array, " A *outputs"]:
+        """As of a PanelWeight."""
+        return replace(self, num_rows=sizes).dot(x)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array whose memory JAX takes over as it is."""
+    size = prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
 
 def with_panels(value: Any) -> Any:
-    """A parameter's value, its codes in panels where it is a quantized matrix."""
-    if isinstance(value, QuantizedWeight):
+    """A parameter's value, its codes in panels where it is a quantized matrix, or experts'."""
+    if isinstance(value, QuantizedWeight | QuantizedExperts):
         return QuantizedPanels.of(value)
     if isinstance(value, SeveralWeights):
         return replace(value, weights=tuple(map(with_panels, value.weights)))

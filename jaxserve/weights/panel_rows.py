@@ -2,13 +2,15 @@
 
 Checkpoints store most matrices as [O, I], outputs first, also those that are fused here. Where
 PANEL rows in a row are the outputs of one panel, with their inputs in order, no parameter is needed
-in its own shape in between.
+in its own shape in between. Nor is one of experts: where tensors share a panel each writes its own
+columns, and where a tensor holds all experts' matrices, in whatever order, these are turned one by
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import numpy as np
@@ -17,16 +19,23 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.safetensors import TensorEntry
 from pallas_kernels.llvm_panels import PANEL, panel_shape
 
-# The axes of a parameter that are inputs, and those that are outputs.
+# The axes of a parameter that are inputs, and those that are outputs; one in front is the expert.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PanelRows:
-    """Rows of a tensor, from and to, that make panels from `panel` on."""
+    """Rows of a tensor that make panels.
+
+    Attributes:
+        rows: from and to.
+        panel: the first, all experts' counted.
+        column: of the first row in its panel, where others share the panels; None where none do.
+    """
 
     rows: tuple[int, int]
     panel: int
+    column: int | None = None
 
     def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
         """The rows in pieces of about `most` bytes, but whole where they are read together."""
@@ -36,7 +45,8 @@ class PanelRows:
         step = max(1, most // (least * row)) * least
         for start in range(first, last, step):
             stop = min(start + step, last)
-            yield PanelRows((start, stop), self.panel + (start - first) // PANEL)
+            panel = self.panel + (start - first) // PANEL
+            yield replace(self, rows=(start, stop), panel=panel)
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,13 @@ class PanelPlan:
     """How a parameter is read into panels.
 
     Attributes:
-        shape: of the panels.
+        shape: of the panels, those of experts [E, ...].
         stored: dtype of the panels.
         dtype: of the weights.
         inputs: how many there are.
         outputs: sizes of the outputs' dimensions.
-        rows: by a tensor's name and the part of it, in the order of the file.
+        rows: by a tensor's name and the part of it, in the order of the file; None where they are
+            all experts' matrices, to be turned one by one.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +68,7 @@ class PanelPlan:
     dtype: np.dtype
     inputs: int
     outputs: tuple[int, ...]
-    rows: Mapping[tuple[str, int], Sequence[PanelRows]]
+    rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None
 
 
 def panel_plan(
@@ -70,17 +81,39 @@ def panel_plan(
 ) -> PanelPlan | None:
     """How a parameter of `shape` is filled by these tensors; None where it is not that simple."""
     inputs, outputs = (tuple(shape[axis] for axis in some) for some in axes)
+    lead = shape[: len(shape) - len(axes[0]) - len(axes[1])]
+    panels, stored = panel_shape(prod(inputs), prod(outputs), dtype)
+
+    def plan(rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None) -> PanelPlan:
+        return PanelPlan((*lead, *panels), stored, dtype, prod(inputs), outputs, rows)
+
+    if lead and parts[0].at == (...,):
+        return plan(None)
     rows = {}
+    known: dict[str, list[PanelRows] | None] = {}  # experts' tensors are alike
     for part in parts:
-        order = _output_of_rows(part, dims, shape, axes)
-        found = None if order is None else _panel_rows(*order, prod(outputs))
+        expert, matrix = _matrix_of(part) if lead else (0, part)
+        like = repr(replace(matrix, name=""))
+        if like not in known:
+            of = [tuple(axis - len(lead) for axis in some) for some in axes]
+            order = _output_of_rows(matrix, dims, shape[len(lead) :], (of[0], of[1]))
+            shared = bool(lead)
+            known[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
+        found = known[like]
         if found is None or any(
             row % entries[part.name].rows_together for one in found for row in one.rows
         ):
             return None
-        rows[part.name, part.part] = found
-    count = prod(inputs)
-    return PanelPlan(*panel_shape(count, prod(outputs), dtype), dtype, count, outputs, rows)
+        first = expert * panels[0]
+        rows[part.name, part.part] = [replace(one, panel=first + one.panel) for one in found]
+    return plan(rows)
+
+
+def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
+    """The expert that a tensor belongs to, and its place in that one's matrix."""
+    expert, *place = part.at
+    assert isinstance(expert, int)
+    return expert, replace(part, at=tuple(place) or (...,))
 
 
 def _output_of_rows(
@@ -93,7 +126,7 @@ def _output_of_rows(
     are some of the parameter's, or in another order.
     """
     stored = part.shape(dims)
-    if len(stored) != 2 or len(shape) != len(axes[0]) + len(axes[1]):
+    if len(stored) != 2:
         return None
     whole = next(part.blocks(dims, prod(stored)))
     first, last = whole.rows
@@ -137,14 +170,18 @@ def _along(
     return tuple(numbers[tuple(index)].reshape(-1) for numbers, index in pairs)
 
 
-def _panel_rows(first: int, outputs: np.ndarray, end: int) -> list[PanelRows] | None:
-    """Runs of rows that make panels, given each row's output; `end` is the number of outputs."""
+def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list[PanelRows] | None:
+    """Runs of rows that make panels, given each row's output; `end` is the number of outputs.
+
+    None where some make panels with others, and these may not be shared.
+    """
     breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
     found = []
     for run in np.split(np.arange(len(outputs)), breaks):
         output = int(outputs[run[0]])
-        if output % PANEL or (len(run) % PANEL and output + len(run) != end):
+        whole = not output % PANEL and (not len(run) % PANEL or output + len(run) == end)
+        if not whole and not shared:
             return None
         rows = (first + int(run[0]), first + int(run[-1]) + 1)
-        found.append(PanelRows(rows, output // PANEL))
+        found.append(PanelRows(rows, output // PANEL, None if whole else output % PANEL))
     return found

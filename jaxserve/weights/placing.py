@@ -50,7 +50,7 @@ def panelled(place: Place, parameters: Parameters) -> Place:
 
 
 def use_panels(model: Decoder) -> None:
-    """Lay out a model's matrices in panels, in place, one after the other; experts stay."""
+    """Lay out a model's matrices in panels, in place, one after the other."""
     for _, node in nnx.iter_graph(model):
         if not isinstance(node, nnx.Param):
             continue
@@ -67,18 +67,22 @@ def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
     axes = panel_axes(names, values.dtype)
     if axes is None:
         return None
+    if names in EXPERTS:
+        return PanelWeight.of_experts(values)
     inputs, outputs = axes
     return PanelWeight.of(values.transpose(*inputs, *outputs), len(inputs))
 
 
 def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
-    """The axes of a parameter that is multiplied by; experts and routers stay as they are.
+    """The axes of a parameter that is multiplied by; routers stay as they are.
 
     So does a table of embeddings, but one of 16 bits: what looks its rows up within a loop would
     have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
+    if names in EXPERTS:
+        return (1,), tuple(range(2, len(names)))
     contract = 1 if names == ("embed", "vocab") else PROJECTIONS.get(names)
     if contract is None:
         return None
@@ -98,7 +102,8 @@ def panel_plans(
         parameter = parameters[path]
         dtype = np.dtype(parameter.dtype)
         axes = panel_axes(parameter.get_metadata()["axes"], dtype)
-        quantized = form is not None and contracted(parameter) is not None
+        matrices = contracted(parameter) is not None or holds_experts(parameter)
+        quantized = form is not None and matrices
         if axes is not None and not quantized:
             plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
             if plan is not None:

@@ -22,12 +22,13 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.panels import aligned_empty
 from jaxserve.models.weight_table import Block, WeightName
 from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels import rows_in_panels
-from pallas_kernels.llvm_panels import PANEL, panel_shape
+from pallas_kernels.llvm_panels import PANEL, panel_shape, rows_as_columns
 
 THREADS = 4
 STREAMS = 4
@@ -36,7 +37,6 @@ PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the proces
 AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
 SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
 SKIM_MEMORY = 256 << 10  # that they are read into, over and over
-ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
 BYTES = np.dtype(np.uint8)
 
@@ -82,11 +82,12 @@ class _Strided:
 
 @dataclass(frozen=True)
 class _InPanels:
-    """The panels that rows make."""
+    """The panels that rows make, of their own, or, from a column on, with others."""
 
     rows: tuple[int, int]
     panels: np.ndarray
     dtype: np.dtype
+    column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
         """Whether what is checked is finite."""
@@ -96,8 +97,37 @@ class _InPanels:
             cast = memory.of("cast", size)[:size].view(self.dtype).reshape(rows.shape)
             copy_checked(cast, rows, memory.scratch, check_finite=False)
             rows = cast
-        finite = rows_in_panels(np.ascontiguousarray(rows), self.panels, self.dtype)
-        return finite or not check_finite
+        rows = np.ascontiguousarray(rows)
+        if self.column is not None:
+            rows = rows.astype(self.dtype, copy=False)
+            rows_as_columns(rows, self.panels, self.column)
+            return not check_finite or all_finite(rows)
+        return rows_in_panels(rows, self.panels, self.dtype) or not check_finite
+
+
+@dataclass(frozen=True)
+class _Turned:
+    """The panels that a block becomes which holds all of one expert's matrix, in whatever order."""
+
+    block: Block
+    panels: np.ndarray
+    dtype: np.dtype
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.block.rows
+
+    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite. The matrix lies outputs first in between."""
+        (matrix,) = self.block.arrange(rows)
+        size = matrix.size * self.dtype.itemsize
+        turned = memory.of("turned", size)[:size].view(self.dtype)
+        turned = turned.reshape(*matrix.shape[1:], matrix.shape[0])
+        target = np.moveaxis(turned, -1, 0)
+        finite = copy_checked(target, matrix, memory.scratch, check_finite)
+        if finite:
+            rows_in_panels(turned.reshape(-1, matrix.shape[0]), self.panels, self.dtype)
+        return finite
 
 
 def prepare_panels(stored: Iterable[np.dtype], dtype: np.dtype) -> None:
@@ -115,7 +145,7 @@ class _Job:
     path: str
     entry: TensorEntry
     file: SharedFile
-    into: _Strided | _InPanels
+    into: _Strided | _InPanels | _Turned
     parameter: np.ndarray
     ends_part: bool
     ends_parameter: bool
@@ -294,24 +324,18 @@ def _jobs(
         path = parts[0].path
         plan = plans.get(path)
         parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
+        if plan is not None and prod(plan.outputs) % PANEL:
+            parameter[..., -1, :, :] = 0  # beyond the last output, where tensors share panels
         for part in parts:
             entry = entries[part.name]
             if plan is None:
                 goals = list(_strided(part, entry, parameter[part.at], dims))
             else:
-                goals = list(_in_panels(plan, part, entry, parameter))
+                goals = list(_in_panels(plan, part, entry, parameter, dims))
             for into in goals:
                 ends = into is goals[-1]
                 last = ends and part is parts[-1]
                 yield _Job(path, entry, file, into, parameter, ends, last)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory JAX can use as it is."""
-    size = prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _strided(
@@ -322,13 +346,22 @@ def _strided(
 
 
 def _in_panels(
-    plan: PanelPlan, part: WeightName, entry: TensorEntry, parameter: np.ndarray
-) -> Iterator[_InPanels]:
+    plan: PanelPlan,
+    part: WeightName,
+    entry: TensorEntry,
+    parameter: np.ndarray,
+    dims: Mapping[str, int],
+) -> Iterator[_InPanels | _Turned]:
+    if plan.rows is None:
+        for block, panels in zip(part.blocks(dims, 1), parameter, strict=True):
+            yield _Turned(block, panels, plan.dtype)
+        return
+    parameter = parameter.reshape(-1, *plan.shape[-2:])
     for some in plan.rows[part.name, part.part]:
         for block in some.blocks(entry, PANEL_BYTES):
-            count = -(-(block.rows[1] - block.rows[0]) // PANEL)
-            panels = parameter[block.panel : block.panel + count]
-            yield _InPanels(block.rows, panels, plan.dtype)
+            end = (block.column or 0) + block.rows[1] - block.rows[0]
+            panels = parameter[block.panel : block.panel - (-end // PANEL)]
+            yield _InPanels(block.rows, panels, plan.dtype, block.column)
 
 
 def _fill(job: _Job, memory: _Memory, check_finite: bool) -> None:

@@ -109,6 +109,24 @@ def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
     assert abs(runner.weight_bytes - plain - codes) < codes / 100
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(None, "bfloat16"), ("int4", "bfloat16"), (None, "float16")]
+)
+def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None, dtype: str):
+    config = ModelConfig.from_dict(EXPERTS)
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    settings = EngineConfig(dtype=dtype, num_gpu_blocks_override=8, **sizes)
+    model = random_weights(config, jnp.dtype(dtype), 0, form, panels=True)
+    runner = Runner(settings.resolve("cpu", 64), config, model)
+    assert runner.max_steps == 16
+    program = runner._compile(Bucket(4, 4, True, num_steps=16), num_pages=8)
+    check_program(program)
+    text, one_expert = program.as_text(), 512 * 512
+    # Of the layer's experts two, of its shared one two.
+    products = re.findall(r'custom_call_target="jaxserve_\w*product', text)
+    assert len(products) >= 2 + 2 and program.memory_analysis().temp_size_in_bytes < one_expert
+
+
 def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     rng = np.random.default_rng(0)

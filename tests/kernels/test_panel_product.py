@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import reference as plain
 from pallas_kernels.llvm_code import Host, host
 from pallas_kernels.llvm_panels import PANEL, columns, in_panels, panel_shape, reference
 from pallas_kernels.llvm_product import PanelProduct, kernel_for, panel_product, row_tiles, run
@@ -187,6 +188,82 @@ def test_rows_that_do_not_count_are_zero_and_disturb_nothing(x_dtype: str, dtype
         got = np.asarray(counted(jnp.asarray(spoiled), jnp.int32(count)))
         np.testing.assert_array_equal(got[:last], whole[:last])
         np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
+
+
+# Rows of each of four experts, of 60 in all; and what that comes to.
+SHARES = {
+    (3, 0, 41, 1): (3, 0, 41, 1),
+    (0, 0, 0, 0): (0, 0, 0, 0),
+    (0, 0, 60, 0): (0, 0, 60, 0),
+    (13, 12, 14, 21): (13, 12, 14, 21),
+    (0, -5, 70, 9): (0, 0, 60, 0),
+}
+
+
+def experts(inputs: int, outputs: int, dtype: str) -> np.ndarray:
+    return np.stack([weight(inputs, outputs + n, dtype)[:, :outputs] for n in range(4)])
+
+
+def grouped(x: np.ndarray, w: np.ndarray, shares: tuple[int, ...], cpu: Host | None = None):
+    """Rows of x sorted by expert times [E, I, O] in panels."""
+    kernel = kernel_for(x.dtype, w.dtype.name, cpu)
+    panels = jnp.asarray(np.stack([in_panels(one) for one in w]))
+    return np.asarray(run(kernel, jnp.asarray(x), panels, jnp.asarray(shares, jnp.int32)))
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 40), (1101, 70)])
+def test_rows_of_each_group_meet_its_weight(
+    x_dtype: str, dtype: str, shape: tuple[int, int]
+) -> None:
+    """Weights of groups without rows, and rows of no group, are NaN: neither counts."""
+    w = experts(*shape, dtype)
+    for asked, shares in SHARES.items():
+        x = rows(60, shape[0], x_dtype)
+        sizes = jnp.asarray(shares, jnp.int32)
+        exact = jnp.asarray(x, jnp.float64), jnp.asarray(w, jnp.float64)
+        want = np.asarray(plain.grouped_matmul(*exact, sizes))
+        scale = np.asarray(plain.grouped_matmul(*map(jnp.abs, exact), sizes))
+        x[sum(shares) :] = np.nan
+        read = [w if rows else np.full_like(w, np.nan) for rows, w in zip(shares, w, strict=True)]
+        got = grouped(x, np.stack(read), asked)
+        assert got.dtype == np.promote_types(x_dtype, np.float32)
+        assert (got[:, shape[1] :] == 0).all() and (got[sum(shares) :] == 0).all()
+        assert (np.abs(got[:, : shape[1]] - want) <= CASES[x_dtype, dtype] * scale).all(), asked
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype"), CASES)
+def test_a_row_of_a_group_is_the_same_to_the_bit_alone(x_dtype: str, dtype: str) -> None:
+    """As in any other company, as of its weight alone, and by other tiles."""
+    w, x = experts(1101, 70, dtype), rows(60, 1101, x_dtype)
+    whole = grouped(x, w, (13, 12, 14, 21))
+    for expert, first, last in ((0, 0, 13), (1, 13, 25), (2, 25, 39), (3, 39, 60)):
+        np.testing.assert_array_equal(product(x[first:last], w[expert]), whole[first:last])
+        alone = tuple(int(expert == one) for one in range(4))
+        got = grouped(x[last - 1 : last], w, alone)
+        np.testing.assert_array_equal(got, whole[last - 1 : last])
+    np.testing.assert_array_equal(grouped(x, w, (13, 12, 14, 5))[:44], whole[:44])
+    fewer = replace(host(), registers=16 if host().registers == 32 else 32)
+    np.testing.assert_array_equal(grouped(x, w, (13, 12, 14, 21), fewer), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"x": jnp.ones((3, 5))}, "panels have shape .* x with 5 inputs"),
+        ({"panels": jnp.ones((2, 1, 4, 16))}, r"panels have shape .* expected \[P, 4, 32\]"),
+        ({"panels": jnp.ones((4, 32))}, "panels have shape"),
+        ({"weights": "bfloat16"}, "panels have shape"),
+        ({"num_rows": None}, "num_rows are missing"),
+        ({"num_rows": jnp.ones(3, jnp.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
+        ({"num_rows": jnp.ones(2, jnp.float32)}, "num_rows are float32"),
+    ],
+)
+def test_misuse_names_the_argument(change: dict, named: str) -> None:
+    call = {"x": jnp.ones((3, 4)), "panels": jnp.ones((2, 1, 4, 32)), "weights": "float32"}
+    call |= {"num_rows": jnp.ones(2, jnp.int32)}
+    with pytest.raises(ValueError, match=named):
+        panel_product(**{**call, **change})
 
 
 def test_threads_of_the_process_do_not_disturb_each_other() -> None:

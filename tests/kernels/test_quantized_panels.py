@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize
+from pallas_kernels import reference as plain
 from pallas_kernels.llvm_code import Host, host
 from pallas_kernels.llvm_panels import PANEL, rows_in_order
 from pallas_kernels.llvm_quantized import QuantizedPanelProduct, quantized_panel_product, run
@@ -142,3 +143,52 @@ def test_rows_that_do_not_count_are_zero_and_disturb_nothing(case: tuple) -> Non
         got = w.product(spoiled, num_rows=count)
         np.testing.assert_array_equal(got[:last], whole[:last])
         np.testing.assert_array_equal(got[last:], np.zeros_like(whole[last:]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shares", [(3, 0, 41, 1), (0, 0, 0, 0), (0, 60, 0, 0), (13, 12, 14, 21)])
+def test_rows_of_each_expert_meet_its_weight(case: tuple, shares: tuple[int, ...]) -> None:
+    """To the bit as of it alone. Scales without rows, and rows of no expert, are NaN."""
+    every = [Weight.random(*case, outputs=70 + n) for n in range(4)]
+    panels = [
+        None if parts[0] is None else np.stack([np.asarray(part[:3]) for part in parts])
+        for parts in zip(*(one.panels for one in every), strict=True)
+    ]
+    unread = np.array(shares) == 0
+    bits = panels[1].view(jnp.dtype(case[4]))
+    bits[unread] = np.nan
+    x = rows(60, case[1])
+    full = jnp.asarray(np.stack([one.full()[:, :70] for one in every]))
+    exact, sizes = jnp.asarray(x, jnp.float64), jnp.asarray(shares, jnp.int32)
+    want = np.asarray(plain.grouped_matmul(exact, full, sizes))
+    scale = np.asarray(plain.grouped_matmul(jnp.abs(exact), jnp.abs(full), sizes))
+    x[sum(shares) :] = np.nan
+    kernel = QuantizedPanelProduct("float32", case[0], case[4], case[3])
+    arrays = [None if one is None else jnp.asarray(one) for one in panels]
+    got = np.asarray(run(kernel, jnp.asarray(x), *arrays, num_rows=sizes))
+    assert (got[sum(shares) :] == 0).all()
+    assert (np.abs(got[:, :70] - want) <= 1e-6 * scale).all()
+    first = 0
+    for one, count in zip(every, shares, strict=True):
+        alone = one.product(x[first : first + count]) if count else got[:0]
+        np.testing.assert_array_equal(got[first : first + count, :70], alone[:, :70])
+        first += count
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"x": jnp.ones((3, 9))}, "x has 9 inputs; codes are for 8"),
+        ({"scales": jnp.ones((2, 3, 32))}, "scales have shape"),
+        ({"scales": jnp.ones((2, 1, 3, 32))}, "scales have 3 groups, which do not divide the 4"),
+        ({"zeros": jnp.ones((2, 1, 1, 32), jnp.uint8)}, "zeros have shape"),
+        ({"num_rows": None}, "num_rows are missing"),
+        ({"num_rows": jnp.ones(3, jnp.int32)}, r"num_rows are int32\[3\]; expected int32\[2\]"),
+    ],
+)
+def test_misuse_names_the_argument(change: dict, named: str) -> None:
+    call = {"x": jnp.ones((3, 8)), "codes": jnp.ones((2, 1, 4, 32), jnp.uint8)}
+    call |= {"scales": jnp.ones((2, 1, 2, 32)), "zeros": None, "num_rows": jnp.ones(2, jnp.int32)}
+    call |= {"form": "int4", "scales_dtype": "float32"}
+    with pytest.raises(ValueError, match=named):
+        quantized_panel_product(**{**call, **change})

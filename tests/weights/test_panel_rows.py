@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,6 +36,11 @@ RAW: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 PHI = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "sliding_window": None}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+MIXTRAL |= {"num_experts_per_tok": 2, "sliding_window": None}
+GPT_OSS = MIXTRAL | {"architectures": ["GptOssForCausalLM"], "sliding_window": 9}
+GPT_OSS |= {"layer_types": ["sliding_attention"], "attention_bias": True, "swiglu_limit": 7.0}
+GPT_OSS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 VARIANTS = {
     "fused": {},
     "tied": {"tie_word_embeddings": True},
@@ -42,6 +49,10 @@ VARIANTS = {
     "one kv head": {"num_key_value_heads": 1},
     "gates of 40": {"intermediate_size": 40},
     "few inputs": {"hidden_size": 4},
+    "experts": MIXTRAL,
+    "experts of 40": MIXTRAL | {"intermediate_size": 40},
+    "experts together": GPT_OSS,
+    "experts of 40 together": GPT_OSS | {"intermediate_size": 40},
 }
 
 
@@ -82,14 +93,52 @@ def test_panels_are_those_laid_out_afterwards(tmp_path, variant, stored, wanted,
     assert bits(load_weights(folder, config, wanted, panels=True)) == bits(want)
 
 
-def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
-    folder = checkpoint(tmp_path, {}, np.float32)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("experts")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_loading_needs_beside_the_model_does_not_grow_with_its_experts(
+    tmp_path, variant, dtype
+):
+    """It is what threads read and turn, of each one expert's matrix, never those of all."""
+
+    def load(count: int) -> tuple[int, int]:
+        """Bytes of the model's experts, and of what there was beside it at most."""
+        large = {"num_local_experts": count, "hidden_size": 128, "vocab_size": 8}
+        (tmp_path / str(count)).mkdir(exist_ok=True)
+        folder = checkpoint(tmp_path / str(count), VARIANTS[variant] | large, jnp.dtype(dtype))
+        config = read_model_config(folder)
+        tracemalloc.start()
+        try:
+            model = load_weights(folder, config, dtype, panels=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        mlp, leaves = model.layers[0].mlp, jax.tree.leaves(nnx.state(model))
+        stack = mlp.gate_up[...].panels.nbytes
+        return stack, peak - sum(leaf.nbytes for leaf in leaves)
+
+    load(16)  # kernels are compiled once
+    few, many = load(16), load(80)
+    assert many[1] - few[1] < (many[0] - few[0]) / 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("fused", "mlp.down_proj"),
+        ("experts", "experts.1.w2"),
+        ("experts of 40", "experts.1.w3"),
+        ("experts together", "experts.gate_up_proj"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path, variant, name):
+    folder = checkpoint(tmp_path, VARIANTS[variant], np.float32)
     config = read_model_config(folder)
     path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-4] + np.array(np.nan, np.float32).tobytes())
-    last = safetensors.read_header(path)
-    name = max(last, key=lambda entry: entry.offset).name
+    (found,) = [
+        one for one in safetensors.read_header(path) if one.name.endswith((name, f"{name}.weight"))
+    ]
+    whole, end = path.read_bytes(), found.offset + found.num_bytes
+    path.write_bytes(whole[: end - 4] + np.array(np.nan, np.float32).tobytes() + whole[end:])
     with pytest.raises(CheckpointError, match=f"{name}.*NaN"):
         load_weights(folder, config, "float32", panels=True)
 

@@ -1,0 +1,69 @@
+"""Mixtures of experts by the CPU's own products compute what Transformers computes."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import experts, read_model_config
+from jaxserve.models.panels import PanelWeight, QuantizedPanels
+from jaxserve.weights import load_weights
+from tests.models.cases import CASES
+from tests.models.tiny_models import PagedRunner, reference_logits, relative_error
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")
+PRODUCT = re.compile(r"target_name=jaxserve_(?:quantized_)?product_")
+
+
+@pytest.fixture(autouse=True)
+def only_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else multiplies by experts."""
+    monkeypatch.setattr(experts, "grouped_matmul", None)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(FAMILIES)])
+def test_experts_in_panels_give_what_transformers_gives(checkpoints, case):
+    """A prompt, with padding behind it, and one token."""
+    directory, reference = checkpoints[case]
+    model = load_weights(directory, read_model_config(directory), jnp.float32, panels=True)
+    sparse = [layer.mlp for layer in model.layers if isinstance(layer.mlp, experts.SparseMLP)]
+    assert all(isinstance(mlp.gate_up[...], PanelWeight) for mlp in sparse) and sparse
+    runner, tokens = PagedRunner(model), np.random.default_rng(1).integers(0, 96, 30).tolist()
+    got = [runner.run([tokens[:-1]], pad_to=36)[0], runner.run([tokens[-1:]])[0]]
+    together = 29 if "dynamic" in case else 0
+    want = reference_logits(reference, tokens, together)
+    assert relative_error(np.concatenate(got), want) < 1e-4
+    assert len(PRODUCT.findall(runner.program())) >= 2 * len(sparse)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    ("case", "dtype", "error"),
+    [
+        ("qwen3_moe_window_bias", jnp.float32, 1e-5),  # in int4 with inputs that are padding
+        ("gpt_oss_truncated_tied", jnp.float32, 1e-5),
+        ("gpt_oss_truncated_tied", jnp.bfloat16, 0.1),  # all experts: none is swapped
+    ],
+)
+def test_quantized_experts_in_panels_give_what_they_give_as_they_are(
+    checkpoints, case, dtype, error, form
+):
+    directory, _ = checkpoints[case]
+    config, tokens = read_model_config(directory), list(range(20))
+    plain = load_weights(directory, config, jnp.float32, quantization=form)
+    model = load_weights(directory, config, dtype, quantization=form, panels=True)
+    found = [layer.mlp.down[...] for layer in model.layers]
+    assert sum(isinstance(one, QuantizedPanels) and one.codes.ndim == 4 for one in found)
+    logits, want = (PagedRunner(one).run([tokens])[0] for one in (model, plain))
+    assert relative_error(logits, want) < error
+
+
+def test_sixteen_bit_experts_in_panels(checkpoints):
+    directory, reference = checkpoints["gpt_oss_truncated_tied"]
+    tokens = np.random.default_rng(0).integers(0, 96, 20).tolist()
+    want = reference_logits(reference, tokens)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        model = load_weights(directory, read_model_config(directory), dtype, panels=True)
+        got = PagedRunner(model).run([tokens])[0]
+        assert relative_error(got, want) < 16 * float(jnp.finfo(dtype).eps)
