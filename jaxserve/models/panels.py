@@ -53,7 +53,8 @@ class PanelWeight:
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
         """A weight [in..., out...], `contract` of them inputs."""
         inputs, outputs = prod(weight.shape[:contract]), weight.shape[contract:]
-        panels = in_panels(weight.reshape(inputs, prod(outputs)))
+        shape, stored = panel_shape(inputs, prod(outputs), weight.dtype)
+        panels = in_panels(weight.reshape(inputs, prod(outputs)), aligned_empty(shape, stored))
         return cls(jax.device_put(panels), weight.dtype.name, outputs, inputs)
 
     @classmethod

@@ -74,8 +74,8 @@ def copy_checked(
         if inner == source.ndim - 1:
             return _copy_chunks(target, source, cast)
         if source.shape[inner] < FEW:
-            pairs = zip(*(np.moveaxis(one, inner, 0) for one in (target, source)), strict=True)
-            return all(_copy_chunks(*pair, cast) for pair in pairs)
+            turns = zip(np.moveaxis(target, inner, 0), np.moveaxis(source, inner, 0), strict=True)
+            return all(_copy_chunks(to, of, cast) for to, of in turns)
         return _copy_tiles(target, source, inner, scratch.view(target.dtype), cast)
 
 
