@@ -30,8 +30,9 @@ from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.server.listener import bind
-from jaxserve.server.plans import check_folders, plan_models
+from jaxserve.server.plans import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.start import StartReport
 
 INTERRUPTED = 130
 DEFAULT_MAX_TOKENS = 256
@@ -117,7 +118,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         config = ServerConfig(**asked | given(arguments, fields))
         plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
-        check_folders(plans)
+        check_models(plans)
         with bind(config.host, config.port) as listener:
             # Imported late: it needs the `serve` extra, and brings JAX with it.
             module = importlib.import_module("jaxserve.server.serve")
@@ -141,8 +142,8 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "models",
         nargs="*",
-        metavar="[NAME=]DIR",
-        help="checkpoint folders, as for serve (default: the bundled model)",
+        metavar="[NAME=]MODEL",
+        help="as for serve (default: the bundled model)",
     )
     add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
     engine = parser.add_argument_group("engine", "For each model.")
@@ -152,14 +153,15 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def compile_programs(arguments: argparse.Namespace) -> int:
     """Run `jaxserve compile`; 1 where programs could not be kept."""
-    loaded = []
+    loaded, report = [], StartReport(sys.stderr)
     try:
         config = ServerConfig(**given(arguments, ["model_weights"]))
         plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        check_models(plans)
         load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
         for plan in plans:
             # All stay loaded: on a GPU the next one's cache has what this one leaves.
-            loaded.append(load(plan.config))
+            loaded.append(load(plan.config, report.progress))
             print(f"{plan.names[0]}: {loaded[-1].runner.store}; {loaded[-1].runner.plan}")
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,15 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "fp8", "int4", "awq", "gptq", "compressed-tensors")
 KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
+
+# org/name, or org/name/FILE.gguf.
+HUB_NAME = re.compile(
+    r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
+)
+NO_MODEL = (
+    "is not a folder with a checkpoint, nor a .gguf file, nor a name on the Hugging Face hub "
+    "(org/name)"
+)
 
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
@@ -69,7 +79,7 @@ class EngineConfig:
         decode_sizes: padded row counts compiled for steps of one token a row.
         token_sizes: padded token counts compiled for all other steps.
         compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
-            `jaxserve` in the user's cache folder, None keeps none.
+            `jaxserve` in the user's cache folder, "none" (or None) keeps none.
         check_invariants: verify every page, slot and counter after each step (slow).
 
     Raises:
@@ -189,6 +199,21 @@ class EngineConfig:
         return max(
             min(int(_CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
         )
+
+
+def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
+    """What the setting `model` stands for: "hub" if it could be a name there, None for nothing."""
+    path = Path(name)
+    if path.is_dir():
+        return "folder"
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf"
+    return "hub" if not path.exists() and is_hub_name(name) else None
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this could be a name on the hub."""
+    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def bundled_model() -> Path:

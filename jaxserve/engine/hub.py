@@ -23,8 +23,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from jaxserve.config import HubAccess, hub_access
-from jaxserve.engine.source import HUB_NAME
+from jaxserve.config import HUB_NAME, HubAccess, hub_access
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights.checkpoint import listed

@@ -102,7 +102,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     model_config = source.model_config
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
-    programs = None if cache is None else prepare_cache(Path(cache))
+    programs = None if cache in (None, "none") else prepare_cache(Path(cache))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=source.path)
     if config.quantization is None and config.load_format != "dummy":

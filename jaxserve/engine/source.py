@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, bundled_model
+from jaxserve.config import NO_MODEL, EngineConfig, bundled_model, kind_of_model
 from jaxserve.engine.text import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
@@ -26,10 +25,6 @@ from jaxserve.weights import (
 from jaxserve.weights.checkpoint import check_text_files
 from jaxserve.weights.placing import use_panels
 
-# org/name, or org/name/FILE.gguf.
-HUB_NAME = re.compile(
-    r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
-)
 # Tokens that end a turn, besides the end of a text.
 GGUF_ENDS = ("eos", "eot", "eom")
 
@@ -144,24 +139,16 @@ def local_path(
     Raises:
         CheckpointError: there is none, or it holds text files that lie elsewhere.
     """
-    path, what = Path(name), "tokenizer" if text_only else "model"
-    if path.is_dir():
-        check_text_files(path)
-        return path
-    if path.is_file() and path.suffix == ".gguf" and not text_only:
-        return path
-    if not path.exists() and is_hub_name(name):
+    kind = kind_of_model(name)
+    if kind == "folder":
+        check_text_files(Path(name))
+        return Path(name)
+    if kind == "gguf" and not text_only:
+        return Path(name)
+    if kind == "hub":
         fetch = _late("hub").fetch
         return fetch(name, config.revision, config.download_dir, on_progress, text_only=text_only)
-    raise CheckpointError(
-        f"{what}: {name!r} is not a folder with a checkpoint, nor a .gguf file, nor a name on the "
-        "Hugging Face hub (org/name)"
-    )
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether this could be a name on the hub."""
-    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+    raise CheckpointError(f"{'tokenizer' if text_only else 'model'}: {name!r} {NO_MODEL}")
 
 
 def _late(name: str) -> Any:

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from jaxserve.server.app import App
 from jaxserve.server.plans import ModelPlan
-from jaxserve.server.serve import StartReport, load_models
+from jaxserve.server.serve import load_models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.start import StartReport
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Of a line: twice the largest body, whose characters may be written as escapes.

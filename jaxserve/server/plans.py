@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import NO_MODEL, EngineConfig, kind_of_model
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.server.settings import ServerConfig
 
@@ -20,7 +19,7 @@ class ModelPlan:
 
     Attributes:
         names: that requests call it by; the first is what answers carry.
-        root: its folder as it was given.
+        root: its folder, file or name on the hub, as it was given.
         config: its engine's settings.
     """
 
@@ -32,17 +31,17 @@ class ModelPlan:
 def plan_models(
     models: Iterable[str], settings: dict[str, Any], config: ServerConfig
 ) -> list[ModelPlan]:
-    """Read `[NAME=]DIR` of each model; none means the bundled one.
+    """Read `[NAME=]MODEL` of each model; none means the bundled one.
 
     Raises:
-        InvalidRequest: a model without a folder, a name given twice, weights for a model that is
+        InvalidRequest: a name without a model, a name given twice, weights for a model that is
             not there, or settings out of range.
     """
     named = []
     for text in models:
         name, equals, folder = text.rpartition("=")
         if not folder or (equals and not name):
-            raise InvalidRequest(f"models are given as DIR or NAME=DIR; got {text!r}", "models")
+            raise InvalidRequest(f"models are given as MODEL or NAME=MODEL; got {text!r}", "models")
         named.append((name or folder, folder))
     folders: list[tuple[str, str | None]] = [*named] or [(BUNDLED, None)]
     names = [name for name, _ in folders]
@@ -61,22 +60,25 @@ def plan_models(
     if config.served_model_name:
         if len(plans) > 1:
             raise InvalidRequest(
-                "served_model_name is for one model; name several as NAME=DIR", "served_model_name"
+                "served_model_name is for one model; name several as NAME=MODEL",
+                "served_model_name",
             )
         plans[0] = replace(plans[0], names=list(config.served_model_name))
     return plans
 
 
-def check_folders(plans: Iterable[ModelPlan]) -> None:
-    """Find a folder that is missing before any model is loaded, which takes long.
+def check_models(plans: Iterable[ModelPlan]) -> None:
+    """Find a model that is not there before any other is loaded, which takes long.
+
+    Names on the hub are asked for when they are loaded.
 
     Raises:
         CheckpointError: naming it.
     """
     for plan in plans:
-        folder = plan.config.model
-        if folder is not None and not Path(folder).is_dir():
-            raise CheckpointError(f"model: {str(folder)!r} is not a folder with a checkpoint")
+        name = plan.config.model
+        if name is not None and kind_of_model(str(name)) is None:
+            raise CheckpointError(f"model: {str(name)!r} {NO_MODEL}")
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:

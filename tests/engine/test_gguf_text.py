@@ -211,14 +211,20 @@ def test_vocabulary_beyond_the_logits():
         ours(sentencepiece(), 20)
 
 
-def test_a_file_is_a_model(tmp_path: Path):
-    """Configuration, tokenizer and ends out of one file."""
+def whole_model(folder: Path) -> tuple[Path, Tokenizer]:
+    """A GGUF file with weights and a vocabulary, and what its tokenizer must do."""
     backend, metadata = byte_level()
     raw = raw_config("llama") | {"vocab_size": 310}
     metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer")}
     metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].tolist()
     metadata["tokenizer.ggml.eot_token_id"] = 3
-    path = write_gguf(tmp_path / "m.gguf", "llama", random_tensors(raw), metadata=metadata, raw=raw)
+    tensors = random_tensors(raw)
+    return write_gguf(folder / "m.gguf", "llama", tensors, metadata=metadata, raw=raw), backend
+
+
+def test_a_file_is_a_model(tmp_path: Path):
+    """Configuration, tokenizer and ends out of one file."""
+    path, backend = whole_model(tmp_path)
     config = EngineConfig(model=path)
     source = find_source(config)
     assert source.generation_config == {"eos_token_id": [1, 3]}

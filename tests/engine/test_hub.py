@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, EngineConfig
+from jaxserve.config import is_hub_name
 from jaxserve.engine.hub import fetch
-from jaxserve.engine.source import find_source, is_hub_name
+from jaxserve.engine.source import find_source
 from jaxserve.weights import parameter_values
 from tests.engine.hub_server import Hub, commit_of, serve_hub
 from tests.weights.gguf_files import random_tensors, raw_config, write_gguf

@@ -156,6 +156,14 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     assert first[3] == second[3] and all(len(tokens) > 0 for tokens in first[3])
     assert "a step failed" not in done.stderr
     assert "0 programs compiled, 7 read" in done.stdout
+    assert "jaxserve: weights" in done.stderr  # the command says how far it is
+
+
+def test_a_cache_can_be_left_out(checkpoint: Path) -> None:
+    """Also by the word, which is all that a command line has."""
+    with LLM(checkpoint, **(SMALL | {"compilation_cache_dir": "none"})) as llm:
+        assert llm._thread.engine.runner.store.folder is None
+    assert not Path("none").exists()
 
 
 @pytest.mark.usefixtures("no_jax_cache")

@@ -19,9 +19,9 @@ from jaxserve.server.app import App
 from jaxserve.server.generation import Generation
 from jaxserve.server.listener import bind
 from jaxserve.server.process import Process
-from jaxserve.server.serve import StartReport, Stop
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.start import StartReport, Stop
 
 
 @pytest.fixture(scope="module")

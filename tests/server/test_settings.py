@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
 from jaxserve.server.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.observed import Histogram
 from jaxserve.server.parsing import parse_json
-from jaxserve.server.plans import check_folders, memory_shares, plan_models
+from jaxserve.server.plans import check_models, memory_shares, plan_models
 from jaxserve.server.served import Admission
 from jaxserve.server.settings import ServerConfig
 
@@ -65,21 +66,24 @@ def test_models_and_their_memory() -> None:
 def test_models_that_cannot_be_told_apart() -> None:
     with pytest.raises(InvalidRequest, match="two models are named 'a'"):
         plan_models(["a=x", "a=y"], {}, ServerConfig())
-    with pytest.raises(InvalidRequest, match="NAME=DIR"):
+    with pytest.raises(InvalidRequest, match="NAME=MODEL"):
         plan_models(["a=x", "b=y"], {}, ServerConfig(served_model_name=("c",)))
 
 
 @pytest.mark.parametrize("text", ["", "a=", "=x", "="])
 def test_models_without_a_folder(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="DIR or NAME=DIR"):
+    with pytest.raises(InvalidRequest, match="MODEL or NAME=MODEL"):
         plan_models([text], {}, ServerConfig())
 
 
-def test_a_missing_folder_is_named_before_anything_is_loaded() -> None:
-    plans = plan_models(["a=jaxserve/demo_model", "b=/nowhere"], {}, ServerConfig())
-    with pytest.raises(CheckpointError, match="'/nowhere' is not a folder"):
-        check_folders(plans)
-    check_folders(plans[:1] + plan_models([], {}, ServerConfig()))
+def test_a_missing_model_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.bin").touch()
+    there = ["a=jaxserve/demo_model", f"b={tmp_path}/m.gguf", "org/name", "c=org/name/m.gguf"]
+    check_models(plan_models(there, {}, ServerConfig()))
+    for missing in (f"{tmp_path}/m.bin", f"{tmp_path}/other.gguf", "name", "../name"):
+        with pytest.raises(CheckpointError, match=f"'{missing}' is not a folder"):
+            check_models(plan_models([*there, f"d={missing}"], {}, ServerConfig()))
 
 
 @pytest.mark.parametrize("weights", ["c=1", "a=0", "a=-1", "a", "a=x", "a=nan", "a=1;b=2"])

@@ -1,0 +1,41 @@
+"""What a server can be given as a model: a folder, a GGUF file, a name on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.checkpoint import save_checkpoint
+from tests.engine.hub_server import serve_hub
+from tests.engine.test_gguf_text import whole_model
+from tests.server.live import Server
+
+SMALL = (
+    "--port 0 --max-num-seqs 2 --max-num-batched-tokens 16 --decode-sizes 2 --token-sizes 16 "
+    "--max-model-len 64 --num-gpu-blocks-override 20"
+).split()
+
+
+def test_files_and_names_are_served_as_folders_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path / "folder")
+    (tmp_path / "gguf").mkdir()
+    file, _ = whole_model(tmp_path / "gguf")
+    held = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with serve_hub({"org/tiny": {"main": held}}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        models = [f"folder={folder}", f"file={file}", "org/tiny"]
+        kept = ["--download-dir", str(tmp_path / "kept")]
+        with Server([*models, *kept, *SMALL]) as server:
+            names = [model["id"] for model in server.request("/v1/models").json()["data"]]
+            assert names == ["folder", "file", "org/tiny"]
+            texts = {}
+            for name in names:
+                body = {"model": name, "prompt": "abc", "max_tokens": 5, "temperature": 0}
+                answer = server.request("/v1/completions", body).json()
+                assert answer["usage"]["completion_tokens"] > 0
+                texts[name] = answer["choices"][0]["text"]
+    assert texts["org/tiny"] == texts["folder"]
