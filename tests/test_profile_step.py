@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import profile_step
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loading import Loaded, load
+from jaxserve.engine.loading import load
 from step_trace import (
     ATTENTION,
     GATHER,
@@ -181,7 +182,7 @@ def test_every_option_says_its_default() -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Of 256 tokens a sequence, without a tokenizer."""
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     for file in folder.glob("tokenizer*"):
@@ -195,27 +196,25 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         skip_tokenizer_init=True,
         compilation_cache_dir=None,
     )
-    return load(config)
+    engine = Engine(load(config))
+    yield engine
+    engine.close()
 
 
 def test_rows_begin_anew_so_that_each_measured_launch_is_of_all(
-    loaded: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """120 launches take more tokens than a row has."""
     out, tables = tmp_path / "trace.json.gz", tmp_path / "tables.json"
     given = ["--rows=2", "--context=20", "--steps=30", f"--out={out}", f"--json={tables}"]
-    engine = Engine(loaded)
     profile_step.profile(engine, profile_step.make_parser().parse_args(given))
-    engine.close()
     found = json.loads(tables.read_text())
     assert found["bucket"].startswith("decode 2") and found["host_us"]["commit"] > 0
     assert found["device_us"][WEIGHTS] > 0 and found["device_us"][ATTENTION] > 0
     assert f"trace: {out}" in capsys.readouterr().out and out.stat().st_size > 0
 
 
-def test_rows_that_would_end_at_once_are_refused(loaded: Loaded, tmp_path: Path) -> None:
+def test_rows_that_would_end_at_once_are_refused(engine: Engine, tmp_path: Path) -> None:
     given = ["--rows=2", "--context=240", f"--out={tmp_path / 'trace.json.gz'}"]
-    engine = Engine(loaded)
     with pytest.raises(profile_step.TooShort, match="--rows 2, --context 240: the 16 tokens"):
         profile_step.profile(engine, profile_step.make_parser().parse_args(given))
-    engine.close()
