@@ -72,8 +72,9 @@ def _value(name: str, text: str, is_switch: bool) -> Any:
     except ValueError:
         raise ValueError(f"--set {name}=N: {text!r} must be an integer, like {name}=64") from None
     known = _ENGINES_NAMES.get(name, name)
+    given: dict[str, Any] = {known: value}
     try:
-        EngineConfig(**{known: value})
+        EngineConfig(**given)
     except ValueError as error:
         raise ValueError(f"--set {str(error).replace(known, name)}") from None
     return value
