@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 import serving_scenes
+from argument_types import positive, positive_integer, positive_or_inf
 from serving_load import (
     ENDPOINTS,
     Prompts,
@@ -68,20 +69,6 @@ def _percentiles(text: str) -> list[float]:
     return percentiles
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be more than 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
-    return value
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
@@ -100,26 +87,26 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--ignore-eos", action="store_true", help="generate the whole length")
     work = parser.add_argument_group("work")
     work.add_argument("--dataset-name", choices=("random", "trace"), default="random")
-    work.add_argument("--num-prompts", type=_count, default=1000)
-    work.add_argument("--random-input-len", type=_count, default=1024, metavar="TOKENS")
-    work.add_argument("--random-output-len", type=_count, default=128, metavar="TOKENS")
+    work.add_argument("--num-prompts", type=positive_integer, default=1000)
+    work.add_argument("--random-input-len", type=positive_integer, default=1024, metavar="TOKENS")
+    work.add_argument("--random-output-len", type=positive_integer, default=128, metavar="TOKENS")
     work.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R")
     work.add_argument(
-        "--trace-length-scale", type=_positive, default=1.0, help="times the trace's lengths"
+        "--trace-length-scale", type=positive, default=1.0, help="times the trace's lengths"
     )
     work.add_argument(
-        "--trace-time-scale", type=_positive, default=1.0, help="times the trace's gaps"
+        "--trace-time-scale", type=positive, default=1.0, help="times the trace's gaps"
     )
     work.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json, to make text prompts")
     work.add_argument("--seed", type=int, default=0)
     pace = parser.add_argument_group("pace")
     pace.add_argument(
         "--request-rate",
-        type=_positive,
+        type=positive_or_inf,
         help="arrivals a second, inf allowed (default: the trace's own times; inf for random)",
     )
-    pace.add_argument("--burstiness", type=_positive, default=1.0, help="1 is a Poisson process")
-    pace.add_argument("--max-concurrency", type=_count)
+    pace.add_argument("--burstiness", type=positive, default=1.0, help="1 is a Poisson process")
+    pace.add_argument("--max-concurrency", type=positive_integer)
     pace.add_argument("--num-warmups", type=int, default=0, metavar="N")
     add_report(parser.add_argument_group("report"))
     return parser

@@ -9,8 +9,9 @@ The host's parts are timed first, without the profiler; pack is timed alone and 
 submit, which holds it. Then the profiler records `--steps` steps: the table's second half adds up
 the operations of the compiled program by what they do, each without what ran inside it. With
 several threads the operations of a class can run at once, so that the classes may add up to more
-than the step takes. A launch can hold several decode
-steps; times are a launch's. Open the file in https://ui.perfetto.dev.
+than the step takes. A launch can hold several decode steps; times are a launch's. Rows that near
+their end begin anew, apart from what is measured; so fewer steps may be recorded. No tokenizer is
+needed. Open the file in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,26 @@ prepare_process()
 
 import jax
 
+from argument_types import integer_from_0, positive_integer, writable_file
+from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import load
+from jaxserve.engine.source import find_source
+from jaxserve.errors import JaxserveError
 from jaxserve.execution.batch import pack
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
 from sim_measure import HostClock
 from step_trace import CLASSES, DeviceTime, device_time, read_events
 
+ROWS = 16
 HOST = ("schedule", "pack", "submit", "read", "commit", "rest")
+SETTLING = 10  # launches before any is measured
 Table = dict[str, float]
+
+
+class TooShort(ValueError):
+    """Rows end before a launch of them can be measured."""
 
 
 class Workload:
@@ -51,30 +63,58 @@ class Workload:
     Args:
         engine: idle.
         rows: sequences that decode.
-        context: tokens that each of them has.
+        context: tokens that each of them has to begin with.
         prompt: tokens of a prompt that each step computes besides; 0 for none.
     """
 
     def __init__(self, engine: Engine, rows: int, context: int, prompt: int) -> None:
-        self.engine, self.prompt = engine, prompt
+        self.engine, self.rows, self.context, self.prompt = engine, rows, context, prompt
         self.last: InFlight | None = None
+        self._left = engine.limits.max_model_len - context
         self._number = 0
-        longest = engine.limits.max_model_len
-        for _ in range(rows):
-            self._add(context, longest - context)
-        while engine.scheduler.num_waiting:
-            engine.step()
+        self._drawn: Counter[str] = Counter()
 
-    def _add(self, prompt: int, output: int) -> None:
+    @property
+    def has_room(self) -> bool:
+        """No row can end in the next step, nor in the one that is in flight."""
+        drawn = max(self._drawn.values(), default=self._left)
+        return drawn + 2 * self.engine.runner.max_steps < self._left
+
+    def begin(self) -> None:
+        """Rows anew, in place of those that are near their end.
+
+        Raises:
+            TooShort: they end as soon as all of them run.
+        """
+        self.end()
+        for _ in range(self.rows):
+            self._add(self.context, self._left, self._count)
+        while len(self._drawn) < self.rows and self.engine.has_work:
+            self.engine.step()
+        most = self._left - 4 * self.engine.runner.max_steps
+        for _ in range(SETTLING):
+            if max(self._drawn.values()) < most:
+                self.step()
+        if not self.has_room:
+            raise TooShort(
+                f"--rows {self.rows}, --context {self.context}: the {self._left} tokens that "
+                "are left to a row must be enough for all to run at once and for two launches of "
+                f"{self.engine.runner.max_steps} more; ask for fewer rows or a shorter context"
+            )
+
+    def _count(self, delta: Delta) -> None:
+        self._drawn[delta.request_id] += len(delta.token_ids)
+
+    def _add(self, prompt: int, output: int, sink: Sink) -> None:
         self._number += 1
         tokens = [5 + (self._number * 31 + index * 7) % 200 for index in range(prompt)]
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         request = self.engine.request(f"{self._number}", tokens, sampling)
-        self.engine.add(request, lambda delta: None)
+        self.engine.add(request, sink)
 
     def step(self) -> None:
         if self.prompt:
-            self._add(self.prompt, 1)
+            self._add(self.prompt, 1, lambda delta: None)
         self.engine.step()
         self.last = self.engine._in_flight or self.last
 
@@ -83,17 +123,25 @@ class Workload:
             self.engine.abort(str(number))
         while self.engine.has_work:
             self.engine.step()
+        self._drawn.clear()
 
 
 def host_table(work: Workload, steps: int) -> Table:
     """Median microseconds of each part of the loop; `step` is the whole."""
-    clock = HostClock(work.engine)
-    try:
-        for _ in range(steps):
-            work.step()
-    finally:
-        clock.restore()
-    parts = {name: 1e6 * statistics.median(times) for name, times in clock.spent.items()}
+    spent: dict[str, list[float]] = defaultdict(list)
+    while len(spent["step"]) < steps:
+        if not work.has_room:
+            work.begin()
+        clock = HostClock(work.engine)
+        try:
+            for _ in range(steps - len(spent["step"])):
+                if work.has_room:
+                    work.step()
+        finally:
+            clock.restore()
+        for name, times in clock.spent.items():
+            spent[name] += times
+    parts = {name: 1e6 * statistics.median(times) for name, times in spent.items()}
     packing = []
     assert work.last is not None
     for _ in range(50):
@@ -107,7 +155,12 @@ def host_table(work: Workload, steps: int) -> Table:
 
 
 def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
-    """Run steps under the profiler; what the program's operations took, and the bucket."""
+    """Run steps under the profiler; what the program's operations took, and the bucket.
+
+    Fewer steps where rows would end: each of them is like the others.
+    """
+    work.begin()
+    recorded = 0
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 3
     options.python_tracer_level = 0
@@ -120,9 +173,10 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=options):
-                for number in range(steps):
-                    with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                while recorded < steps and work.has_room:
+                    with jax.profiler.StepTraceAnnotation("step", step_num=recorded):
                         work.step()
+                    recorded += 1
                 engine._drain()
             [found] = Path(folder).rglob("*.trace.json.gz")
             shutil.copyfile(found, out)
@@ -132,7 +186,7 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
     assert work.last is not None
     bucket, launch = work.last.bucket, work.last.plan.num_steps
     hlo = engine.runner._steps[bucket].as_text()
-    return device_time(read_events(out), hlo, steps), f"{bucket} (now {launch})"
+    return device_time(read_events(out), hlo, recorded), f"{bucket} (now {launch})"
 
 
 def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> None:
@@ -152,36 +206,83 @@ def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> 
         print(f"{name[:44]:<46}{micros:>9,.0f}{runs:>7.0f}  {kind}  {path[-60:]}")
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", metavar="DIR", help="default: the bundled model")
-    parser.add_argument("--dummy", action="store_true", help="random weights of its config.json")
-    parser.add_argument("--cache", help="compilation_cache_dir")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--context", type=int, default=256, help="tokens of each row")
-    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt in each step")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--longest", type=int, default=12, help="operations to list")
-    parser.add_argument("--out", type=Path, default=Path("step_trace.json.gz"))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--model", metavar="DIR", help="(default: the bundled model)")
+    dummy = "random weights of its config.json (default: its weights)"
+    parser.add_argument("--dummy", action="store_true", help=dummy)
+    cache = "compilation_cache_dir (default: jaxserve in the user's cache folder)"
+    parser.add_argument("--cache", metavar="DIR", help=cache)
+    for name, kind, default, what in (
+        ("--rows", positive_integer, None, "sequences that decode (default: 16, or all slots)"),
+        ("--context", positive_integer, 256, "tokens of each row"),
+        ("--prompt", integer_from_0, 0, "tokens of a prompt in each step; 0 for none"),
+        ("--steps", positive_integer, 40, "launches that the profiler records"),
+        ("--longest", integer_from_0, 12, "operations to list"),
+    ):
+        about = what if default is None else f"{what} (default: %(default)s)"
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=about)
+    out, trace = Path("step_trace.json.gz"), "write the trace here (default: %(default)s)"
+    parser.add_argument("--out", type=writable_file, default=out, metavar="FILE", help=trace)
+    also = "write the tables here too (default: print them only)"
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help=also)
+    return parser
+
+
+def read_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Of an engine that takes tokens; checked by the model's config.json, before it is loaded.
+
+    Raises:
+        JaxserveError: no model, or none that can be served.
+        ValueError: a size that the model has no room for.
+    """
     config: dict[str, Any] = {"model": arguments.model, "enable_prefix_caching": False}
     if arguments.cache:
         config["compilation_cache_dir"] = arguments.cache
     if arguments.dummy:
-        config |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    engine = Engine(load(EngineConfig(**config)))
-    assert engine.config.max_num_seqs
-    rows = min(arguments.rows, engine.config.max_num_seqs - bool(arguments.prompt))
-    work = Workload(engine, rows, arguments.context, arguments.prompt)
-    for _ in range(10):
-        work.step()
+        config["load_format"] = "dummy"
+    found = EngineConfig(skip_tokenizer_init=True, **config)
+    longest = find_source(found).model_config.context_length
+    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    sizes = found.resolve(device, longest)
+    assert sizes.max_num_seqs
+    check_sizes(arguments, sizes.max_num_seqs - bool(arguments.prompt), longest)
+    return found
+
+
+def check_sizes(arguments: argparse.Namespace, most_rows: int, longest: int) -> None:
+    """Fill in `rows`; see that all fits.
+
+    Args:
+        most_rows: slots, but the prompt's.
+        longest: tokens that a sequence may have.
+
+    Raises:
+        ValueError: naming the argument, and what is allowed.
+    """
+    arguments.rows = arguments.rows or min(ROWS, most_rows)
+    for name, least, most in (
+        ("rows", 1, most_rows),
+        ("context", 1, longest - 2),
+        ("prompt", 0, longest - 1),
+    ):
+        value = getattr(arguments, name)
+        if not least <= value <= most:
+            raise ValueError(f"--{name} must be from {least} to {most} here, got {value}")
+
+
+def profile(engine: Engine, arguments: argparse.Namespace) -> None:
+    """Measure, print and write.
+
+    Raises:
+        TooShort: see `Workload.begin`.
+    """
+    work = Workload(engine, arguments.rows, arguments.context, arguments.prompt)
     host = host_table(work, 3 * arguments.steps)
     device, bucket = record(work, arguments.steps, arguments.out)
     work.end()
-    engine.close()
     print_tables(host, device, bucket, arguments.longest)
     print(f"\ntrace: {arguments.out}, for https://ui.perfetto.dev")
     if arguments.json:
@@ -194,6 +295,25 @@ def main() -> int:
         }
         result = {"bucket": bucket, "host_us": host, "device_us": device.micros}
         arguments.json.write_text(json.dumps(about | result, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = make_parser()
+    arguments = parser.parse_args()
+    try:
+        loaded = load(read_config(arguments))
+        assert loaded.config.max_num_seqs
+        most_rows = loaded.config.max_num_seqs - bool(arguments.prompt)
+        check_sizes(arguments, most_rows, loaded.limits.max_model_len)
+    except (JaxserveError, ValueError) as error:
+        parser.error(str(error))
+    engine = Engine(loaded)
+    try:
+        profile(engine, arguments)
+    except (JaxserveError, TooShort) as error:
+        parser.error(str(error))
+    finally:
+        engine.close()
     return 0
 
 

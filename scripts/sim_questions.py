@@ -28,11 +28,19 @@ def suggestions(
 
     Measured tables hold the sizes that were compiled, so that settings stay within them. With
     `users` each of them asks again when answered.
+
+    Raises:
+        ValueError: limits below all that is tried.
     """
     seqs = [n for n in (4, 8, 16, 32, 64, 128, 256, 512) if n <= base.max_num_seqs]
     tokens = [64 << n for n in range(9)]
     if measured:
         tokens = [n for n in tokens if n in (base.token_sizes or ())]
+    if not seqs or not tokens or tokens[-1] < seqs[0]:
+        raise ValueError(
+            f"nothing to suggest for max_num_seqs {base.max_num_seqs} and token sizes "
+            f"{base.token_sizes}: at least 4 sequences and a size of 64, 128, ... are needed"
+        )
     tried = []
     for most_seqs, most_tokens in itertools.product(seqs, tokens):
         if most_tokens < most_seqs:
@@ -69,7 +77,10 @@ def highest_rate(
     slo: dict[str, float],
     share: float = 99.0,
 ) -> float:
-    """Requests a second at which `share` percent of the requests still meet the SLO."""
+    """Requests a second at which `share` percent of the requests still meet the SLO.
+
+    0 where that is missed even at one in ten minutes.
+    """
     low, high = 0.0, 1.0
 
     def holds(rate: float) -> bool:
@@ -77,7 +88,7 @@ def highest_rate(
 
     while holds(high) and high < 1e5:
         low, high = high, 2 * high
-    while high - low > 0.03 * high:
+    while high - low > 0.03 * high and high > 1 / 600:
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

@@ -27,22 +27,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig, prepare_process
+from jaxserve.errors import JaxserveError
+from sim_arguments import (
+    SLO_REQUESTS,
+    SLO_USERS,
+    SUGGEST_REQUESTS,
+    SUGGEST_SLO,
+    VALIDATE_RATES,
+    VALIDATE_SECONDS,
+    add_options,
+    check_users,
+    read_setting,
+    read_slo,
+)
 from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
 from sim_validate import Pair, compare, cut
-from trace_rows import TRACES
 
 SEEDS = 5
-VALIDATE_SECONDS = 22  # of requests at each rate; four times that with its repeats and rounds
-SUGGEST_REQUESTS = 400  # of each setting that is tried, unless asked for others
 SHOWN = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -55,39 +65,6 @@ def print_summary(summary: Mapping[str, float]) -> None:
             print(f"{name:<8}" + "".join(f"{value:>10.2f}" for value in values))
     rest = {name: value for name, value in summary.items() if not name.endswith("_ms")}
     print(", ".join(f"{name} {value:.4g}" for name, value in rest.items()))
-
-
-def read_slo(parts: list[str] | None) -> dict[str, float]:
-    """`ttft:500 tpot:20` as milliseconds.
-
-    Raises:
-        ValueError: a part that is not of that form.
-    """
-    slo = {}
-    for part in parts or ():
-        name, _, most = part.partition(":")
-        if name not in ("ttft", "tpot", "e2el") or not most:
-            raise ValueError(f"an SLO is like ttft:500, tpot:20 or e2el:9000; got {part!r}")
-        slo[name] = float(most)
-    return slo
-
-
-def read_setting(base: Setting, changes: list[str] | None) -> Setting:
-    """A setting with `name=value` changes.
-
-    Raises:
-        ValueError: a name that is no field, or a value that is no number.
-    """
-    known = {field.name for field in fields(Setting)}
-    for change in changes or ():
-        name, _, text = change.partition("=")
-        if name not in known:
-            raise ValueError(f"--set takes {', '.join(sorted(known))}; got {name!r}")
-        value: Any = int(text)
-        if isinstance(getattr(base, name), bool):
-            value = bool(value)
-        base = replace(base, **{name: value})
-    return base
 
 
 # What runs a model imports JAX, and is imported only then.
@@ -158,9 +135,14 @@ def do_validate(arguments: argparse.Namespace) -> int:
     setting = module.setting_of(loaded)
     calibration = module.Calibration(loaded, module.measure(loaded, {}))
     rows, holds, asked = {}, True, arguments.requests
-    for rate in arguments.rate or [10.0, 20.0, 40.0]:
-        arguments.requests = asked or round(VALIDATE_SECONDS * rate)
+    for rate in arguments.rate or VALIDATE_RATES:
+        arguments.requests = asked or max(1, round(VALIDATE_SECONDS * rate))
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
+        if all(job.output == 1 for job in jobs):
+            raise ValueError(
+                f"--scale {arguments.scale:g} and --requests {arguments.requests} leave no request "
+                "of two tokens; at least one must have a time between tokens to compare"
+            )
         parts = cut(jobs, arguments.part)
         numbers = [n for n in range(len(parts)) for _ in range(arguments.repeats)]
         runs, rounds = [], [calibration.serve_like(parts[0])]
@@ -189,9 +171,9 @@ def do_run(arguments: argparse.Namespace) -> int:
     """`run`."""
     setting, times = _setting_and_times(arguments)
     slo = read_slo(arguments.slo)
-    outcome = Simulation(setting, times).run(
-        _jobs(arguments, setting, arguments.rate), arguments.users
-    )
+    jobs = _jobs(arguments, setting, arguments.rate)
+    check_users(arguments.users, len(jobs))
+    outcome = Simulation(setting, times).run(jobs, arguments.users)
     print(f"step times: {', '.join(f'{k} {v}' for k, v in times.about.items())}\n{setting}")
     print_summary(outcome.summary(slo))
     if arguments.json:
@@ -202,9 +184,10 @@ def do_run(arguments: argparse.Namespace) -> int:
 def do_suggest(arguments: argparse.Namespace) -> int:
     """`suggest`."""
     setting, times = _setting_and_times(arguments)
-    slo = read_slo(arguments.slo or ["ttft:500", "tpot:50"])
+    slo = read_slo(arguments.slo) or SUGGEST_SLO
     arguments.requests = arguments.requests or SUGGEST_REQUESTS
     jobs = _jobs(arguments, setting, arguments.rate)
+    check_users(arguments.users, len(jobs))
     found = suggestions(setting, times, jobs, slo, isinstance(times, Measured), arguments.users)
     print(f"{'max_num_seqs':>13}{'max_num_batched_tokens':>24}{'good %':>8}{'p99 ttft':>10}"
           f"{'p99 tpot':>10}{'pages %':>9}")  # fmt: skip
@@ -218,19 +201,24 @@ def do_suggest(arguments: argparse.Namespace) -> int:
     flags = (
         f"--max-num-seqs {best.max_num_seqs} --max-num-batched-tokens {best.max_num_batched_tokens}"
     )
+    rate = None
     if arguments.users:
         print(f"suggested for {arguments.users} users: {flags}")
-        return 0
-    rate = highest_rate(best, times, lambda rate: _jobs(arguments, best, rate), slo)
-    print(f"suggested: {flags}; 99 % of requests meet the SLO up to {rate:.3g} a second")
+    else:
+        rate = highest_rate(best, times, lambda rate: _jobs(arguments, best, rate), slo)
+        print(f"suggested: {flags}; 99 % of requests meet the SLO up to {rate:.3g} a second")
+    if arguments.json:
+        tried = [{"setting": repr(one)} | summary for one, summary in found]
+        _write(arguments.json, {"suggested": flags, "highest_rate": rate, "tried": tried})
     return 0
 
 
 def do_slo(arguments: argparse.Namespace) -> int:
     """`slo`."""
-    results = [
-        slo_8b(users, arguments.shape, arguments.requests or 2000) for users in (100, 128, 200)
-    ]
+    requests = arguments.requests or SLO_REQUESTS
+    if requests < max(SLO_USERS):
+        raise ValueError(f"--requests {requests}: must be at least {max(SLO_USERS)}, one a user")
+    results = [slo_8b(users, arguments.shape, requests) for users in SLO_USERS]
     print(f"step times: {results[0]['assumed']}")
     for one in results:
         print(
@@ -309,56 +297,17 @@ def make_parser() -> argparse.ArgumentParser:
         ("slo", do_slo, "many users of an 8B model on an H200 as assumed"),
     ):
         command = commands.add_parser(name, help=what, description=what)
-        command.set_defaults(function=function)
-        command.add_argument("--json", type=Path, help="write the result here too")
-        unless = f" (default: {VALIDATE_SECONDS} s of each rate)" if name == "validate" else ""
-        rows = "rows of the trace, repeated if need be" + unless
-        command.add_argument("--requests", type=int, help=rows)
-        if name in ("measure", "validate"):
-            command.add_argument(
-                "--model",
-                default="bundled",
-                help=f"a folder, or a random Llama: {', '.join(MODELS)} (16 rows of 1,024 tokens)",
-            )
-            command.add_argument("--cache", help="compilation_cache_dir")
-            for size in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-                command.add_argument("--" + size.replace("_", "-"), type=int, dest=size)
-        if name in ("run", "suggest"):
-            command.add_argument("--times", type=Path, help="what `measure` wrote")
-            command.add_argument("--assume", choices=("h200",), default="h200")
-            command.add_argument("--users", type=int, help="a closed loop of so many users")
-            command.add_argument("--slo", nargs="+", metavar="NAME:MS")
-            command.add_argument("--set", nargs="+", metavar="NAME=N")
-        if name in ("run", "suggest", "slo"):
-            command.add_argument("--shape", choices=SHAPES, default="8b")
-        if name in ("measure", "run", "suggest", "validate"):
-            command.add_argument("--trace", choices=TRACES, default="azure-conv")
-            command.add_argument("--scale", type=float, default=1.0, help="divides lengths")
-            several = "+" if name == "validate" else None
-            command.add_argument(
-                "--rate",
-                type=float,
-                nargs=several,
-                help="requests a second; measure: time the loop at this load, not at several",
-            )
-            command.add_argument("--arrivals", choices=("trace", "poisson"), default="trace")
-        if name == "measure":
-            command.add_argument("--out", type=Path)
-            seconds = "of each round that times the loop at several rates"
-            command.add_argument("--seconds", type=float, default=8.0, help=seconds)
-        if name == "validate":
-            command.add_argument("--part", type=int, default=40, help="requests of a run")
-            command.add_argument("--repeats", type=int, default=2, help="runs of each part")
+        command.set_defaults(function=function, refuse=command.error)
+        add_options(name, command)
     return parser
 
 
 def main() -> int:
-    parser = make_parser()
-    arguments = parser.parse_args()
+    arguments = make_parser().parse_args()
     try:
         return arguments.function(arguments)
-    except ValueError as error:
-        parser.error(str(error))
+    except (JaxserveError, ValueError) as error:
+        return arguments.refuse(str(error))
 
 
 if __name__ == "__main__":

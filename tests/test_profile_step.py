@@ -1,10 +1,12 @@
-"""The profile's sums: what belongs to which class, and no time counted twice."""
+"""The profile's sums: what belongs to which class, and no time counted twice; its arguments."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import profile_step
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loading import load
 from step_trace import (
     ATTENTION,
     GATHER,
@@ -27,6 +33,7 @@ from step_trace import (
     read_events,
     self_times,
 )
+from tests.engine.checkpoint import save_checkpoint
 
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -126,3 +133,88 @@ def test_a_real_trace_names_the_operations_of_its_program(tmp_path: Path) -> Non
     found = device_time(read_events(path), program.as_text(), steps=3)
     assert found.micros[WEIGHTS] > 0 and found.micros[SAMPLER] > 0
     assert found.micros[PRODUCTS] == found.micros[WRITE] == 0
+
+
+def refused(arguments: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """What is said of arguments that end the script before it prints anything."""
+    patch.setattr(sys, "argv", ["profile_step.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        profile_step.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    return said.err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--steps 0", "--steps: '0' must be an integer of at least 1"),
+        ("--rows -1", "--rows: '-1' must be an integer of at least 1"),
+        ("--rows few", "--rows: 'few' must be an integer of at least 1"),
+        ("--context 0", "--context: '0' must be an integer of at least 1"),
+        ("--prompt -1", "--prompt: '-1' must be an integer of at least 0"),
+        ("--longest -1", "--longest: '-1' must be an integer of at least 0"),
+        ("--out /nonexist/x.gz", "--out: '/nonexist/x.gz' must be in a folder that exists"),
+        ("--json /nonexist/x.json", "--json: '/nonexist/x.json' must be in a folder that exists"),
+        ("--model /nonexist", "model: '/nonexist' is not a folder with a checkpoint"),
+        ("--context 100000", "--context must be from 1 to 1022 here, got 100000"),
+        ("--prompt 1024", "--prompt must be from 0 to 1023 here, got 1024"),
+        ("--rows 33", "--rows must be from 1 to 32 here, got 33"),
+        ("--rows 32 --prompt 8", "--rows must be from 1 to 31 here, got 32"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name_and_say_what_is_allowed(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Also those that the model has no room for, before it is loaded: nothing is compiled."""
+    monkeypatch.setattr(profile_step, "load", None)
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(arguments.split(), monkeypatch, capsys)
+
+
+def test_every_option_says_its_default() -> None:
+    for action in profile_step.make_parser()._actions[1:]:
+        assert "(default: " in (action.help or ""), action.dest
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Of 256 tokens a sequence, without a tokenizer."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    config = EngineConfig(
+        model=folder,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        decode_sizes=(2,),
+        token_sizes=(32,),
+        skip_tokenizer_init=True,
+        compilation_cache_dir=None,
+    )
+    engine = Engine(load(config))
+    yield engine
+    engine.close()
+
+
+def test_rows_begin_anew_so_that_each_measured_launch_is_of_all(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """120 launches take more tokens than a row has."""
+    out, tables = tmp_path / "trace.json.gz", tmp_path / "tables.json"
+    given = ["--rows=2", "--context=20", "--steps=30", f"--out={out}", f"--json={tables}"]
+    profile_step.profile(engine, profile_step.make_parser().parse_args(given))
+    found = json.loads(tables.read_text())
+    assert found["bucket"].startswith("decode 2") and found["host_us"]["commit"] > 0
+    assert found["device_us"][WEIGHTS] > 0 and found["device_us"][ATTENTION] > 0
+    assert f"trace: {out}" in capsys.readouterr().out and out.stat().st_size > 0
+
+
+def test_rows_that_would_end_at_once_are_refused(engine: Engine, tmp_path: Path) -> None:
+    given = ["--rows=2", "--context=240", f"--out={tmp_path / 'trace.json.gz'}"]
+    with pytest.raises(profile_step.TooShort, match="--rows 2, --context 240: the 16 tokens"):
+        profile_step.profile(engine, profile_step.make_parser().parse_args(given))

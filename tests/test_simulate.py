@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -17,13 +18,13 @@ from bench_prefix import hit_rates, ideal_hits
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import StepPlan
+from sim_arguments import read_setting, read_slo
 from sim_jobs import Job, make_jobs
 from sim_lines import Samples, line, quantiles, spread
 from sim_loop import Record, Setting, Simulation, summarize
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Line, Measured, attention_work
 from sim_validate import COMPARED, Pair, chance, compare, cut, pooled
-from simulate import read_setting, read_slo
 
 SAMPLING = SamplingParams(max_tokens=None, ignore_eos=True)
 SETTING = Setting(4, 16, 65, 64, enable_prefix_caching=False)
@@ -359,12 +360,103 @@ def test_the_first_slo_holds_with_the_steps_assumed() -> None:
 
 def test_options_are_read_strictly() -> None:
     assert read_slo(["ttft:500", "tpot:20"]) == {"ttft": 500.0, "tpot": 20.0}
-    with pytest.raises(ValueError, match="an SLO is like"):
+    with pytest.raises(ValueError, match="--slo takes ttft, tpot, e2el"):
         read_slo(["latency:5"])
     changed = read_setting(SETTING, ["max_num_seqs=2", "enable_prefix_caching=1"])
     assert (changed.max_num_seqs, changed.enable_prefix_caching) == (2, True)
     with pytest.raises(ValueError, match="--set takes"):
         read_setting(SETTING, ["max_seqs=2"])
+
+
+def refused(arguments: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """What is said of arguments that end a command before it prints anything."""
+    patch.setattr(sys, "argv", ["simulate.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        simulate.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    return said.err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run --rate -3", "--rate: '-3' must be a number above 0"),
+        ("run --rate 0", "--rate: '0' must be a number above 0"),
+        ("run --rate nan", "--rate: 'nan' must be a number above 0"),
+        ("run --rate inf", "--rate: 'inf' must be a number above 0, and finite"),
+        ("run --rate fast", "--rate: 'fast' must be a number above 0"),
+        ("suggest --rate 0", "--rate: '0' must be a number above 0"),
+        ("measure --rate 0", "--rate: '0' must be a number above 0"),
+        ("validate --rate 5 0", "--rate: '0' must be a number above 0"),
+        ("run --scale 0", "--scale: '0' must be a number above 0"),
+        ("run --requests 0", "--requests: '0' must be an integer of at least 1"),
+        ("run --requests 1.5", "--requests: '1.5' must be an integer of at least 1"),
+        ("run --users 0", "--users: '0' must be an integer of at least 1"),
+        ("run --rate 5 --users 3", "--users: not allowed with argument --rate"),
+        ("suggest --rate 5 --users 3", "--users: not allowed with argument --rate"),
+        ("run --requests 3 --users 5", "--users 5: must be at most the 3 requests"),
+        ("suggest --users 500", "--users 500: must be at most the 400 requests"),
+        ("slo --requests 199", "--requests 199: must be at least 200"),
+        ("validate --part 0", "--part: '0' must be an integer of at least 1"),
+        ("validate --repeats -1", "--repeats: '-1' must be an integer of at least 1"),
+        ("measure --seconds 0", "--seconds: '0' must be a number above 0"),
+        ("measure --max-num-seqs 0", "--max-num-seqs: '0' must be an integer of at least 1"),
+        ("run --json /nonexist/x.json", "--json: '/nonexist/x.json' must be in a folder that ex"),
+        ("run --json /", "--json: '/' is a folder; it must be a file to write"),
+        ("measure --out /nonexist/x.json", "--out: '/nonexist/x.json' must be in a folder that"),
+        ("run --slo latency:5", "--slo takes ttft, tpot, e2el, like ttft:500; got 'latency:5'"),
+        ("run --slo ttft:soon", "--slo ttft:MS: 'soon' must be a number above 0"),
+        ("suggest --slo tpot:-1", "--slo tpot:MS: '-1' must be a number above 0"),
+        ("run --set max_seqs=2", "--set takes max_num_seqs, max_num_batched_tokens, num_pages"),
+        ("run --set max_num_seqs", "--set max_num_seqs=N: '' must be an integer, like"),
+        ("run --set max_num_seqs=0", "--set max_num_seqs must be from 1 to 65536, got 0"),
+        ("run --set num_pages=1", "--set num_pages must be from 2 to"),
+        ("run --set num_pages=512", "--set num_pages (512) must be at least 513"),
+        ("run --set max_num_batched_tokens=8", "(8) must be at least max_num_seqs (256)"),
+        ("run --set max_model_len=1000000", "--set max_model_len (1000000) must be at most"),
+        ("run --set async_scheduling=2", "--set async_scheduling: '2' must be 0 or 1"),
+        ("suggest --set max_num_seqs=2", "at least 4 sequences and a size of 64"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name_and_say_what_is_allowed(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert message in refused(arguments, monkeypatch, capsys)
+
+
+def test_a_model_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    said = refused("measure --model /nonexist", monkeypatch, capsys)
+    assert said.startswith("model: '/nonexist' is not a folder with a checkpoint")
+
+
+def test_every_option_says_its_default() -> None:
+    [commands] = [a for a in simulate.make_parser()._actions if isinstance(a.choices, dict)]
+    assert isinstance(commands.choices, dict) and len(commands.choices) == 5
+    for name, command in commands.choices.items():
+        for action in command._actions[1:]:
+            assert "(default: " in (action.help or ""), (name, action.dest)
+
+
+def test_the_rate_that_no_slo_holds_at_is_none() -> None:
+    def jobs_at(rate: float) -> list[Job]:
+        return make_jobs("azure-conv", 4, scale=64, rate=rate, max_model_len=64)
+
+    assert highest_rate(SETTING, Fixed(), jobs_at, {"ttft": 1.0}) == 0
+
+
+def test_suggestions_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "found.json"
+    arguments = "suggest --requests 4 --users 2 --scale 64 --set max_num_seqs=4 --json"
+    monkeypatch.setattr(sys, "argv", ["simulate.py", *arguments.split(), str(path)])
+    assert simulate.main() == 0
+    found = json.loads(path.read_text())
+    assert f"suggested for 2 users: {found['suggested']}\n" in capsys.readouterr().out
+    assert len(found["tried"]) == 9 and found["tried"][0]["good_pct"] == 100
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", "[]"])
