@@ -20,6 +20,7 @@ from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.ops import (
     grouped_matmul,
+    inputs_in_panels,
     kernel_code,
     kv_write,
     paged_decode_attention,
@@ -37,6 +38,7 @@ __all__ = [
     "check_page_table",
     "dequantize",
     "grouped_matmul",
+    "inputs_in_panels",
     "kernel_code",
     "kv_write",
     "paged_decode_attention",

@@ -55,6 +55,7 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
 # On CPU only: a product with weights in panels; kernels' machine code, to be kept, and kept ones.
 panel_product = _later("llvm_product", "panel_product")
 quantized_panel_product = _later("llvm_quantized", "quantized_panel_product")
+inputs_in_panels = _later("llvm_transpose", "inputs_in_panels")
 rows_in_panels = _later("llvm_transpose", "rows_in_panels")
 kernel_code = _later("llvm_calls", "code_of")
 restore_kernels = _later("llvm_calls", "restore")

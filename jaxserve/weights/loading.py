@@ -18,6 +18,7 @@ from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.filling import prepare_panels
 from jaxserve.weights.gguf import GgufFile
 from jaxserve.weights.gguf_names import named_tensors
 from jaxserve.weights.names import match_names
@@ -31,7 +32,7 @@ from jaxserve.weights.placing import (
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.reading import prepare_panels, read_parameters, reading_ahead
+from jaxserve.weights.reading import read_parameters, reading_ahead
 from jaxserve.weights.safetensors import TensorEntry
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _structure(
 ) -> tuple[Decoder, dict[str, nnx.Param[Array]]]:
     """The abstract model and its parameters; meanwhile the disk reads, and kernels are compiled."""
     stored = {entry.dtype for entry in entries.values()} if panels else set()
-    kernels = partial(prepare_panels, stored, np.dtype(dtype))
+    together = {entry.dtype for entry in entries.values() if len(entry.shape) == 3 and panels}
+    kernels = partial(prepare_panels, stored, together, np.dtype(dtype))
     with reading_ahead(table, entries, kernels):
         model = abstract_model(config, dtype)
         return model, parameters_of(model)

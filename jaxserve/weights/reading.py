@@ -16,19 +16,19 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from threading import Event, local
+from threading import Event
 from types import MappingProxyType
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.panels import aligned_empty
-from jaxserve.models.weight_table import Block, WeightName
-from jaxserve.weights.copying import SCRATCH_BYTES, all_finite, copy_checked
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.copying import all_finite
+from jaxserve.weights.filling import BYTES, InPanels, Memory, Strided, Turned
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
-from pallas_kernels import rows_in_panels
-from pallas_kernels.llvm_panels import PANEL, panel_shape, rows_as_columns
+from pallas_kernels.llvm_panels import PANEL
 
 THREADS = 4
 STREAMS = 4
@@ -38,104 +38,7 @@ AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything
 SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
 SKIM_MEMORY = 256 << 10  # that they are read into, over and over
 
-BYTES = np.dtype(np.uint8)
-
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-
-
-class _Memory(local):
-    """What one thread reads into and casts in, over and over.
-
-    Fresh memory for each block would cost more than reading it: the kernel clears every page.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, np.ndarray] = {}
-        self.scratch = aligned_empty((SCRATCH_BYTES,), BYTES)
-
-    def of(self, use: str, size: int) -> np.ndarray:
-        """At least so many bytes, other ones for each use."""
-        if len(self._kept.get(use, ())) < size:
-            self._kept[use] = aligned_empty((size,), BYTES)
-        return self._kept[use]
-
-
-@dataclass(frozen=True)
-class _Strided:
-    """Where a block goes in a parameter of its own shape."""
-
-    block: Block
-    target: np.ndarray
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.block.rows
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.target.dtype
-
-    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite."""
-        return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
-
-
-@dataclass(frozen=True)
-class _InPanels:
-    """The panels that rows make, of their own, or, from a column on, with others."""
-
-    rows: tuple[int, int]
-    panels: np.ndarray
-    dtype: np.dtype
-    column: int | None = None
-
-    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite."""
-        widened = rows.dtype.name == "bfloat16" and self.dtype == np.float32
-        if rows.dtype != self.dtype and not widened:
-            size = rows.size * self.dtype.itemsize
-            cast = memory.of("cast", size)[:size].view(self.dtype).reshape(rows.shape)
-            copy_checked(cast, rows, memory.scratch, check_finite=False)
-            rows = cast
-        rows = np.ascontiguousarray(rows)
-        if self.column is not None:
-            rows = rows.astype(self.dtype, copy=False)
-            rows_as_columns(rows, self.panels, self.column)
-            return not check_finite or all_finite(rows)
-        return rows_in_panels(rows, self.panels, self.dtype) or not check_finite
-
-
-@dataclass(frozen=True)
-class _Turned:
-    """The panels that a block becomes which holds all of one expert's matrix, in whatever order."""
-
-    block: Block
-    panels: np.ndarray
-    dtype: np.dtype
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.block.rows
-
-    def fill(self, rows: np.ndarray, memory: _Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite. The matrix lies outputs first in between."""
-        (matrix,) = self.block.arrange(rows)
-        size = matrix.size * self.dtype.itemsize
-        turned = memory.of("turned", size)[:size].view(self.dtype)
-        turned = turned.reshape(*matrix.shape[1:], matrix.shape[0])
-        target = np.moveaxis(turned, -1, 0)
-        finite = copy_checked(target, matrix, memory.scratch, check_finite)
-        if finite:
-            rows_in_panels(turned.reshape(-1, matrix.shape[0]), self.panels, self.dtype)
-        return finite
-
-
-def prepare_panels(stored: Iterable[np.dtype], dtype: np.dtype) -> None:
-    """Have the kernels compiled that make panels of `dtype` of rows of these dtypes."""
-    shape, word = panel_shape(PANEL, PANEL, dtype)
-    for one in stored:
-        panels = _InPanels((0, PANEL), aligned_empty(shape, word), dtype)
-        panels.fill(np.zeros((PANEL, PANEL), one), _Memory(), check_finite=False)
 
 
 @dataclass(frozen=True)
@@ -145,7 +48,7 @@ class _Job:
     path: str
     entry: TensorEntry
     file: SharedFile
-    into: _Strided | _InPanels | _Turned
+    into: Strided | InPanels | Turned
     parameter: np.ndarray
     ends_part: bool
     ends_parameter: bool
@@ -189,7 +92,7 @@ def read_parameters(
     done = 0
     window: deque[tuple[_Job, Future[None]]] = deque()
     count = _few_streams(entries, shapes) if leave_host else STREAMS
-    memory, files = _Memory(), [SharedFile() for _ in range(count)]
+    memory, files = Memory(), [SharedFile() for _ in range(count)]
     streams = zip(_stretches(groups, entries, count), files, strict=True)
     jobs = _in_step([_jobs(some, entries, dims, shapes, plans, file) for some, file in streams])
     pool = ThreadPoolExecutor(THREADS, "read")
@@ -340,9 +243,9 @@ def _jobs(
 
 def _strided(
     part: WeightName, entry: TensorEntry, whole: np.ndarray, dims: Mapping[str, int]
-) -> Iterator[_Strided]:
+) -> Iterator[Strided]:
     for block in part.blocks(dims, BLOCK_BYTES // entry.dtype.itemsize):
-        yield _Strided(block, whole[block.at])
+        yield Strided(block, whole[block.at])
 
 
 def _in_panels(
@@ -351,20 +254,20 @@ def _in_panels(
     entry: TensorEntry,
     parameter: np.ndarray,
     dims: Mapping[str, int],
-) -> Iterator[_InPanels | _Turned]:
+) -> Iterator[InPanels | Turned]:
     if plan.rows is None:
         for block, panels in zip(part.blocks(dims, 1), parameter, strict=True):
-            yield _Turned(block, panels, plan.dtype)
+            yield Turned(block, panels, plan.dtype)
         return
     parameter = parameter.reshape(-1, *plan.shape[-2:])
     for some in plan.rows[part.name, part.part]:
         for block in some.blocks(entry, PANEL_BYTES):
             end = (block.column or 0) + block.rows[1] - block.rows[0]
             panels = parameter[block.panel : block.panel - (-end // PANEL)]
-            yield _InPanels(block.rows, panels, plan.dtype, block.column)
+            yield InPanels(block.rows, panels, plan.dtype, block.column)
 
 
-def _fill(job: _Job, memory: _Memory, check_finite: bool) -> None:
+def _fill(job: _Job, memory: Memory, check_finite: bool) -> None:
     room = memory.of("read", job.num_bytes)
     rows = job.entry.read_rows(*job.into.rows, room, job.file)
     if not job.into.fill(rows, memory, check_finite):

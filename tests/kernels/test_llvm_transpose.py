@@ -10,7 +10,14 @@ import pytest
 
 from pallas_kernels.llvm_code import host
 from pallas_kernels.llvm_panels import PANEL, in_panels, panel_shape
-from pallas_kernels.llvm_transpose import ALIGNMENT, Transposition, rows_in_panels, run
+from pallas_kernels.llvm_transpose import (
+    ALIGNMENT,
+    Cut,
+    Transposition,
+    inputs_in_panels,
+    rows_in_panels,
+    run,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(name) for name in ("float64", "float32", "float16")] + [BF16]
@@ -81,3 +88,41 @@ def test_memory_that_the_kernel_cannot_write_is_refused():
         run(kernel, rows.T, panels)
     with pytest.raises(ValueError, match="multiple of 64"):
         run(kernel, rows, panels.reshape(-1)[8 : 8 + 64 * PANEL].reshape(1, 64, PANEL))
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("size", [(64, 96), (7, 32), (5, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("given", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (BF16, DTYPES[1])], ids=str
+)
+def test_inputs_are_cut_into_panels(given, dtype, size, turns):
+    inputs, outputs = size
+    rows = stored(inputs, outputs * turns, given).reshape(inputs, outputs, turns)
+    want = in_panels(rows.transpose(0, 2, 1).reshape(inputs, -1).astype(dtype))
+    panels = panels_for(outputs * turns, inputs, dtype)
+    assert inputs_in_panels(rows, panels, dtype)
+    assert panels.tobytes() == want.tobytes()
+    for place in [(0, 0, 0), (inputs - 1, outputs - 1, turns - 1), (1, 31, 0)]:
+        for value in (np.nan, -np.inf):
+            bad = rows.copy()
+            bad[place] = value
+            assert not inputs_in_panels(bad, panels, dtype)
+
+
+@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
+@pytest.mark.parametrize(("number", "pairs"), [(2, False), (2, True), (4, False), (8, False)])
+def test_inputs_are_cut_by_other_processors_alike(number, pairs, vector_bytes):
+    dtype, cpu = np.dtype(f"u{number}"), replace(host(), vector_bytes=vector_bytes)
+    rows = np.random.default_rng(0).integers(0, 1 << 60, (6, 2 * PANEL, 2)).astype(dtype)
+    kernel = Cut(number, 2, pairs, cpu=cpu)
+    panels = aligned((4, 6 // (1 + pairs), PANEL), np.dtype(f"u{kernel.word}"))
+    most = run(kernel, rows, panels)
+    words = rows.transpose(2, 1, 0).reshape(4, PANEL, -1).view(panels.dtype)
+    np.testing.assert_array_equal(panels, words.transpose(0, 2, 1))
+    assert most == int((rows & ((1 << (8 * number - 1)) - 1)).max())
+
+
+def test_panels_of_another_shape_are_refused():
+    rows = stored(64, 64, DTYPES[1])[..., None]
+    with pytest.raises(ValueError, match=r"shape \(2, 64, 32\)"):
+        inputs_in_panels(rows, panels_for(32, 64, DTYPES[1]), DTYPES[1])
