@@ -245,7 +245,8 @@ def make_private(directory: Path) -> None:
     """Make a folder that only its user may enter, or check that one is.
 
     Raises:
-        PermissionError: it belongs to somebody else, is open to others, or is a link.
+        PermissionError: it belongs to somebody else, is open to others, is a link, or lies where
+            everybody can put another one in its place.
         OSError: it cannot be made.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,6 +258,9 @@ def make_private(directory: Path) -> None:
     if stat.S_IMODE(found.st_mode) & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise PermissionError(f"{directory} is open to others (mode {mode:04o}; it must be 0700)")
+    around = directory.parent.stat().st_mode
+    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
+        raise PermissionError(f"{directory.parent} can be written by everybody")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"{directory} cannot be written")
 

@@ -182,6 +182,19 @@ def test_open_folders_are_left_alone(
     assert list(shared.iterdir()) == [] and "is open to others" in caplog.text
 
 
+def test_a_folder_that_everybody_can_replace_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a temporary folder for all, but for the bit that protects what lies there."""
+    around = tmp_path / "around"
+    around.mkdir()
+    around.chmod(0o777)
+    assert store(around / "programs").folder is None
+    assert f"{around} can be written by everybody" in caplog.text
+    around.chmod(0o1777)
+    assert store(around / "programs").folder is not None
+
+
 def test_links_and_files_in_the_folders_place_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
