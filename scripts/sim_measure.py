@@ -123,9 +123,10 @@ def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, 
     longest = steps.setting.max_model_len
     far = longest - 1 - min(bucket.num_tokens, longest // 2)
     slope, bases = 0.0, []
-    for tokens, starts in ((bucket.num_tokens, (0, far)), (fewest, (0,))):
+    # One token would be a decode step, and fewer than the fewest a smaller bucket's.
+    for tokens, starts in ((bucket.num_tokens, (0, far)), (max(fewest, 2), (0,))):
         rows = -(-tokens // min(tokens, longest // 2))
-        count = tokens // rows
+        count = tokens // rows if len(starts) > 1 else -(-tokens // rows)
         took = [1e6 * steps.seconds(rows, at, count) for at in starts]
         pairs = [attention_work(steps.plan(rows, at, count))[1] for at in starts]
         if len(starts) > 1:
