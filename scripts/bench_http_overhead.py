@@ -18,6 +18,7 @@ import sys
 import time
 from typing import Any
 
+from argument_types import positive_integer
 from jaxserve.config import EngineConfig, prepare_process
 
 PROMPT = [5, 6, 7, 8]
@@ -138,9 +139,9 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="checkpoint folder (default: bundled model)")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=800, help="of each stream")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--streams", type=positive_integer, default=64)
+    parser.add_argument("--tokens", type=positive_integer, default=800, help="of each stream")
+    parser.add_argument("--repeats", type=positive_integer, default=5)
     options = parser.parse_args()
     prepare_process()
     rows = asyncio.run(measure(options))

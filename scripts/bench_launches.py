@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 
+from argument_types import positive_integer
 from jaxserve import LLM, SamplingParams
 
 KINDS = {"one step a launch": 1, "as many as nobody notices": None}
@@ -15,8 +16,8 @@ KINDS = {"one step a launch": 1, "as many as nobody notices": None}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="checkpoint (default: the bundled model)")
-    parser.add_argument("--tokens", type=int, default=600)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=positive_integer, default=600)
+    parser.add_argument("--repeats", type=positive_integer, default=5)
     arguments = parser.parse_args()
     engines = {
         name: LLM(arguments.model, max_num_seqs=8, num_scheduler_steps=steps)

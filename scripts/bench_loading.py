@@ -46,7 +46,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from argument_types import positive_integer
+from argument_types import positive, positive_integer, writable_file
 from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
@@ -243,14 +243,14 @@ def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--shard-megabytes", type=int, default=500)
+    parser.add_argument("--gigabytes", type=positive, default=2.0)
+    parser.add_argument("--shard-megabytes", type=positive_integer, default=500)
     parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--dtype", help="of the parameters; by default the stored one")
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--fresh-repeats", type=positive_integer, default=1)
     parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=writable_file)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

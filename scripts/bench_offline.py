@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from argument_types import positive_integer, some_of, writable_file
 from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
@@ -42,6 +43,7 @@ from jaxserve.weights import random_weights
 from pallas_kernels.llvm_product import panel_product
 from trace_rows import read_trace
 
+PARTS = ("step", "schedules")
 SCALE = 8
 STEP_GATE = 1.3
 GAIN_GATES = {16: 2.4, 32: 3.1}
@@ -284,12 +286,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="wide")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=256, help="token budget of a step")
-    parser.add_argument("--parts", default="step,schedules")
-    parser.add_argument("--json", type=Path, help="write the results here, and a plot beside it")
+    parser.add_argument("--batch", type=positive_integer, default=16)
+    parser.add_argument("--requests", type=positive_integer, default=512)
+    parser.add_argument("--repeats", type=positive_integer, default=3)
+    parser.add_argument(
+        "--tokens", type=positive_integer, default=256, help="token budget of a step"
+    )
+    parser.add_argument("--parts", type=some_of(PARTS), default="step,schedules")
+    parser.add_argument(
+        "--json", type=writable_file, help="write the results here, and a plot beside it"
+    )
     arguments = parser.parse_args()
     rows = read_trace(arguments.requests)
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)

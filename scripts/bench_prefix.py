@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from argument_types import positive_integer, writable_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
@@ -234,14 +235,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
-    parser.add_argument("--rows", type=int, default=1000, help="of the Mooncake trace")
-    parser.add_argument("--pages", type=int, nargs="+", default=[20_000, 60_000, 200_000, 600_000])
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--requests", type=int, default=128, help="of each serving of `cost`")
-    parser.add_argument("--repeats", type=int, default=10, help="servings of `cost`")
+    parser.add_argument("--rows", type=positive_integer, default=1000, help="of the Mooncake trace")
+    parser.add_argument(
+        "--pages", type=positive_integer, nargs="+", default=[20_000, 60_000, 200_000, 600_000]
+    )
+    parser.add_argument("--slots", type=positive_integer, nargs="+", default=[1, 16])
+    parser.add_argument(
+        "--requests", type=positive_integer, default=128, help="of each serving of `cost`"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=10, help="servings of `cost`")
     parser.add_argument("--model", choices=("bundled", *SHAPES), default="wide", help="of cost")
     parser.add_argument("--cache", help="compilation_cache_dir")
-    parser.add_argument("--json", type=Path, help="write the numbers here, beside those there")
+    parser.add_argument(
+        "--json", type=writable_file, help="write the numbers here, beside those there"
+    )
     arguments = parser.parse_args()
     parts, results, holds = arguments.part or ["hits", "cost"], {}, True
     if "hits" in parts:

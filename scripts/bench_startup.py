@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from argument_types import positive_integer, writable_file
 from jaxserve.config import prepare_process
 
 GATES = {"bundled": 3.0, "135m": 10.0}
@@ -223,9 +224,11 @@ def main() -> int:
     )
     parser.add_argument("--model", choices=GATES, action="append", help="default: both")
     parser.add_argument("--kind", choices=("cold", "warm", "prebuilt"), action="append")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--folder", type=Path, help="keep checkpoints and programs here")
-    parser.add_argument("--json", type=Path, help="write the numbers here, beside those there")
+    parser.add_argument(
+        "--json", type=writable_file, help="write the numbers here, beside those there"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

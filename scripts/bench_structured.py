@@ -35,6 +35,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from argument_types import positive_integer, writable_file
 from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig
@@ -317,10 +318,12 @@ def throughput(loaded: Loaded, rows: int, tokens: int, repeats: int) -> Report:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="checkpoint folder in place of the bundled model")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=160, help="of each row; a fifth with 137M")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--rows", type=positive_integer, default=32)
+    parser.add_argument(
+        "--tokens", type=positive_integer, default=160, help="of each row; a fifth with 137M"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=5)
+    parser.add_argument("--out", type=writable_file, default=RESULT)
     options = parser.parse_args()
     source, encode = vocabulary(VOCAB)
     grammars = Grammars(lambda: source, VOCAB, (0,))

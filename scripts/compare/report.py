@@ -45,7 +45,7 @@ GATES = (
     ("mixed, over vLLM's CPU build", "mixed", "vllm", 1.0, None),
     ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
     ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
-    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "small")),
+    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "wide-bf16", "small")),
     ("trace, over Transformers padded static", "trace", "transformers", 1.0, ("wide-bf16",)),
     ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
     ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
@@ -317,11 +317,10 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str:
-    """What stands between README's markers."""
+def readme_part(data: dict[str, Any], results: str) -> list[str]:
+    """Of README's section, what one results file says."""
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
-    lines = [
-        BEGIN,
+    return [
         f"One run of `python scripts/compare_engines.py`: {_words(data)}.",
         f"All of it, with versions, spread and latencies: `{results}`.",
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
@@ -330,10 +329,7 @@ def readme_section(data: dict[str, Any], results: str, images: list[str]) -> str
         "",
         *behind_words(data, 1),
         "",
-        *(f"![{Path(image).stem}]({image})" for image in images),
-        END,
     ]
-    return "\n".join(lines)
 
 
 def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
@@ -353,14 +349,21 @@ def write(data: dict[str, Any], json_path: Path) -> None:
     plots.slots(data, images["slots"])
 
 
-def section_of(json_path: Path, root: Path) -> str:
-    """README's section for a results file inside the repository."""
-    data = json.loads(json_path.read_text())
-    markdown, images = paths(json_path)
-    shown = [images["slots"]] if images["slots"].exists() else []
-    return readme_section(
-        data, str(markdown.relative_to(root)), [str(p.relative_to(root)) for p in shown]
-    )
+def stored(folder: Path) -> list[Path]:
+    """The results files of a folder: one, and one for each other machine."""
+    return sorted(folder.glob("compare_engines*.json"))
+
+
+def section_of(json_paths: list[Path], root: Path) -> str:
+    """What stands between README's markers, for results files inside the repository."""
+    lines = [BEGIN]
+    for json_path in json_paths:
+        markdown, _ = paths(json_path)
+        data = json.loads(json_path.read_text())
+        lines += readme_part(data, str(markdown.relative_to(root)))
+    shown = [image for path in json_paths[:1] if (image := paths(path)[1]["slots"]).exists()]
+    lines += [f"![{image.stem}]({image.relative_to(root)})" for image in shown]
+    return "\n".join([*lines, END])
 
 
 def replaced(readme: str, section: str) -> str:

@@ -76,15 +76,27 @@ def plain(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
 
+# The widest first: flags of /proc/cpuinfo that decide how fast products are.
+VECTORS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with bfloat16 products",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+
+
 def machine() -> dict[str, Any]:
-    """CPU by its name where /proc/cpuinfo tells it, cores, memory."""
+    """CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+        flags = next(line.split() for line in lines if line.startswith("flags"))
     except (OSError, StopIteration):
-        name = platform.machine()
+        name, flags = platform.machine(), []
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return {"cpu": name, "cores": os.cpu_count(), "memory_gib": round(gigabytes)}
+    vectors = next((title for flag, title in VECTORS.items() if flag in flags), "")
+    cpu = f"{name} ({vectors})" if vectors else name
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(gigabytes)}
 
 
 def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:

@@ -1,0 +1,159 @@
+"""The comparison's command line: its options, and what they may be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from argument_types import (
+    integers,
+    objective,
+    positive,
+    positive_integer,
+    positive_or_inf,
+    some_of,
+    writable_file,
+)
+from compare.parts import PARTS
+from compare.shapes import BFLOAT16, SHAPES
+
+RESULTS = Path(__file__).parent.parent / "results" / "compare_engines.json"
+MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
+GOES_ON = 3
+
+
+def _server(text: str) -> tuple[str, str]:
+    """`NAME=URL` as both, the URL without the protocol's path."""
+    name, _, url = text.partition("=")
+    parts = urlsplit(url)
+    if not name or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=URL, like x=http://10.0.0.7:8000")
+    return name, url.rstrip("/").removesuffix("/v1")
+
+
+def _interpreter_of(engines: Collection[str]) -> Callable[[str], tuple[str, Path]]:
+    def type_(text: str) -> tuple[str, Path]:
+        name, _, path = text.partition("=")
+        if name not in engines or not Path(path).is_file():
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be ENGINE=PATH of a Python, ENGINE one of {', '.join(engines)}"
+            )
+        return name, Path(path)
+
+    return type_
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """What records must have in common to be compared, and how often they are taken."""
+    whole = {"type": positive_integer}
+    parser.add_argument("--threads", default=2, help="of each engine (%(default)s)", **whole)
+    parser.add_argument("--rows", default=16, help="most sequences at once (%(default)s)", **whole)
+    parser.add_argument(
+        "--batches", type=integers, default="16", help="rows of the schedules (%(default)s)"
+    )
+    parser.add_argument("--repeats", default=3, help="turns of each (%(default)s)", **whole)
+    parser.add_argument(
+        "--trace", default=96, help="requests of the Azure trace (%(default)s)", **whole
+    )
+    parser.add_argument(
+        "--mixed", default=64, help="requests of mixed lengths (%(default)s)", **whole
+    )
+    parser.add_argument(
+        "--single", default=3, help="requests one after another (%(default)s)", **whole
+    )
+    parser.add_argument("--served", default=40, help="requests under load (%(default)s)", **whole)
+    parser.add_argument(
+        "--rate", type=positive, default=3.0, help="requests a second under load (%(default)s)"
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        type=objective,
+        default=[("ttft", 2000.0), ("tpot", 100.0)],
+        metavar="NAME:MS",
+        help="what a request under load must meet (default: ttft:2000 tpot:100)",
+    )
+    parser.add_argument(
+        "--crowds",
+        type=integers,
+        default="1,4,16",
+        help="clients at once, for the curve (%(default)s)",
+    )
+
+
+def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
+    """
+    Args:
+        engines: names of those that have an adapter.
+    """
+    parser = argparse.ArgumentParser(
+        prog="compare_engines.py",
+        description="jaxserve and other engines on one workload, with the same weights, in one run",
+    )
+    every = ",".join(engines)
+    parser.add_argument("--engines", type=some_of(engines), default=every, help=f"of {every}")
+    parser.add_argument(
+        "--models",
+        type=some_of(MODELS),
+        default="small,wide-bf16,wide",
+        help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16 (%(default)s)",
+    )
+    parser.add_argument(
+        "--parts", type=some_of(PARTS), default=",".join(PARTS), help=f"of {','.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--url",
+        action="append",
+        type=_server,
+        default=[],
+        metavar="NAME=URL",
+        help="a server of the OpenAI protocol that runs already",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        type=_interpreter_of(engines),
+        default=[],
+        metavar="ENGINE=PATH",
+        help="an interpreter that has the engine, instead of an own environment",
+    )
+    _add_sizes(parser)
+    parser.add_argument(
+        "--json",
+        type=writable_file,
+        default=RESULTS,
+        help="the results file (default: the stored one)",
+    )
+    parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
+    parser.add_argument(
+        "--max-seconds",
+        type=positive_or_inf,
+        default="inf",
+        help=f"begin no part after these; exit status {GOES_ON} if some are left",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="install and start everything once, measure nothing"
+    )
+    parser.add_argument("--write", action="store_true", help="measure nothing; write the report")
+    parser.add_argument(
+        "--write-readme",
+        action="store_true",
+        help="put the tables of scripts/results between README's markers",
+    )
+    return parser
+
+
+def read_options(engines: Collection[str]) -> argparse.Namespace:
+    """The command line's options; ends the process with a sentence where they make no sense."""
+    parser = make_parser(engines)
+    options = parser.parse_args()
+    names = [*options.engines, *(name for name, _ in options.url)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        parser.error(f"--url: {', '.join(twice)} is measured already; leave it out of --engines")
+    if options.prepare and options.write:
+        parser.error("--prepare and --write exclude each other")
+    if options.write and not options.json.is_file():
+        parser.error(f"--write: there is no {options.json}")
+    return options
