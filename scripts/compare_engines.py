@@ -3,22 +3,27 @@
     python scripts/compare_engines.py --prepare                  installs; warms compile caches
     python scripts/compare_engines.py                            everything, interleaved repeats
     python scripts/compare_engines.py --resume --max-seconds 150 a slice of it, and on later
-    python scripts/compare_engines.py --models tiny --repeats 1 --trace 8 --mixed 4 --served 4
-    python scripts/compare_engines.py --url vllm=http://10.0.0.7:8000 --engines jaxserve
-    python scripts/compare_engines.py --write                    table, plots and README only
+    python scripts/compare_engines.py --models tiny --repeats 1 --trace 8 --json /tmp/quick.json
+    python scripts/compare_engines.py --url theirs=http://10.0.0.7:8000 --models wide \\
+        --engines jaxserve --json /tmp/theirs.json               a server that runs already
+    python scripts/compare_engines.py --write --write-readme     table, plots and README only
 
 Every engine runs as a server process with `--threads` threads, is asked by the same client over
 HTTP (prompts as token ids, greedy, the end of sequence ignored), and is stopped while another is
-measured, so that they take turns in every repeat though each is started once a model.
-Engines without such a server get a small one (scripts/compare/worker_http.py). First their greedy
-answers are judged by Transformers in float64; then start-up, single stream, offline throughput,
-latency under load and memory are measured. Engines are installed on first use, each in an
-environment of its own in the user's cache folder; one that cannot be is named with the reason.
+measured, so that they take turns in every repeat though each is started once a model. The client
+runs on the same cores; prefix caches are off. Engines without such a server get a small one
+(scripts/compare/worker_http.py). First their greedy answers are judged by Transformers in float64;
+then single stream, offline throughput, latency under load and memory are measured. A server at
+--url must hold one of these models; their checkpoints lie in the user's cache folder, in
+engines/models. Engines are installed on first use, each in an environment of its own in that
+folder; one that cannot be is named with the reason. The exit status is 1 where a part failed,
+answers differ or a goal was missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -28,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-from compare import parts, report, verdicts
+from compare import gates, parts, report, verdicts
 from compare.arguments import GOES_ON, RESULTS, read_options
 from compare.checkpoint import config_of, random_checkpoint
 from compare.engine import Engine, Setting
@@ -73,13 +78,17 @@ PARTS_OF = {
 # One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
 # compares schedules on more requests.
 ONCE = ("agreement", "serve", "curve", "schedules")
-# By model and engine: once too, so that the whole stays short. What a goal asks is repeated.
+# By model and engine: once too, so that the whole stays short. `mixed` compares the same, and is repeated.
 SELDOM: dict[tuple[str, str], tuple[str, ...]] = {
+    ("wide", "transformers"): ("trace",),
     ("wide", "transformers-cb"): ("trace",),
     ("wide", "llama.cpp"): ("trace",),
     ("wide", "vllm"): ("trace",),
     ("wide", "openvino"): ("trace",),
     ("wide-bf16", "transformers"): ("trace",),
+    ("wide-bf16", "llama.cpp"): ("trace",),
+    ("wide-bf16", "vllm"): ("trace",),
+    ("wide-bf16", "openvino"): ("trace",),
 }
 NEVER = {
     "transformers": ("mixed", "curve"),
@@ -134,26 +143,33 @@ def engines_of(options: argparse.Namespace) -> list[Engine]:
 def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
     """Engines take turns, in another order in every repeat; what was measured is left out."""
     tasks = []
-    wanted = options.parts
     for model in options.models:
-        for repeat in range(options.repeats):
+        # Answers first: a model's speeds are measured when they have been judged.
+        for repeat in (None, *range(options.repeats)):
             engines = engines_of(options)
-            first = -repeat % len(engines)
-            engines = engines[first:] + engines[:first]
-            for engine in engines:
-                names = [*PARTS_OF[model]]
-                if isinstance(engine, JaxserveSchedules):
-                    names = ["schedules"] if "trace" in names else []
-                once = (*ONCE, *SELDOM.get((model, engine.name), ()))
-                names = [n for n in names if n in wanted and not (repeat and n in once)]
-                names = [n for n in names if n not in NEVER.get(engine.name, ())]
-                if model not in PLACES.get(engine.name, (model,)):
-                    names = []
-                key = {"model": model, "engine": engine.name, "repeat": repeat}
+            first = -(repeat or 0) % len(engines)
+            for engine in engines[first:] + engines[:first]:
+                names = parts_of(model, engine, repeat)
+                key = {"model": model, "engine": engine.name, "repeat": repeat or 0}
+                names = [n for n in names if n in options.parts]
                 names = [n for n in names if not results.has(key | {"part": n})]
                 if names and "missing" not in results.data["engines"].get(engine.name, {}):
-                    tasks.append(Task(model, engine, repeat, names))
+                    tasks.append(Task(model, engine, repeat or 0, names))
     return tasks
+
+
+def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
+    """What is measured in one turn; None is the one before the first, which gathers answers."""
+    names = PARTS_OF[model]
+    if isinstance(engine, JaxserveSchedules):
+        names = ("schedules",) if "trace" in names else ()
+    if model not in PLACES.get(engine.name, (model,)):
+        return []
+    names = [n for n in names if n not in NEVER.get(engine.name, ())]
+    if repeat is None:
+        return [n for n in names if n == "agreement"]
+    once = (*ONCE, *SELDOM.get((model, engine.name), ()))
+    return [n for n in names if n != "agreement" and not (repeat and n in once)]
 
 
 class Comparison:
@@ -193,7 +209,7 @@ class Comparison:
             NotInstalled: it cannot be had here.
         """
         python = python_of(engine, self._given)
-        self._note(engine, versions(python, engine.version_of))
+        self._note(engine, versions(python, engine.version_of) | engine.facts(python))
         setting = self.setting(model, engine)
         engine.prepare(python, setting)
         port = free_port()
@@ -207,9 +223,12 @@ class Comparison:
 
     def prepare(self, tasks: list[Task]) -> None:
         """Start everything once: what is installed, converted and compiled then is kept."""
+        done = set()
         for task in tasks:
-            if task.repeat or isinstance(task.engine, Url):
+            what = (task.engine.name, task.model)
+            if what in done or isinstance(task.engine, Url):
                 continue
+            done.add(what)
             self.say(f"{task.engine.title}: {task.model}")
             try:
                 with self.start(task.engine, task.model) as process:
@@ -218,11 +237,13 @@ class Comparison:
                 self.say(f"  {error}")
 
     def measure_all(self, tasks: list[Task]) -> None:
-        """As many as there is time for."""
+        """As many as there is time for; answers are judged before anything else is measured."""
         with self._servers:
             for number, task in enumerate(tasks):
                 if self.is_over():
                     return
+                if "agreement" not in task.parts:
+                    self.judge()
                 if "missing" not in self._results.data["engines"].get(task.engine.name, {}):
                     self.say(f"turn {number + 1} of {len(tasks)}")
                     self.measure(task)
@@ -259,11 +280,7 @@ class Comparison:
             self.say(f"  {text[0][-500:]}")
 
     def _note(self, engine: Engine, found: dict[str, str]) -> None:
-        self._results.data["engines"][engine.name] = {
-            "title": engine.title,
-            "versions": found,
-            "settings": engine.settings,
-        }
+        self._results.note(engine.name, engine.title, found, engine.settings)
 
     def _parts(self, task: Task, subject: Subject, key: dict[str, Any]) -> None:
         plan = plan_of(self._options, task.model)
@@ -286,6 +303,8 @@ class Comparison:
 
     def judge(self) -> None:
         """Logit gaps of every answer that has none yet."""
+        if not verdicts.waiting(self._results):
+            return
         try:
             python = python_of(ENGINES["transformers"], self._given)
         except NotInstalled as reason:
@@ -297,31 +316,52 @@ class Comparison:
 def main() -> int:
     options = read_options(ENGINES)
     try:
-        results = Results(options.json, settings_of(options), options.resume or options.write)
-        tasks = [] if options.write else make_tasks(options, results)
+        return run(options)
     except ValueError as error:
         print(f"compare_engines: {error}", file=sys.stderr)
         return 2
-    if not options.write:
-        results.data["command"] = plain(" ".join(["python", *sys.argv]))
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status.
+
+    Raises:
+        ValueError: the results file was measured with something else.
+    """
+    if options.write:
+        return publish(options, json.loads(options.json.read_text()))
+    results = Results(options.json, settings_of(options), options.resume)
+    results.begin(" ".join(["python", *sys.argv]))
+    tasks = make_tasks(options, results)
     comparison = Comparison(options, results)
     if options.prepare:
         comparison.prepare(tasks)
         return 0
     comparison.measure_all(tasks)
-    if not options.write:
-        comparison.judge()
-    report.write(results.data, options.json)
+    comparison.judge()
+    status = publish(options, results.data)
+    return GOES_ON if comparison.is_over() and make_tasks(options, results) else status
+
+
+def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
+    """Write and print the report; the exit status, 1 for failed parts and missed goals."""
+    report.write(data, options.json)
     if options.write_readme:
         readme = ROOT / "README.md"
         section = report.section_of(report.stored(RESULTS.parent), ROOT)
         readme.write_text(report.replaced(readme.read_text(), section))
-    print(report.table(results.data))
-    left = [] if options.write else make_tasks(options, results)
-    return GOES_ON if left and comparison.is_over() else 0
+    print(report.table(data))
+    faults = gates.faults(data)
+    print("\n".join(faults))
+    return 1 if faults else 0
+
+
+def on_terminate(*_: object) -> None:
+    """As an exception, so that no engine outlives a run that is stopped; a second is too late."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    # As an exception, so that no engine outlives a run that is stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, on_terminate)
     sys.exit(main())

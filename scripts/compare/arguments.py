@@ -61,9 +61,9 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--mixed", default=64, help="requests of mixed lengths (%(default)s)", **whole
     )
     parser.add_argument(
-        "--single", default=3, help="requests one after another (%(default)s)", **whole
+        "--single", default=6, help="requests one after another (%(default)s)", **whole
     )
-    parser.add_argument("--served", default=40, help="requests under load (%(default)s)", **whole)
+    parser.add_argument("--served", default=60, help="requests under load (%(default)s)", **whole)
     parser.add_argument(
         "--rate", type=positive, default=3.0, help="requests a second under load (%(default)s)"
     )
@@ -71,9 +71,9 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--goodput",
         nargs="+",
         type=objective,
-        default=[("ttft", 2000.0), ("tpot", 100.0)],
+        default=[("ttft", 1000.0), ("tpot", 50.0)],
         metavar="NAME:MS",
-        help="what a request under load must meet (default: ttft:2000 tpot:100)",
+        help="what a request under load must meet (default: ttft:1000 tpot:50)",
     )
     parser.add_argument(
         "--crowds",
@@ -97,7 +97,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--models",
         type=some_of(MODELS),
-        default="small,wide-bf16,wide",
+        default="wide,small,wide-bf16",
         help=f"of {', '.join(SHAPES)}; with {BFLOAT16} behind it in bfloat16 (%(default)s)",
     )
     parser.add_argument(
@@ -145,13 +145,27 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
+    """Whether less, or something else, is measured than by default, and what was is lost."""
+    whole = parser.parse_args([])
+    free = ("json", "resume", "max_seconds", "prepare", "write", "write_readme", "python")
+    alike = all(getattr(options, n) == v for n, v in vars(whole).items() if n not in free)
+    return not (options.resume or options.write or alike)
+
+
 def read_options(engines: Collection[str]) -> argparse.Namespace:
     """The command line's options; ends the process with a sentence where they make no sense."""
     parser = make_parser(engines)
     options = parser.parse_args()
-    names = [*options.engines, *(name for name, _ in options.url)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        parser.error(f"--url: {', '.join(twice)} is measured already; leave it out of --engines")
+    names = [name for name, _ in options.url]
+    if len(names) > len(set(names)):
+        parser.error(f"--url: each needs a name of its own, got {', '.join(names)}")
+    if options.url and len(options.models) > 1:
+        parser.error("--url: name the one of --models that the server holds")
+    if taken := [name for name, _ in options.url if name in engines]:
+        parser.error(f"--url: {', '.join(taken)} is an engine's own name; take another")
+    if options.json == RESULTS and _is_part(parser, options) and not options.prepare:
+        parser.error("a part would replace the stored results; name another file with --json")
     if options.prepare and options.write:
         parser.error("--prepare and --write exclude each other")
     if options.write and not options.json.is_file():

@@ -19,7 +19,8 @@ class Setting:
         rows: most sequences at once.
         max_len: most tokens of a sequence.
         threads: of the CPU.
-        dtype: of weights, activations and KV cache, "float32" or "bfloat16".
+        dtype: of weights and activations, "float32" or "bfloat16"; of the KV cache as `settings`
+            of an engine says.
         folder: where conversions of the checkpoint and caches may be kept.
     """
 
@@ -56,6 +57,10 @@ class Engine:
     version_of: tuple[str, ...] = ()
     settings: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self, python: Path) -> dict[str, str]:
+        """What the results should say of the installation besides versions of packages."""
+        return {}
 
     def after_install(self, environment: Path) -> None:
         """What pip alone cannot install; resumes where it was stopped."""

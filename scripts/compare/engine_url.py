@@ -13,7 +13,6 @@ class Url(Engine):
 
     Attributes:
         base_url: without /v1.
-        vocabulary: prompts hold ids below it.
     """
 
     name: str = "url"

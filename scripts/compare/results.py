@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ class Results:
             installed are tried again.
 
     Raises:
-        ValueError: the file was measured with other settings.
+        ValueError: the file was measured with other settings, or on another machine.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], resume: bool) -> None:
@@ -33,15 +34,40 @@ class Results:
         self.data: dict[str, Any] = {
             "settings": settings,
             "machine": machine(),
+            "runs": [],
             "engines": {},
             "records": [],
         }
         if resume and path.exists():
-            self.data = json.loads(path.read_text())
-            if self.data["settings"] != json.loads(json.dumps(settings)):
-                raise ValueError(f"{path} was measured with other settings; leave out --resume")
+            found = json.loads(path.read_text())
+            for name in ("settings", "machine"):
+                if found[name] != json.loads(json.dumps(self.data[name])):
+                    raise ValueError(
+                        f"{path} was measured with other {name}: {found[name]}, here "
+                        f"{self.data[name]}; leave out --resume, or name another file with --json"
+                    )
+            self.data = {"runs": []} | found
             known = self.data["engines"].items()
             self.data["engines"] = {name: one for name, one in known if "missing" not in one}
+
+    def begin(self, command: str) -> None:
+        """A run begins: its records follow, and carry its number."""
+        self.data["runs"].append(
+            {"command": plain(command), "began": time.strftime("%Y-%m-%d %H:%M"), **_source()}
+        )
+
+    def note(self, name: str, title: str, versions: dict[str, str], settings: str) -> None:
+        """What is known of an engine.
+
+        Raises:
+            ValueError: the file's records are of other versions.
+        """
+        before = self.data["engines"].get(name, {}).get("versions", versions)
+        if before != versions and any(r["engine"] == name for r in self.records):
+            raise ValueError(
+                f"{title} was measured as {before}, and is {versions} now; leave out --resume"
+            )
+        self.data["engines"][name] = {"title": title, "versions": versions, "settings": settings}
 
     @property
     def records(self) -> list[Record]:
@@ -56,7 +82,8 @@ class Results:
         self.data["records"] = [r for r in self.records if not key.items() <= r.items()]
         if "error" in record:
             record = record | {"error": plain(record["error"])}
-        self.records.append(record | {"load": round(os.getloadavg()[0], 2)})
+        run = {"run": len(self.data["runs"]) - 1}
+        self.records.append(run | record | {"load": round(os.getloadavg()[0], 2)})
         self.save()
 
     def save(self) -> None:
@@ -83,6 +110,16 @@ VECTORS = {
     "avx512f": "AVX-512",
     "avx2": "AVX2",
 }
+
+
+def _source() -> dict[str, str]:
+    """The commit that is measured, where this is a checkout."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:
+        return {}
+    return {"commit": done.stdout.strip()} if done.returncode == 0 else {}
 
 
 def machine() -> dict[str, Any]:

@@ -15,15 +15,20 @@ from compare.results import Record, Results
 from compare.shapes import shape_of
 
 
-def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
-    """Adds `gaps` to every record of answers that has none yet."""
-    waiting = [
+def waiting(results: Results) -> list[Record]:
+    """Records of answers that were not judged yet."""
+    return [
         record
         for record in results.records
         if record["part"] == "agreement" and "alone" in record and "gaps" not in record
     ]
-    for model in sorted({record["model"] for record in waiting}):
-        records = [record for record in waiting if record["model"] == model]
+
+
+def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
+    """Adds `gaps` to every record of answers that has none yet."""
+    found = waiting(results)
+    for model in sorted({record["model"] for record in found}):
+        records = [record for record in found if record["model"] == model]
         say(f"judging the answers of {len(records)} engines, {model}")
         _judge(results, python, threads, records)
 

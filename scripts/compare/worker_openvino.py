@@ -20,7 +20,9 @@ def open_pipeline(
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = True
     scheduler.num_kv_blocks = rows * -(-max_len // 32) + rows
-    precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    # A processor without bfloat16 refuses a cache in it.
+    known = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = "bf16" if dtype == "bfloat16" and "BF16" in known else "f32"
     properties = {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": precision,

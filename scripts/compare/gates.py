@@ -1,0 +1,142 @@
+"""What the comparison must show: ratios held against goals, and what a run must not pass over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from compare.results import Record, chosen, middle, ratio
+from compare.shapes import dtype_of
+
+OURS = "jaxserve"
+MODEL_TITLES = {
+    "wide": "137M Llama",
+    "wide-bf16": "137M Llama, bf16",
+    "deep": "SmolLM-135M shape",
+    "small": "14M Llama",
+    "small-bf16": "14M Llama, bf16",
+    "tiny": "tiny Llama",
+    "tiny-bf16": "tiny Llama, bf16",
+}
+# (words, part, rival, wanted ratio at least, models or None for any)
+GATES = (
+    ("trace, over Transformers padded static", "trace", "transformers", 4.0, ("wide",)),
+    ("single stream, over Transformers", "single", "transformers", 1.5, ("wide",)),
+    ("mixed, over vLLM's CPU build", "mixed", "vllm", 1.0, None),
+    ("mixed, over llama.cpp's server", "mixed", "llama.cpp", 1.0, None),
+    ("mixed, over OpenVINO GenAI", "mixed", "openvino", 0.9, None),
+    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, ("wide", "wide-bf16", "small")),
+    ("trace, over Transformers padded static", "trace", "transformers", 1.0, ("wide-bf16",)),
+    ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
+    ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
+    ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
+)
+# Of logits of about unit size; a wrong model is off by far more.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+S0_GATES = {16: 2.4, 32: 3.1}
+# Requests that these are about; the answers of the trace's first ones are shorter than the rest.
+S0_TRACE = 512
+
+
+# With whose answers nothing is compared: an engine that answers otherwise may be faster for it.
+DIFFERS = "answers differ"
+
+
+def span(found: tuple[float, float, float] | None, form: str, scale: float = 1.0) -> str:
+    """`median (least to most)`, or the median alone where there is no spread."""
+    if found is None:
+        return "-"
+    middle_, least, most = (format(value * scale, form) for value in found)
+    return middle_ if least == most else f"{middle_} ({least} to {most})"
+
+
+def models_of(data: dict[str, Any]) -> list[str]:
+    measured = {record["model"] for record in data["records"]}
+    return [model for model in MODEL_TITLES if model in measured]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A ratio that is to be reached; `found` is (median, least, most) of what was measured."""
+
+    words: str
+    model: str
+    wanted: float
+    found: tuple[float, float, float]
+    fault: str = ""
+
+    @property
+    def shown(self) -> str:
+        return self.fault or span(self.found, ".2f")
+
+    @property
+    def is_met(self) -> bool:
+        return not self.fault and self.found[0] >= self.wanted
+
+
+def gates(data: dict[str, Any]) -> list[Gate]:
+    """Every ratio that there are numbers for."""
+    rows = []
+    records = data["records"]
+    for model in models_of(data):
+        for count, wanted in S0_GATES.items() if data["settings"]["trace"] >= S0_TRACE else ():
+            found = _schedule_gain(chosen(records, model, "jaxserve-schedules", "schedules"), count)
+            if found:
+                words = f"trace, continuous over padded static (S0), {count} rows"
+                rows.append(Gate(words, model, wanted, found))
+        for words, part, rival, wanted, only in GATES:
+            if only is not None and model not in only:
+                continue
+            found = ratio(records, model, (OURS, rival), part, "output_throughput")
+            fault = _fault(data, model, rival, part) or _fault(data, model, OURS, part)
+            if found or fault:
+                rows.append(Gate(words, model, wanted, found or (0.0, 0.0, 0.0), fault))
+    return rows
+
+
+def _fault(data: dict[str, Any], model: str, engine: str, part: str) -> str:
+    """Why a ratio of this part says nothing; empty where it does."""
+    mine = [r for r in data["records"] if r["model"] == model and r["engine"] == engine]
+    if any(r["part"] in (part, "start") and "error" in r for r in mine):
+        return f"{data['engines'][engine]['title']} failed"
+    gaps = [gap for r in mine for gap in r.get("gaps", ())]
+    return DIFFERS if gaps and max(gaps) >= ROUNDING[dtype_of(model)] else ""
+
+
+def faults(data: dict[str, Any]) -> list[str]:
+    """What a run must not pass over: parts that failed, other answers, missed goals."""
+    said = [line.removeprefix("- ") for line in failed_lines(data) + unlike_lines(data)]
+    missed = [gate for gate in gates(data) if not gate.is_met]
+    return said + [
+        f"not met: {g.words}, {MODEL_TITLES[g.model]}: {g.shown}, wanted {g.wanted:g}"
+        for g in missed
+    ]
+
+
+def failed_lines(data: dict[str, Any]) -> list[str]:
+    return [
+        f"- {data['engines'].get(r['engine'], {}).get('title', r['engine'])}, {r['part']}, "
+        f"{MODEL_TITLES[r['model']]}: **failed**: {r['error']}"
+        for r in data["records"]
+        if "error" in r
+    ]
+
+
+def unlike_lines(data: dict[str, Any]) -> list[str]:
+    """Engines whose greedy answers are not the judge's, but for rounding."""
+    return [
+        f"- {data['engines'][r['engine']]['title']}, {MODEL_TITLES[r['model']]}: **{DIFFERS}** "
+        f"from float64's by up to {max(r['gaps']):.2g}"
+        for r in data["records"]
+        if r.get("gaps") and max(r["gaps"]) >= ROUNDING[dtype_of(r["model"])]
+    ]
+
+
+def _schedule_gain(records: list[Record], rows: int) -> tuple[float, float, float] | None:
+    gains = []
+    for record in records:
+        table = record["schedules"]
+        if f"S0 {rows}" in table:
+            ours = table[f"continuous {rows}"]["output_throughput"]
+            gains.append({"gain": ours / table[f"S0 {rows}"]["output_throughput"]})
+    return middle(gains, "gain")
