@@ -78,7 +78,7 @@ PARTS_OF = {
 # One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
 # compares schedules on more requests.
 ONCE = ("agreement", "serve", "curve", "schedules")
-# By model and engine: once too, so that the whole stays short. `mixed` compares the same, and is repeated.
+# By model and engine: once too, so that the whole stays short; `mixed` compares them as well.
 SELDOM: dict[tuple[str, str], tuple[str, ...]] = {
     ("wide", "transformers"): ("trace",),
     ("wide", "transformers-cb"): ("trace",),

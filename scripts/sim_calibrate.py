@@ -11,7 +11,7 @@ at its rate, or at several rates where none is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -206,7 +206,7 @@ class LaunchLog:
         return samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
     """What a round found: of queueing requests, and of launches.
 
@@ -234,6 +234,7 @@ class Calibration:
     def __init__(self, loaded: Loaded, alone: Measured) -> None:
         self._loaded, self._alone = loaded, alone
         self._rng = np.random.default_rng(0)
+        self._computed: dict[Round, Samples] = {}
 
     def serve(self, seconds: float) -> Round:
         """One round: as fast as requests are answered, then at shares of that rate."""
@@ -264,13 +265,31 @@ class Calibration:
         finally:
             found.log.close()
 
-    def times(self, *rounds: Round) -> Measured:
-        """The table with lines through all that was found in these rounds."""
-        samples = Samples()
-        for one in rounds:
-            samples.update(one.samples(self._alone))
+    def times(self, *near: Round, among: Sequence[Round] = ()) -> Measured:
+        """The table with lines through all that was found in these rounds.
+
+        Args:
+            among: rounds of the same load, these included. What the near ones met too rarely to
+                tell how it spreads is taken from all of them: the largest launches, which make the
+                slowest requests.
+        """
+        samples = self._found(near)
+        if among:
+            samples.take_rare(self._found(among))
         waited = {name: float(np.mean(each)) for name, each in samples.waited.items()}
         return replace(self._alone, lines=samples.lines(), waited=waited)
+
+    def _found(self, rounds: Sequence[Round]) -> Samples:
+        samples = Samples()
+        for one in rounds:
+            samples.update(self._samples_of(one))
+        return samples
+
+    def _samples_of(self, one: Round) -> Samples:
+        """Computed once: a round is near to two runs, and among all."""
+        if one not in self._computed:
+            self._computed[one] = one.samples(self._alone)
+        return self._computed[one]
 
 
 class _Users:

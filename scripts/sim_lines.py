@@ -37,6 +37,12 @@ class Samples:
         for name, waited in other.waited.items():
             self.waited.setdefault(name, []).extend(waited)
 
+    def take_rare(self, other: Samples) -> None:
+        """Of each name that was met too rarely for a range of its own, what was found elsewhere."""
+        for name, samples in other.found.items():
+            if len(self.found.get(name, ())) < LEAST_OF_RANGE:
+                self.found[name] = samples
+
     def lines(self) -> dict[str, Line]:
         """The line of each name that was met at least `LEAST_OF_LINE` times; see `line`, `spread`.
 

@@ -158,7 +158,7 @@ class Measured:
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
-        line = self.lines.get(kind_of(str(bucket), idle), alike)
+        line = self._line(str(bucket), idle, alike)
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
     def request(self, prompt: int, idle: float, luck: float) -> float:

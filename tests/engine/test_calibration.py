@@ -84,6 +84,17 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     assert "submit" not in vars(loaded.runner)
 
 
+def test_rounds_of_the_same_load_tell_what_the_near_ones_hardly_met(
+    loaded: Loaded, alone: Measured
+) -> None:
+    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
+    calibration = Calibration(loaded, alone)
+    rounds = [calibration.serve_like(jobs) for _ in range(6)]
+    near, all_ = calibration.times(rounds[0]), calibration.times(rounds[0], among=rounds)
+    assert set(near.lines) < set(all_.lines)
+    assert calibration.times(*rounds).lines == calibration.times(*rounds, among=rounds).lines
+
+
 def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Measured) -> None:
     jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
     samples = Calibration(loaded, alone).serve_like(jobs).samples(alone)

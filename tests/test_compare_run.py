@@ -1,0 +1,216 @@
+"""A run of the comparison: its options, its turns, its servers, and the whole path once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import compare_engines
+from compare import gates, workloads
+from compare.engine import Engine
+from compare.process import Started, memory_bytes, tree
+from compare.results import Results
+from compare.servers import Servers
+from serving_process import free_port
+
+ROOT = Path(__file__).parent.parent
+
+
+def halts(server: Started) -> bool:
+    """Whether it does, soon: a signal takes a moment to arrive."""
+    for _ in range(200):
+        stat = Path(f"/proc/{server.process.pid}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def tasks_of(tmp_path: Path, monkeypatch: Any, arguments: str) -> list[compare_engines.Task]:
+    path = tmp_path / "results.json"
+    monkeypatch.setattr(
+        sys, "argv", ["compare_engines.py", "--json", str(path), *arguments.split()]
+    )
+    options = compare_engines.read_options(compare_engines.ENGINES)
+    return compare_engines.make_tasks(options, Results(path, {}, resume=False))
+
+
+def test_answers_come_first_then_engines_take_turns(tmp_path: Path, monkeypatch: Any) -> None:
+    """What a goal needs is measured in every repeat; what is named by SELDOM once."""
+    tasks = tasks_of(tmp_path, monkeypatch, "")
+    for model in ("wide", "small", "wide-bf16"):
+        mine = [task for task in tasks if task.model == model]
+        first = [task.parts == ["agreement"] for task in mine]
+        assert first == sorted(first, reverse=True) and any(first)
+        assert not any("agreement" in task.parts for task in mine[sum(first) :])
+        for words, part, rival, _, only in gates.GATES:
+            if only is None or model in only:
+                for engine in ("jaxserve", rival):
+                    times = [t.repeat for t in mine if t.engine.name == engine and part in t.parts]
+                    once = part in compare_engines.SELDOM.get((model, rival), ())
+                    assert times[: 1 if once else 3] == ([0] if once else [0, 1, 2]), words
+    leaders = [
+        next(
+            t.engine.name
+            for t in tasks
+            if t.model == "small" and t.repeat == n and t.parts[0] != "agreement"
+        )
+        for n in range(3)
+    ]
+    assert len(set(leaders)) == 3, "the same engine goes first in every repeat"
+    named = {(model, engine) for model, engine in compare_engines.SELDOM}
+    assert all(m in compare_engines.PARTS_OF and e in compare_engines.ENGINES for m, e in named)
+
+
+def test_only_what_is_asked_for_is_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    asked = "--models tiny --engines vllm,jaxserve --parts single --repeats 1"
+    tasks = tasks_of(tmp_path, monkeypatch, asked)
+    assert [(t.engine.name, t.parts) for t in tasks] == [
+        ("vllm", ["single"]),
+        ("jaxserve", ["single"]),
+    ]
+    theirs = "--models wide --engines jaxserve --parts mixed --repeats 1 --url x=http://h:1/v1/"
+    [_, url] = tasks_of(tmp_path, monkeypatch, theirs)
+    assert (url.engine.name, getattr(url.engine, "base_url", "")) == ("x", "http://h:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--models nosuch", "there is no nosuch; there are tiny, small"),
+        ("--models ,", "none is named"),
+        ("--engines torch", "there is no torch; there are jaxserve"),
+        ("--parts nope", "there is no nope"),
+        ("--repeats 0", "must be an integer of at least 1"),
+        ("--threads -1", "must be an integer of at least 1"),
+        ("--crowds 1,x", "'x' must be an integer"),
+        ("--goodput itl:5", "NAME of ttft, tpot, e2el"),
+        ("--rate inf", "finite"),
+        ("--max-seconds nan", "must be a number above 0"),
+        ("--url here", "must be NAME=URL"),
+        ("--url x=http://h:1", "name the one of --models"),
+        ("--models wide --url vllm=http://h:1", "vllm is an engine's own name"),
+        ("--models wide --url x=http://h:1 --url x=http://h:2", "a name of its own"),
+        ("--python vllm=/no/such", "must be ENGINE=PATH"),
+        ("--json /no/such/x.json", "in a folder that exists"),
+        ("--prepare --write", "exclude each other"),
+        ("--write --json absent.json", "there is no absent.json"),
+        ("--models tiny", "a part would replace the stored results"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_work(
+    arguments: str, words: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        compare_engines.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_twice_leaves_no_server(tmp_path: Path) -> None:
+    """`timeout` tells a process to end, and its group too: the second must not spoil the first."""
+    port = free_port()
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import http.server, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), exit()))\n"
+        "class Front(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200); self.end_headers(); self.wfile.write(b'{}')\n"
+        f"http.server.HTTPServer(('127.0.0.1', {port}), Front).serve_forever()\n"
+    )
+    script = (
+        "import signal, sys, time\n"
+        "from pathlib import Path\n"
+        "import compare_engines\n"
+        "from compare.process import Started\n"
+        "signal.signal(signal.SIGTERM, compare_engines.on_terminate)\n"
+        f"command = [sys.executable, {str(server)!r}]\n"
+        f"url, log = 'http://127.0.0.1:{port}', Path({str(tmp_path / 'log')!r})\n"
+        "with Started(command, {}, url, log) as started:\n"
+        "    print(started.process.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    ours = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT / "scripts", stdout=subprocess.PIPE, text=True
+    )
+    assert ours.stdout is not None
+    theirs = int(ours.stdout.readline())
+    ours.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    ours.send_signal(signal.SIGTERM)
+    assert ours.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{theirs}").exists()
+
+
+def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    started = Started(command, {}, "http://127.0.0.1:9", tmp_path / "log")
+    with pytest.raises(RuntimeError, match="ended with 3: no such model"), started:
+        pass
+    assert memory_bytes(tree(os.getpid())) > 10 << 20
+
+
+def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) -> None:
+    serve = "import sys; from compare.worker_http import *; Front(int(sys.argv[1])); forever()"
+    made: list[str] = []
+
+    def make(engine: Engine, model: str) -> Started:
+        made.append(f"{engine.name} {model}")
+        command = [sys.executable, "-c", serve, str(port := free_port())]
+        environment = {"PYTHONPATH": str(ROOT / "scripts")}
+        return Started(command, environment, f"http://127.0.0.1:{port}", tmp_path / "log")
+
+    one, other = Engine("one", "One"), Engine("other", "Other")
+    with Servers(make) as servers:
+        with servers.awake(one, "tiny") as (first, is_new):
+            assert is_new and compare_engines.ask(first.url + "/health") == {}
+        with servers.awake(other, "tiny") as (second, is_new):
+            assert is_new and halts(first)
+        with servers.awake(one, "tiny") as (again, is_new):
+            assert again is first and not is_new and halts(second)
+            assert compare_engines.ask(first.url + "/health") == {}
+        first.process.kill()
+        first.process.wait()
+        with servers.awake(one, "tiny") as (third, is_new):
+            assert is_new and third is not first
+        with servers.awake(one, "small"):
+            assert not second.is_alive and not third.is_alive
+    assert made == ["one tiny", "other tiny", "one tiny", "one small"]
+
+
+def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:
+    """The whole path with Transformers in this environment; a second run finds nothing to do."""
+    path = tmp_path / "results.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = "--models tiny --engines transformers --parts agreement,trace --trace 4 --rows 2"
+    arguments += f" --repeats 1 --json {path} --python transformers={sys.executable}"
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", *arguments.split()])
+    assert compare_engines.main() == 0
+    data = json.loads(path.read_text())
+    [start, agreement, trace] = data["records"][-3:] if len(data["records"]) == 3 else []
+    parts = {r["part"]: r for r in (start, agreement, trace)}
+    assert set(parts) == {"start", "agreement", "trace"}
+    assert not any("error" in r for r in parts.values())
+    answers, gaps = parts["agreement"]["alone"], parts["agreement"]["gaps"]
+    assert answers == parts["agreement"]["together"]
+    assert len(gaps) == 2 * sum(map(len, answers)) == 2 * 8 * 32
+    assert len(set(np.ravel(answers))) > 20, "answers repeat themselves: they would prove little"
+    assert max(gaps) < 1e-4
+    wanted = sum(one.output_tokens for one in workloads.trace(1024, 4))
+    assert parts["trace"]["output_tokens"] == wanted and parts["trace"]["peak_bytes"] > 50 << 20
+    markdown = path.with_suffix(".md").read_text()
+    assert "| tiny Llama | 512 of 512 tokens | 8 of 8 | - | - | agrees |" in markdown
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--write"])
+    assert compare_engines.main() == 0
+    assert json.loads(path.read_text())["records"] == data["records"]
