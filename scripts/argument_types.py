@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxserve.config import kind_of_model
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
@@ -55,6 +61,24 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
     return type_
 
 
+def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
+    """The type of numbers from `least` to `most`, or below `most`."""
+
+    def type_(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most) or (below and value == most):
+            end = "below" if below else "to"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a number from {least:g} {end} {most:g}"
+            )
+        return value
+
+    return type_
+
+
 def positive_or_inf(text: str) -> float:
     """A number above 0, which may be `inf`."""
     try:
@@ -93,3 +117,95 @@ def writable_file(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} must be where files can be written")
     return path
+
+
+def existing_file(text: str) -> Path:
+    """A file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file that exists")
+    return Path(text)
+
+
+def writable_folder(text: str) -> Path:
+    """A folder that files can be written to."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a folder that exists")
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} must be where files can be written")
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """A folder that files can be written to, or that can be made."""
+    path = Path(text)
+    if path.exists():
+        return writable_folder(text)
+    above = path.absolute().parent
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} must be in a folder that files can be put in")
+    return path
+
+
+def checkpoint(text: str) -> str:
+    """What an engine's `model` may be: a folder, a GGUF file, or a name on the hub."""
+    kind = kind_of_model(text)
+    if kind is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a folder with a checkpoint, a .gguf file, or a name on the hub"
+        )
+    if kind == "folder" and not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} must hold a checkpoint; it has no config.json")
+    return text
+
+
+def http_url(text: str) -> str:
+    """`http://HOST:PORT`, without a slash at its end."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a URL, like http://10.0.0.7:8000")
+    return text.rstrip("/")
+
+
+def name_value(text: str) -> tuple[str, str]:
+    """`NAME=VALUE`."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    return name, value
+
+
+def header(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` of what a request may have as a header."""
+    name, value = name_value(text)
+    if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or re.search(r"[\r\n\0]", value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be NAME=VALUE of a header: letters, digits and dashes, and one line"
+        )
+    return name, value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be an object, like '{{\"top_k\": 5}}'")
+    return value
+
+
+def pattern(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a regular expression: {error}"
+        ) from None
+    return text
