@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxserve.config import kind_of_model
-
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
-def positive_integer(text: str, least: int = 1) -> int:
+def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
     """An integer from 1 on.
 
     Raises:
@@ -29,6 +27,8 @@ def positive_integer(text: str, least: int = 1) -> int:
         value = least - 1
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {least}")
+    if most is not None and value > most:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at most {most:,}")
     return value
 
 
@@ -40,6 +40,11 @@ def integer_from_0(text: str) -> int:
 def at_least(least: int) -> Callable[[str], int]:
     """The type of integers from `least` on."""
     return lambda text: positive_integer(text, least)
+
+
+def at_most(most: int) -> Callable[[str], int]:
+    """The type of integers from 1 to `most`."""
+    return lambda text: positive_integer(text, most=most)
 
 
 def integers(text: str) -> list[int]:
@@ -149,6 +154,9 @@ def new_folder(text: str) -> Path:
 
 def checkpoint(text: str) -> str:
     """What an engine's `model` may be: a folder, a GGUF file, or a name on the hub."""
+    # Imported here and below: some scripts run where jaxserve is not installed.
+    from jaxserve.config import kind_of_model
+
     kind = kind_of_model(text)
     if kind is None:
         raise argparse.ArgumentTypeError(
@@ -157,6 +165,30 @@ def checkpoint(text: str) -> str:
     if kind == "folder" and not (Path(text) / "config.json").is_file():
         raise argparse.ArgumentTypeError(f"{text!r} must hold a checkpoint; it has no config.json")
     return text
+
+
+def check_room(
+    parser: argparse.ArgumentParser, model: str | None, prompt: int, tokens: int
+) -> None:
+    """Ends the process, as wrong arguments do, where `model` is none or has not so many positions.
+
+    Args:
+        model: as `checkpoint` takes it; None for the bundled one.
+        prompt, tokens: of the longest sequence, the latter as `--tokens` says.
+    """
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.source import find_source  # imports JAX
+    from jaxserve.errors import JaxserveError
+
+    try:
+        longest = find_source(EngineConfig(model=model)).model_config.max_position_embeddings
+    except JaxserveError as error:
+        parser.error(f"--model: {error}")
+    if prompt + tokens > longest:
+        parser.error(
+            f"--tokens {tokens}: must be at most {longest - prompt}; with a prompt of {prompt} "
+            f"the model has {longest} positions"
+        )
 
 
 def http_url(text: str) -> str:

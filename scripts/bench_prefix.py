@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from argument_types import positive_integer, writable_file
+from argument_types import at_most, new_folder, positive_integer, writable_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
@@ -49,6 +49,7 @@ from sim_times import SHAPES as ASSUMED_SHAPES
 from sim_times import Assumed
 
 PAGE_SIZE = 16
+MILLION = 1_000_000
 MAX_MODEL_LEN = 131_072
 TURN_STEPS = 8
 LEFT_OUT = 0.05  # of the pairs, at either end
@@ -116,7 +117,7 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
 def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """`cost_at_no_hits` of a model by its name."""
     prepare_process()
-    config = EngineConfig(compilation_cache_dir=arguments.cache or "auto")
+    config = EngineConfig(compilation_cache_dir=str(arguments.cache) if arguments.cache else "auto")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model != "bundled":
             write = importlib.import_module("compare.checkpoint").random_checkpoint
@@ -235,17 +236,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
-    parser.add_argument("--rows", type=positive_integer, default=1000, help="of the Mooncake trace")
+    parser.add_argument("--rows", type=at_most(MILLION), default=1000, help="of the Mooncake trace")
     parser.add_argument(
-        "--pages", type=positive_integer, nargs="+", default=[20_000, 60_000, 200_000, 600_000]
+        "--pages", type=at_most(10 * MILLION), nargs="+", default=[20_000, 60_000, 200_000, 600_000]
     )
-    parser.add_argument("--slots", type=positive_integer, nargs="+", default=[1, 16])
+    parser.add_argument("--slots", type=at_most(1024), nargs="+", default=[1, 16])
     parser.add_argument(
-        "--requests", type=positive_integer, default=128, help="of each serving of `cost`"
+        "--requests", type=at_most(MILLION), default=128, help="of each serving of `cost`"
     )
     parser.add_argument("--repeats", type=positive_integer, default=10, help="servings of `cost`")
     parser.add_argument("--model", choices=("bundled", *SHAPES), default="wide", help="of cost")
-    parser.add_argument("--cache", help="compilation_cache_dir")
+    parser.add_argument("--cache", type=new_folder, help="compilation_cache_dir")
     parser.add_argument(
         "--json", type=writable_file, help="write the numbers here, beside those there"
     )

@@ -56,7 +56,7 @@ from serving_load import (
     send,
     trace_works,
 )
-from serving_process import ask
+from serving_process import ask, end_at_sigterm
 from serving_report import METRICS, details, machine, plot, show, summarize
 
 
@@ -210,6 +210,7 @@ def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
     if arguments.scene:
+        end_at_sigterm()
         return serving_scenes.SCENES[arguments.scene]()
     try:
         if arguments.result_filename:

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from argument_types import positive_integer, writable_file
+from argument_types import new_folder, positive_integer, writable_file
 from jaxserve.config import prepare_process
 
 GATES = {"bundled": 3.0, "135m": 10.0}
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--model", choices=GATES, action="append", help="default: both")
     parser.add_argument("--kind", choices=("cold", "warm", "prebuilt"), action="append")
     parser.add_argument("--repeats", type=positive_integer, default=3)
-    parser.add_argument("--folder", type=Path, help="keep checkpoints and programs here")
+    parser.add_argument("--folder", type=new_folder, help="keep checkpoints and programs here")
     parser.add_argument(
         "--json", type=writable_file, help="write the numbers here, beside those there"
     )
