@@ -42,6 +42,8 @@ from sim_arguments import (
     VALIDATE_RATES,
     VALIDATE_SECONDS,
     add_options,
+    check_arrivals,
+    check_count,
     check_users,
     read_setting,
     read_slo,
@@ -137,6 +139,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
     rows, holds, asked = {}, True, arguments.requests
     for rate in arguments.rate or VALIDATE_RATES:
         arguments.requests = asked or max(1, round(VALIDATE_SECONDS * rate))
+        check_count(rate, arguments.requests)
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
         if all(job.output == 1 for job in jobs):
             raise ValueError(
@@ -264,7 +267,7 @@ def _sizes(times: Measured) -> dict[str, Any]:
 def _jobs(
     arguments: argparse.Namespace, setting: Setting, rate: float | None, vocabulary: int = 32_000
 ) -> list[Job]:
-    return make_jobs(
+    jobs = make_jobs(
         arguments.trace,
         arguments.requests,
         scale=arguments.scale,
@@ -273,6 +276,9 @@ def _jobs(
         vocabulary=vocabulary,
         arrivals=arguments.arrivals,
     )
+    if rate is not None:
+        check_arrivals(rate, jobs[-1].arrival)
+    return jobs
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:
