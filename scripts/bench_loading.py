@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -47,6 +46,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from about_run import about_run
 from argument_types import positive, positive_integer, writable_file, writable_folder
 from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
@@ -265,10 +265,11 @@ def main() -> None:
     size, place = int(arguments.gigabytes * 1e9), arguments.folder or tempfile.gettempdir()
     if size > (free := shutil.disk_usage(place).free):
         parser.error(f"--gigabytes {arguments.gigabytes:g}: {place} has {free / 1e9:.1f} GB left")
+    about = about_run() | {"jax": jax.__version__}
     results: dict[str, Any] = {
-        "machine": {"cpus": os.cpu_count(), "jax": jax.__version__, "os": platform.system()},
         "goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL},
     }
+    measured: dict[str, Any] = {}
     for stored in arguments.stored:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             folder = Path(name)
@@ -276,15 +277,17 @@ def main() -> None:
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
             one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
-            results[stored if dtype == stored else f"{stored} as {dtype}"] = one
+            measured[stored if dtype == stored else f"{stored} as {dtype}"] = one
         print(
             f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
             f"process {one['ratio_first']:.2f}, with fresh memory {one['ratio_fresh']:.2f}; excess "
             f"{one['excess_of_largest_shard']:.2f} of the largest shard (goal {EXCESS_GOAL})"
         )
     if arguments.json:
+        results |= measured
         if arguments.json.exists():
             results = json.loads(arguments.json.read_text()) | results
+        results["runs"] = results.get("runs", {}) | dict.fromkeys(measured, about)
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from about_run import about_run
 from argument_types import at_most, positive_integer, some_of, writable_file
 from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
@@ -303,12 +302,10 @@ def main() -> int:
             "which padding may need"
         )
     rows = read_trace(arguments.requests)
+    about = about_run() | {"jax": jax.__version__}
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
-    report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
+    report: dict[str, Any] = about | {
         "model": COMMON | SHAPES[arguments.shape],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
         "start_seconds": loaded.runner.stages,
     }
     if "step" in arguments.parts:

@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -39,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from about_run import about_run
 from argument_types import at_most, new_folder, positive_integer, writable_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
@@ -251,6 +250,7 @@ def main() -> int:
         "--json", type=writable_file, help="write the numbers here, beside those there"
     )
     arguments = parser.parse_args()
+    about = about_run()
     parts, results, holds = arguments.part or ["hits", "cost"], {}, True
     if "hits" in parts:
         rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
@@ -261,17 +261,8 @@ def main() -> int:
         holds &= report_cost(cost)
     if arguments.json:
         before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        machine = {
-            "cpus": len(os.sched_getaffinity(0)),
-            "load_before": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        machines = before.get("machines", {}) | dict.fromkeys(results, machine)
-        arguments.json.write_text(
-            json.dumps(before | results | {"machines": machines}, indent=2) + "\n"
-        )
+        runs = before.pop("machines", {}) | before.get("runs", {}) | dict.fromkeys(results, about)
+        arguments.json.write_text(json.dumps(before | results | {"runs": runs}, indent=2) + "\n")
     return 0 if holds else 1
 
 

@@ -20,6 +20,7 @@ import asyncio
 import json
 import math
 import sys
+import time
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 import serving_scenes
+from about_run import about_run
 from argument_types import (
     existing_file,
     header,
@@ -57,7 +59,7 @@ from serving_load import (
     trace_works,
 )
 from serving_process import ask, end_at_sigterm
-from serving_report import METRICS, details, machine, plot, show, summarize
+from serving_report import METRICS, details, plot, show, summarize
 
 
 def _percentiles(text: str) -> list[float]:
@@ -188,13 +190,16 @@ async def serve_load(
     return await run_load(target, works, arrivals, arguments.max_concurrency)
 
 
-def settings(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """What was run, as the report says it."""
+def settings(
+    arguments: argparse.Namespace, target: Target, about: dict[str, Any]
+) -> dict[str, Any]:
+    """What was run, as the report says it, beside what `about_run` says."""
     rate = arguments.request_rate
     if rate is None:
         rate = "trace" if arguments.dataset_name == "trace" else math.inf
     return {
-        **machine(),
+        **about,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": arguments.backend,
         "backend": arguments.backend,
         "model_id": target.model,
@@ -218,10 +223,10 @@ def main() -> int:
         works, arrivals = make_work(arguments)
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
-    target = make_target(arguments)
+    target, about = make_target(arguments), about_run()
     run = asyncio.run(serve_load(target, works, arrivals, arguments))
     metrics = arguments.percentile_metrics
-    result = settings(arguments, target)
+    result = settings(arguments, target, about)
     result |= summarize(run, metrics, arguments.metric_percentiles, dict(arguments.goodput))
     show(result, metrics)
     if arguments.save_detailed:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import statistics
@@ -35,6 +34,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from about_run import about_run
 from argument_types import at_most, check_room, checkpoint, positive_integer, writable_file
 from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
@@ -332,6 +332,7 @@ def main() -> int:
     parser.add_argument("--out", type=writable_file, default=RESULT)
     options = parser.parse_args()
     check_room(parser, options.model, PROMPT, options.tokens)
+    about = about_run()
     source, encode = vocabulary(VOCAB)
     grammars = Grammars(lambda: source, VOCAB, (0,))
     grammars.tokenizer()
@@ -353,8 +354,8 @@ def main() -> int:
             for name, one in (("137M", large), ("bundled", small))
         },
     }
-    report = {
-        "setting": {"rows": rows, "cores": os.cpu_count()},
+    report = about | {
+        "setting": {"rows": rows},
         "masks": masks,
         "hostile": hostile,
         "137M": large,

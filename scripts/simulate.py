@@ -25,12 +25,12 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from about_run import about_run
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import JaxserveError
@@ -282,12 +282,7 @@ def _jobs(
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:
-    about = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
-    path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
+    path.write_text(json.dumps(about_run() | dict(result), indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
