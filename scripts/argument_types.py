@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
-def positive_integer(text: str, least: int = 1) -> int:
+def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
     """An integer from 1 on.
 
     Raises:
@@ -23,6 +27,8 @@ def positive_integer(text: str, least: int = 1) -> int:
         value = least - 1
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {least}")
+    if most is not None and value > most:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at most {most:,}")
     return value
 
 
@@ -34,6 +40,11 @@ def integer_from_0(text: str) -> int:
 def at_least(least: int) -> Callable[[str], int]:
     """The type of integers from `least` on."""
     return lambda text: positive_integer(text, least)
+
+
+def at_most(most: int) -> Callable[[str], int]:
+    """The type of integers from 1 to `most`."""
+    return lambda text: positive_integer(text, most=most)
 
 
 def integers(text: str) -> list[int]:
@@ -51,6 +62,24 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
             said = f"there is no {', '.join(unknown)}" if unknown else "none is named"
             raise argparse.ArgumentTypeError(f"{said}; there are {', '.join(names)}")
         return list(dict.fromkeys(found))
+
+    return type_
+
+
+def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
+    """The type of numbers from `least` to `most`, or below `most`."""
+
+    def type_(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most) or (below and value == most):
+            end = "below" if below else "to"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a number from {least:g} {end} {most:g}"
+            )
+        return value
 
     return type_
 
@@ -93,3 +122,122 @@ def writable_file(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} must be where files can be written")
     return path
+
+
+def existing_file(text: str) -> Path:
+    """A file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file that exists")
+    return Path(text)
+
+
+def writable_folder(text: str) -> Path:
+    """A folder that files can be written to."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a folder that exists")
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} must be where files can be written")
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """A folder that files can be written to, or that can be made."""
+    path = Path(text)
+    if path.exists():
+        return writable_folder(text)
+    above = path.absolute().parent
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} must be in a folder that files can be put in")
+    return path
+
+
+def checkpoint(text: str) -> str:
+    """What an engine's `model` may be: a folder, a GGUF file, or a name on the hub."""
+    # Imported here and below: some scripts run where jaxserve is not installed.
+    from jaxserve.config import kind_of_model
+
+    kind = kind_of_model(text)
+    if kind is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a folder with a checkpoint, a .gguf file, or a name on the hub"
+        )
+    if kind == "folder" and not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} must hold a checkpoint; it has no config.json")
+    return text
+
+
+def check_room(
+    parser: argparse.ArgumentParser, model: str | None, prompt: int, tokens: int
+) -> None:
+    """Ends the process, as wrong arguments do, where `model` is none or has not so many positions.
+
+    Args:
+        model: as `checkpoint` takes it; None for the bundled one.
+        prompt, tokens: of the longest sequence, the latter as `--tokens` says.
+    """
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.source import find_source  # imports JAX
+    from jaxserve.errors import JaxserveError
+
+    try:
+        longest = find_source(EngineConfig(model=model)).model_config.max_position_embeddings
+    except JaxserveError as error:
+        parser.error(f"--model: {error}")
+    if prompt + tokens > longest:
+        parser.error(
+            f"--tokens {tokens}: must be at most {longest - prompt}; with a prompt of {prompt} "
+            f"the model has {longest} positions"
+        )
+
+
+def http_url(text: str) -> str:
+    """`http://HOST:PORT`, without a slash at its end."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a URL, like http://10.0.0.7:8000")
+    return text.rstrip("/")
+
+
+def name_value(text: str) -> tuple[str, str]:
+    """`NAME=VALUE`."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    return name, value
+
+
+def header(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` of what a request may have as a header."""
+    name, value = name_value(text)
+    if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or re.search(r"[\r\n\0]", value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be NAME=VALUE of a header: letters, digits and dashes, and one line"
+        )
+    return name, value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be an object, like '{{\"top_k\": 5}}'")
+    return value
+
+
+def pattern(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a regular expression: {error}"
+        ) from None
+    return text

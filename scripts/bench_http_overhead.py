@@ -18,10 +18,11 @@ import sys
 import time
 from typing import Any
 
-from argument_types import positive_integer
+from argument_types import at_most, check_room, checkpoint, positive_integer
 from jaxserve.config import EngineConfig, prepare_process
 
 PROMPT = [5, 6, 7, 8]
+STEP = 512  # tokens
 
 
 def stream_all(port: int, streams: int, tokens: int) -> int:
@@ -93,8 +94,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         model=options.model,
         max_num_seqs=options.streams,
         decode_sizes=(options.streams,),
-        token_sizes=(512,),
-        max_num_batched_tokens=512,
+        token_sizes=(STEP,),
+        max_num_batched_tokens=STEP,
     )
     settings = ServerConfig(port=0)
     models = load_models([ModelPlan(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
@@ -138,12 +139,13 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="checkpoint folder (default: bundled model)")
-    parser.add_argument("--streams", type=positive_integer, default=64)
+    parser.add_argument("--model", type=checkpoint, help="(default: bundled model)")
+    parser.add_argument("--streams", type=at_most(STEP), default=64)
     parser.add_argument("--tokens", type=positive_integer, default=800, help="of each stream")
     parser.add_argument("--repeats", type=positive_integer, default=5)
     options = parser.parse_args()
     prepare_process()
+    check_room(parser, options.model, len(PROMPT), options.tokens)
     rows = asyncio.run(measure(options))
     for name, meaning in (
         ("ratio", "tokens/s, HTTP over AsyncLLM"),

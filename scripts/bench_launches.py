@@ -7,18 +7,20 @@ import statistics
 import sys
 import time
 
-from argument_types import positive_integer
+from argument_types import check_room, checkpoint, positive_integer
 from jaxserve import LLM, SamplingParams
 
+PROMPT, MOST_PROMPT = "Once upon", 9  # no more tokens than letters
 KINDS = {"one step a launch": 1, "as many as nobody notices": None}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="checkpoint (default: the bundled model)")
+    parser.add_argument("--model", type=checkpoint, help="checkpoint (default: the bundled model)")
     parser.add_argument("--tokens", type=positive_integer, default=600)
     parser.add_argument("--repeats", type=positive_integer, default=5)
     arguments = parser.parse_args()
+    check_room(parser, arguments.model, MOST_PROMPT, arguments.tokens)
     engines = {
         name: LLM(arguments.model, max_num_seqs=8, num_scheduler_steps=steps)
         for name, steps in KINDS.items()
@@ -29,7 +31,7 @@ def main() -> int:
     for _ in range(arguments.repeats):
         for name, llm in engines.items():
             started = time.perf_counter()
-            [output] = llm.generate("Once upon", sampling, use_tqdm=False)
+            [output] = llm.generate(PROMPT, sampling, use_tqdm=False)
             speeds[name].append(arguments.tokens / (time.perf_counter() - started))
             answers.add(tuple(output.outputs[0].token_ids))
     assert len(answers) == 1, "the answers differ"

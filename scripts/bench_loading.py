@@ -31,7 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -46,7 +46,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from argument_types import positive, positive_integer, writable_file
+from about_run import about_run
+from argument_types import positive, positive_integer, writable_file, writable_folder
 from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
@@ -246,10 +247,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=positive, default=2.0)
     parser.add_argument("--shard-megabytes", type=positive_integer, default=500)
     parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    parser.add_argument("--dtype", help="of the parameters; by default the stored one")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the parameters; by default the stored one"
+    )
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--fresh-repeats", type=positive_integer, default=1)
-    parser.add_argument("--folder", help="where the checkpoint is written; a temporary one")
+    parser.add_argument(
+        "--folder", type=writable_folder, help="where the checkpoint is written; a temporary one"
+    )
     parser.add_argument("--json", type=writable_file)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
@@ -257,27 +262,32 @@ def main() -> None:
     if arguments.turn is not None:
         print(json.dumps(one_turn(arguments.turn, arguments.dtype, arguments.touched)))
         return
+    size, place = int(arguments.gigabytes * 1e9), arguments.folder or tempfile.gettempdir()
+    if size > (free := shutil.disk_usage(place).free):
+        parser.error(f"--gigabytes {arguments.gigabytes:g}: {place} has {free / 1e9:.1f} GB left")
+    about = about_run() | {"jax": jax.__version__}
     results: dict[str, Any] = {
-        "machine": {"cpus": os.cpu_count(), "jax": jax.__version__, "os": platform.system()},
         "goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL},
     }
+    measured: dict[str, Any] = {}
     for stored in arguments.stored:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             folder = Path(name)
-            size = int(arguments.gigabytes * 1e9)
             write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
             one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
-            results[stored if dtype == stored else f"{stored} as {dtype}"] = one
+            measured[stored if dtype == stored else f"{stored} as {dtype}"] = one
         print(
             f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
             f"process {one['ratio_first']:.2f}, with fresh memory {one['ratio_fresh']:.2f}; excess "
             f"{one['excess_of_largest_shard']:.2f} of the largest shard (goal {EXCESS_GOAL})"
         )
     if arguments.json:
+        results |= measured
         if arguments.json.exists():
             results = json.loads(arguments.json.read_text()) | results
+        results["runs"] = results.get("runs", {}) | dict.fromkeys(measured, about)
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from argument_types import positive_integer, some_of, writable_file
+from about_run import about_run
+from argument_types import at_most, positive_integer, some_of, writable_file
 from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
@@ -57,7 +56,7 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         max_num_batched_tokens=tokens,
         max_model_len=1024,
         enable_prefix_caching=False,
-        decode_sizes=(1, batch // 4, batch // 2, batch, 2 * batch),
+        decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
     ).resolve("cpu", model_config.max_position_embeddings)
     runner = Runner(config, model_config, random_weights(model_config, np.float32, panels=True))
     runner.warm_up(lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr))
@@ -286,7 +285,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="wide")
-    parser.add_argument("--batch", type=positive_integer, default=16)
+    parser.add_argument("--batch", type=at_most(1024), default=16)
     parser.add_argument("--requests", type=positive_integer, default=512)
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument(
@@ -297,13 +296,16 @@ def main() -> int:
         "--json", type=writable_file, help="write the results here, and a plot beside it"
     )
     arguments = parser.parse_args()
+    if arguments.tokens < 2 * arguments.batch:
+        parser.error(
+            f"--tokens {arguments.tokens}: must be at least {2 * arguments.batch}, twice --batch, "
+            "which padding may need"
+        )
     rows = read_trace(arguments.requests)
+    about = about_run() | {"jax": jax.__version__}
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
-    report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
+    report: dict[str, Any] = about | {
         "model": COMMON | SHAPES[arguments.shape],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
         "start_seconds": loaded.runner.stages,
     }
     if "step" in arguments.parts:

@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -39,7 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from argument_types import positive_integer, writable_file
+from about_run import about_run
+from argument_types import at_most, new_folder, positive_integer, writable_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
@@ -49,6 +48,7 @@ from sim_times import SHAPES as ASSUMED_SHAPES
 from sim_times import Assumed
 
 PAGE_SIZE = 16
+MILLION = 1_000_000
 MAX_MODEL_LEN = 131_072
 TURN_STEPS = 8
 LEFT_OUT = 0.05  # of the pairs, at either end
@@ -116,7 +116,7 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
 def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """`cost_at_no_hits` of a model by its name."""
     prepare_process()
-    config = EngineConfig(compilation_cache_dir=arguments.cache or "auto")
+    config = EngineConfig(compilation_cache_dir=str(arguments.cache) if arguments.cache else "auto")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model != "bundled":
             write = importlib.import_module("compare.checkpoint").random_checkpoint
@@ -235,21 +235,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
-    parser.add_argument("--rows", type=positive_integer, default=1000, help="of the Mooncake trace")
+    parser.add_argument("--rows", type=at_most(MILLION), default=1000, help="of the Mooncake trace")
     parser.add_argument(
-        "--pages", type=positive_integer, nargs="+", default=[20_000, 60_000, 200_000, 600_000]
+        "--pages", type=at_most(10 * MILLION), nargs="+", default=[20_000, 60_000, 200_000, 600_000]
     )
-    parser.add_argument("--slots", type=positive_integer, nargs="+", default=[1, 16])
+    parser.add_argument("--slots", type=at_most(1024), nargs="+", default=[1, 16])
     parser.add_argument(
-        "--requests", type=positive_integer, default=128, help="of each serving of `cost`"
+        "--requests", type=at_most(MILLION), default=128, help="of each serving of `cost`"
     )
     parser.add_argument("--repeats", type=positive_integer, default=10, help="servings of `cost`")
     parser.add_argument("--model", choices=("bundled", *SHAPES), default="wide", help="of cost")
-    parser.add_argument("--cache", help="compilation_cache_dir")
+    parser.add_argument("--cache", type=new_folder, help="compilation_cache_dir")
     parser.add_argument(
         "--json", type=writable_file, help="write the numbers here, beside those there"
     )
     arguments = parser.parse_args()
+    about = about_run()
     parts, results, holds = arguments.part or ["hits", "cost"], {}, True
     if "hits" in parts:
         rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
@@ -260,17 +261,8 @@ def main() -> int:
         holds &= report_cost(cost)
     if arguments.json:
         before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        machine = {
-            "cpus": len(os.sched_getaffinity(0)),
-            "load_before": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        machines = before.get("machines", {}) | dict.fromkeys(results, machine)
-        arguments.json.write_text(
-            json.dumps(before | results | {"machines": machines}, indent=2) + "\n"
-        )
+        runs = before.pop("machines", {}) | before.get("runs", {}) | dict.fromkeys(results, about)
+        arguments.json.write_text(json.dumps(before | results | {"runs": runs}, indent=2) + "\n")
     return 0 if holds else 1
 
 

@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -42,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from about_run import about_run
 from argument_types import at_least, writable_file
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
@@ -408,19 +407,16 @@ def main() -> int:
             {k: float(v) for k, v in PARTS[arguments.child](arguments.requests).items()}, sys.stdout
         )
         return 0
-    machine = {
-        "cpus": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    about = about_run() | {"numpy": np.__version__}
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
     results = {}
     for part in arguments.part or PARTS:
         results[part] = run_part(part, arguments.requests)
     if arguments.json:
         before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        kept = before | results | {"machine": machine}
+        # One that was measured before keeps what it says of itself.
+        runs = before.get("runs", {}) | dict.fromkeys(results, about)
+        kept = {"runs": runs} | before | results | {"runs": runs}
         arguments.json.write_text(json.dumps(kept, indent=2) + "\n")
     return 0 if print_table(results) else 1
 

@@ -20,13 +20,31 @@ import asyncio
 import json
 import math
 import sys
+import time
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import serving_scenes
-from argument_types import positive, positive_integer, positive_or_inf
+from about_run import about_run
+from argument_types import (
+    existing_file,
+    header,
+    http_url,
+    integer_from_0,
+    json_object,
+    name_value,
+    number_in,
+    objective,
+    positive,
+    positive_integer,
+    positive_or_inf,
+    some_of,
+    writable_file,
+    writable_folder,
+)
 from serving_load import (
     ENDPOINTS,
     Prompts,
@@ -40,33 +58,12 @@ from serving_load import (
     send,
     trace_works,
 )
-from serving_process import ask
-from serving_report import METRICS, details, machine, plot, show, summarize
-
-
-def _objectives(pairs: list[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` as milliseconds by name."""
-    objectives = {}
-    for pair in pairs:
-        name, _, limit = pair.partition(":")
-        if name not in ("ttft", "tpot", "e2el") or not limit.replace(".", "", 1).isdigit():
-            raise SystemExit(f"--goodput {pair!r}: write ttft:MS, tpot:MS or e2el:MS")
-        objectives[name] = float(limit)
-    return objectives
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if set(names) - METRICS.keys():
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {','.join(METRICS)}")
-    return names
+from serving_process import ask, end_at_sigterm
+from serving_report import METRICS, details, plot, show, summarize
 
 
 def _percentiles(text: str) -> list[float]:
-    percentiles = [float(part) for part in text.split(",")]
-    if not all(0 <= one <= 100 for one in percentiles):
-        raise argparse.ArgumentTypeError(f"{text!r}: percentiles are from 0 to 100")
-    return percentiles
+    return [number_in(0, 100)(part) for part in text.split(",")]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,28 +74,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--scene", choices=serving_scenes.SCENES, help="run this instead")
     server = parser.add_argument_group("server")
     server.add_argument("--backend", choices=ENDPOINTS, default="openai")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000")
+    server.add_argument("--base-url", type=http_url, default="http://127.0.0.1:8000")
     server.add_argument("--endpoint", help="default: the backend's own, /v1/completions or chat's")
     server.add_argument("--model", help="default: the first that the server lists")
     server.add_argument("--api-key", help="sent as a bearer token")
-    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE")
-    server.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON")
-    server.add_argument("--temperature", type=float, default=0.0)
+    server.add_argument("--header", action="append", type=header, default=[], metavar="NAME=VALUE")
+    server.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
+    server.add_argument("--temperature", type=number_in(0, 100), default=0.0)
     server.add_argument("--ignore-eos", action="store_true", help="generate the whole length")
     work = parser.add_argument_group("work")
     work.add_argument("--dataset-name", choices=("random", "trace"), default="random")
     work.add_argument("--num-prompts", type=positive_integer, default=1000)
     work.add_argument("--random-input-len", type=positive_integer, default=1024, metavar="TOKENS")
     work.add_argument("--random-output-len", type=positive_integer, default=128, metavar="TOKENS")
-    work.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R")
+    ratio = number_in(0, 1, below=True)
+    work.add_argument("--random-range-ratio", type=ratio, default=0.0, metavar="R")
     work.add_argument(
         "--trace-length-scale", type=positive, default=1.0, help="times the trace's lengths"
     )
     work.add_argument(
         "--trace-time-scale", type=positive, default=1.0, help="times the trace's gaps"
     )
-    work.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json, to make text prompts")
-    work.add_argument("--seed", type=int, default=0)
+    work.add_argument(
+        "--tokenizer", type=existing_file, metavar="FILE", help="makes text prompts; tokenizer.json"
+    )
+    work.add_argument("--seed", type=integer_from_0, default=0)
     pace = parser.add_argument_group("pace")
     pace.add_argument(
         "--request-rate",
@@ -107,20 +107,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     pace.add_argument("--burstiness", type=positive, default=1.0, help="1 is a Poisson process")
     pace.add_argument("--max-concurrency", type=positive_integer)
-    pace.add_argument("--num-warmups", type=int, default=0, metavar="N")
+    pace.add_argument("--num-warmups", type=integer_from_0, default=0, metavar="N")
     add_report(parser.add_argument_group("report"))
     return parser
 
 
 def add_report(report: argparse._ArgumentGroup) -> None:
-    report.add_argument("--percentile-metrics", type=_names, default=list(METRICS))
+    report.add_argument("--percentile-metrics", type=some_of(METRICS), default=list(METRICS))
     report.add_argument("--metric-percentiles", type=_percentiles, default=[99.0])
-    report.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS")
+    report.add_argument("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS")
     report.add_argument("--save-result", action="store_true", help="write JSON, and plots beside")
     report.add_argument("--save-detailed", action="store_true", help="with every request's times")
-    report.add_argument("--result-dir", type=Path, default=Path())
+    report.add_argument("--result-dir", type=writable_folder, default=Path())
     report.add_argument("--result-filename")
-    report.add_argument("--metadata", nargs="*", default=[], metavar="NAME=VALUE")
+    report.add_argument("--metadata", nargs="*", type=name_value, default=[], metavar="NAME=VALUE")
 
 
 def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
@@ -130,7 +130,12 @@ def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
     if arguments.tokenizer:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(arguments.tokenizer)
+        try:
+            tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+        except Exception as error:  # the library's own class of error has no name
+            raise ValueError(
+                f"--tokenizer {arguments.tokenizer}: is no tokenizer: {error}"
+            ) from None
     prompts = Prompts(arguments.backend == "openai-chat", tokenizer, rng)
     count, rate = arguments.num_prompts, arguments.request_rate
     if arguments.dataset_name == "trace":
@@ -139,24 +144,36 @@ def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
         if rate is None:
             return works, arrivals
     else:
-        if not 0 <= arguments.random_range_ratio < 1:
-            raise SystemExit("--random-range-ratio must be in [0, 1)")
         lengths = arguments.random_input_len, arguments.random_output_len
         works = random_works(prompts, count, lengths, arguments.random_range_ratio, rng)
     pace = math.inf if rate is None else rate
     return works, poisson_arrivals(len(works), pace, arguments.burstiness, rng)
 
 
+def first_model(base: str, headers: dict[str, str]) -> str:
+    """The first that the server lists.
+
+    Raises:
+        SystemExit: with a sentence; it cannot be reached, or lists none.
+    """
+    try:
+        return ask(base + "/v1/models", headers=headers)["data"][0]["id"]
+    except (OSError, HTTPException) as error:
+        raise SystemExit(f"{base}/v1/models did not answer: {error}") from None
+    except (ValueError, LookupError, TypeError):
+        raise SystemExit(f"{base}/v1/models lists no model; name one with --model") from None
+
+
 def make_target(arguments: argparse.Namespace) -> Target:
-    headers = dict(pair.split("=", 1) for pair in arguments.header)
+    headers = dict(arguments.header)
     if arguments.api_key:
         headers["authorization"] = f"Bearer {arguments.api_key}"
-    base = arguments.base_url.rstrip("/")
+    base = arguments.base_url
     endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
     extra = {"temperature": arguments.temperature} | arguments.extra_body
     if arguments.ignore_eos:
         extra["ignore_eos"] = True
-    model = arguments.model or ask(base + "/v1/models", headers=headers)["data"][0]["id"]
+    model = arguments.model or first_model(base, headers)
     return Target(base + endpoint, model, arguments.backend == "openai-chat", extra, headers)
 
 
@@ -173,13 +190,16 @@ async def serve_load(
     return await run_load(target, works, arrivals, arguments.max_concurrency)
 
 
-def settings(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """What was run, as the report says it."""
+def settings(
+    arguments: argparse.Namespace, target: Target, about: dict[str, Any]
+) -> dict[str, Any]:
+    """What was run, as the report says it, beside what `about_run` says."""
     rate = arguments.request_rate
     if rate is None:
         rate = "trace" if arguments.dataset_name == "trace" else math.inf
     return {
-        **machine(),
+        **about,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": arguments.backend,
         "backend": arguments.backend,
         "model_id": target.model,
@@ -187,21 +207,27 @@ def settings(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         "request_rate": "inf" if rate == math.inf else rate,
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
-        **dict(pair.split("=", 1) for pair in arguments.metadata),
+        **dict(arguments.metadata),
     }
 
 
 def main() -> int:
-    arguments = make_parser().parse_args()
+    parser = make_parser()
+    arguments = parser.parse_args()
     if arguments.scene:
+        end_at_sigterm()
         return serving_scenes.SCENES[arguments.scene]()
-    objectives = _objectives(arguments.goodput)
-    works, arrivals = make_work(arguments)
-    target = make_target(arguments)
+    try:
+        if arguments.result_filename:
+            writable_file(str(arguments.result_dir / arguments.result_filename))
+        works, arrivals = make_work(arguments)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+    target, about = make_target(arguments), about_run()
     run = asyncio.run(serve_load(target, works, arrivals, arguments))
     metrics = arguments.percentile_metrics
-    result = settings(arguments, target)
-    result |= summarize(run, metrics, arguments.metric_percentiles, objectives)
+    result = settings(arguments, target, about)
+    result |= summarize(run, metrics, arguments.metric_percentiles, dict(arguments.goodput))
     show(result, metrics)
     if arguments.save_detailed:
         result |= details(run)

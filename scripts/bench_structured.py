@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import statistics
@@ -35,7 +34,8 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from argument_types import positive_integer, writable_file
+from about_run import about_run
+from argument_types import at_most, check_room, checkpoint, positive_integer, writable_file
 from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig
@@ -51,6 +51,7 @@ Report = dict[str, Any]
 RESULT = ROOT / "scripts/results/bench_structured.json"
 VOCAB = 131_072
 GOAL_US, GOAL_RATIO = 50.0, 0.8
+MOST_ROWS, PROMPT, WIDE_LENGTH = 1024, 24, 512
 
 PERSON = {
     "type": "object",
@@ -239,7 +240,7 @@ def serve(loaded: Loaded, guided: list[bool], tokens: int) -> dict[str, float]:
         guided rows ended.
     """
     engine = Engine(loaded)
-    prompts = np.random.default_rng(0).integers(20, loaded.limits.vocab_size, (len(guided), 24))
+    prompts = np.random.default_rng(0).integers(20, loaded.limits.vocab_size, (len(guided), PROMPT))
     ended: dict[bool, float] = {}
     drawn = 0
 
@@ -279,7 +280,7 @@ def wide(rows: int) -> Loaded:
             load_format="dummy",
             max_num_seqs=rows,
             max_num_batched_tokens=max(256, rows),
-            max_model_len=512,
+            max_model_len=WIDE_LENGTH,
             enable_prefix_caching=False,
             decode_sizes=(max(1, rows // 2), rows),
             token_sizes=(64, max(256, rows)),
@@ -317,14 +318,21 @@ def throughput(loaded: Loaded, rows: int, tokens: int, repeats: int) -> Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="checkpoint folder in place of the bundled model")
-    parser.add_argument("--rows", type=positive_integer, default=32)
     parser.add_argument(
-        "--tokens", type=positive_integer, default=160, help="of each row; a fifth with 137M"
+        "--model", type=checkpoint, help="checkpoint folder in place of the bundled model"
+    )
+    parser.add_argument("--rows", type=at_most(MOST_ROWS), default=32)
+    parser.add_argument(
+        "--tokens",
+        type=at_most(5 * (WIDE_LENGTH - PROMPT)),
+        default=160,
+        help="of each row; a fifth with 137M",
     )
     parser.add_argument("--repeats", type=positive_integer, default=5)
     parser.add_argument("--out", type=writable_file, default=RESULT)
     options = parser.parse_args()
+    check_room(parser, options.model, PROMPT, options.tokens)
+    about = about_run()
     source, encode = vocabulary(VOCAB)
     grammars = Grammars(lambda: source, VOCAB, (0,))
     grammars.tokenizer()
@@ -346,8 +354,8 @@ def main() -> int:
             for name, one in (("137M", large), ("bundled", small))
         },
     }
-    report = {
-        "setting": {"rows": rows, "cores": os.cpu_count()},
+    report = about | {
+        "setting": {"rows": rows},
         "masks": masks,
         "hostile": hostile,
         "137M": large,

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -50,7 +49,7 @@ from compare.results import Results, plain
 from compare.servers import Servers
 from compare.shapes import dtype_of, shape_of
 from compare.workloads import MAX_LEN
-from serving_process import ask, free_port
+from serving_process import ask, end_at_sigterm, free_port
 
 ROOT = Path(__file__).parent.parent
 ENGINES: dict[str, Engine] = {
@@ -356,12 +355,6 @@ def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
     return 1 if faults else 0
 
 
-def on_terminate(*_: object) -> None:
-    """As an exception, so that no engine outlives a run that is stopped; a second is too late."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + signal.SIGTERM)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, on_terminate)
+    end_at_sigterm()
     sys.exit(main())

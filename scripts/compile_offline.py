@@ -23,6 +23,8 @@ import sys
 import tempfile
 from typing import Any
 
+from argument_types import new_folder, pattern
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 JAX = "0.11.2"
 REQUIRED = (
@@ -109,10 +111,15 @@ def main() -> int:
     )
     parser.add_argument("--python", help="a Python 3.12; default: this one or python3.12")
     parser.add_argument(
-        "--only", default="", help="regular expression: only these cases; others stay as recorded"
+        "--only",
+        type=pattern,
+        default="",
+        help="regular expression: only these cases; others stay as recorded",
     )
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "scripts/results")
+    parser.add_argument("--out", type=new_folder, default=ROOT / "scripts/results")
     arguments = parser.parse_args()
+    if arguments.python and shutil.which(arguments.python) is None:
+        parser.error(f"--python: there is no {arguments.python}")
     if shutil.which("ptxas") is None:
         raise SystemExit("ptxas is not on the PATH; install CUDA 13's nvcc")
     interpreter = make_environment(arguments.env, arguments.python or find_python())

@@ -2,17 +2,19 @@
 
     python scripts/fuzz_server.py --max-examples 5000
 
-Arguments go to `schemathesis run` (tests/clients/fuzz has its configuration). Needs
+All arguments go to `schemathesis run` (tests/clients/fuzz has its configuration). Needs
 `scripts/clients`. The status is that of schemathesis: 0 where no answer was a 5xx, of a wrong form
 or of an undocumented status; 1 too where the server is not healthy afterwards.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
-from serving_process import ROOT, Server, ask
+from argument_types import positive_integer
+from serving_process import ROOT, Server, ask, end_at_sigterm
 
 SCHEMATHESIS = ROOT / ".venv-clients" / "bin" / "st"
 FOLDER = ROOT / "tests" / "clients"
@@ -23,9 +25,15 @@ ARGUMENTS = (
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="All other arguments go to `schemathesis run`; its own --help names them."
+    )
+    parser.add_argument("-n", "--max-examples", type=positive_integer, help="of each endpoint")
+    parser.parse_known_args()
     if not SCHEMATHESIS.exists():
         print("schemathesis is missing: run scripts/clients, once", file=sys.stderr)
         return 2
+    end_at_sigterm()
     with Server(*ARGUMENTS) as server:
         command = [SCHEMATHESIS, "--config-file", "fuzz/schemathesis.toml", "run"]
         where = server.url + "/openapi.json"

@@ -35,6 +35,7 @@ import jax
 
 import gpu_parts
 import gpu_peers
+from argument_types import positive, some_of, writable_file
 
 Item = tuple[str, Callable[[], dict[str, Any]]]
 PARTS: dict[str, Callable[[gpu_parts.Setting], Iterator[Item]]] = {
@@ -88,21 +89,21 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma separated; default all")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_report.json"))
+    parser.add_argument("--parts", type=some_of(PARTS), default=",".join(PARTS), help="default all")
+    parser.add_argument("--out", type=writable_file, default="gpu_report.json")
     parser.add_argument("--resume", action="store_true", help="keep what the file already has")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no item after this")
+    parser.add_argument("--minutes", type=positive, default=9.0, help="begin no item after this")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted kernels")
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown parts {unknown}; allowed: {', '.join(PARTS)}")
     if not arguments.dry_run and jax.default_backend() != "gpu":
         parser.error(f"needs a GPU, found {jax.default_backend()}; --dry-run rehearses on a CPU")
     report: dict[str, Any] = {"parts": {}}
     if arguments.resume and arguments.out.is_file():
-        report = json.loads(arguments.out.read_text())
+        try:
+            report = json.loads(arguments.out.read_text())
+            report["parts"].items()
+        except (ValueError, LookupError, TypeError, AttributeError):
+            parser.error(f"--resume: {arguments.out} is no report")
     report["about"] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -111,7 +112,7 @@ def main() -> int:
     }
     until = time.monotonic() + 60 * arguments.minutes
     setting = gpu_parts.Setting(dry_run=arguments.dry_run, report=report)
-    ended = [run_part(part, setting, report, arguments.out, until) for part in parts]
+    ended = [run_part(part, setting, report, arguments.out, until) for part in arguments.parts]
     print(table(report))
     items = [item for part in report["parts"].values() for item in part.values()]
     bad = [item for item in items if "error" in item or item.get("verdict") == "WRONG"]

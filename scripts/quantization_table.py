@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import bench_offline  # noqa: E402
 import demo_tasks  # noqa: E402
-from argument_types import positive_integer  # noqa: E402
+from argument_types import at_most  # noqa: E402
 from jaxserve.config import EngineConfig, bundled_model  # noqa: E402
 from jaxserve.engine.loading import Loaded  # noqa: E402
 from jaxserve.engine.text import Tokenizer  # noqa: E402
@@ -65,6 +65,7 @@ MIXTURE = SMALLER | {
     "moe_intermediate_size": 512,
     "norm_topk_prob": True,
 }
+MOST_EXAMPLES = 10_000
 # Of a pass over the bundled model.
 MOST_ROWS, MOST_TOKENS, STEP = 16, 192, 1024
 
@@ -266,7 +267,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", action="append", choices=("quality", "speed", "experts"))
-    parser.add_argument("--examples", type=positive_integer, default=20, help="of each task")
+    parser.add_argument("--examples", type=at_most(MOST_EXAMPLES), default=20, help="of each task")
     arguments = parser.parse_args()
     parts = arguments.part or ["quality", "speed", "experts"]
     path = RESULTS / "quantization.json"

@@ -28,6 +28,19 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+def end_at_sigterm() -> None:
+    """SIGTERM ends this process as an exception does, so that it ends what it started.
+
+    The first one: `timeout` sends several, and what ends the others must not be ended.
+    """
+
+    def end(number: int, _: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 class Server:
     """A server in a process of its own, as a context manager.
 

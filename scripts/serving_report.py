@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -154,14 +151,6 @@ def details(run: Run) -> dict[str, Any]:
         "itls": [one.itls for one in outcomes],
         "generated_texts": [one.text for one in outcomes],
         "errors": [one.error for one in outcomes],
-    }
-
-
-def machine() -> dict[str, str]:
-    return {
-        "date": time.strftime("%Y%m%d-%H%M%S"),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
 
 

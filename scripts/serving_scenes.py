@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from about_run import about_run
 from serving_load import Prompts, Run, Target, Work, poisson_arrivals, random_works, run_load
 from serving_process import Server, ask, free_port
-from serving_report import machine, plot, show, summarize
+from serving_report import plot, show, summarize
 
 RESULTS = Path(__file__).parent / "results"
 PERCENTILES = (50, 90, 99)
@@ -51,6 +52,7 @@ def _save(name: str, result: dict[str, Any], runs: dict[str, Run], title: str) -
 
 def streams() -> int:
     """512 streams at once, all held to the end; some compared with the same request alone."""
+    about = about_run()
     rng = np.random.default_rng(0)
     prompts = Prompts(False, None, rng)
     works = random_works(prompts, STREAMS, (STREAM_PROMPT, STREAM_TOKENS), 0.0, rng)
@@ -67,7 +69,7 @@ def streams() -> int:
         for one in run.outcomes
     ]
     pairs = zip(run.outcomes[::64], alone.outcomes, strict=True)
-    result = machine() | {
+    result = about | {
         "server": " ".join(arguments),
         "streams": STREAMS,
         "held_to_the_end": sum(whole),
@@ -89,6 +91,7 @@ def _works(count: int, rng: np.random.Generator) -> list[Work]:
 
 def overload() -> int:
     """Capacity, then Poisson arrivals at capacity, then at ten times that for a minute."""
+    about = about_run()
     rng = np.random.default_rng(0)
     with Server("--max-num-seqs", str(SLOTS)) as server:
         _load(server, _works(64, rng), [0.0] * 64)  # warm-up
@@ -109,7 +112,7 @@ def overload() -> int:
     at, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
     ratio = over["p99_itl_ms"] / at["p99_itl_ms"]
     refusal = over.get("p99_refused_ms", 0.0)
-    result = machine() | {
+    result = about | {
         "capacity_requests_per_s": capacity,
         "offered_requests_per_s": capacity * OVERLOAD,
         "input_tokens": f"{INPUT} +- 50%",
@@ -140,6 +143,7 @@ def overload() -> int:
 
 def client() -> int:
     """The client against a server that computes nothing: events a second, and what they cost."""
+    about = about_run()
     table = []
     for streams_at_once, milliseconds in ((32, 10), (512, 100), (512, 50), (512, 25)):
         port = free_port()
@@ -161,7 +165,7 @@ def client() -> int:
         table[-1]["events_per_s"] = round(result["output_throughput"])
         print(table[-1])
     path = RESULTS / "bench_serving_client.json"
-    path.write_text(json.dumps(machine() | {"runs": table}, indent=1) + "\n")
+    path.write_text(json.dumps(about | {"runs": table}, indent=1) + "\n")
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from argument_types import positive, positive_integer, writable_file
+from argument_types import at_most, positive, positive_integer, writable_file
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig
 from sim_loop import Setting
@@ -23,6 +23,8 @@ SLO_USERS = (100, 128, 200)
 LATENCIES = ("ttft", "tpot", "e2el")
 SETTINGS = tuple(f.name for f in fields(Setting) if not f.name.endswith("_sizes"))
 LONGEST = 1 << 19  # tokens of a simulated sequence
+MOST_REQUESTS = 1_000_000  # each is kept with the times of its tokens, some kilobytes
+LATEST = 1e9  # seconds; where the clock, a float64, still has steps of 0.1 us
 _ENGINES_NAMES = {"num_pages": "num_gpu_blocks_override", "max_steps": "num_scheduler_steps"}
 
 
@@ -114,7 +116,7 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
         "slo": f"{SLO_REQUESTS}; at least {max(SLO_USERS)}",
     }[name]
     rows = f"rows of the trace, repeated if need be (default: {unless})"
-    command.add_argument("--requests", type=positive_integer, metavar="N", help=rows)
+    command.add_argument("--requests", type=at_most(MOST_REQUESTS), metavar="N", help=rows)
     if name != "slo":
         add_load(command, name)
     if name == "measure":
@@ -194,6 +196,34 @@ def add_load(command: argparse.ArgumentParser, name: str) -> None:
     arrivals = "gaps between requests: the trace's, or drawn (default: %(default)s)"
     kinds = ("trace", "poisson")
     command.add_argument("--arrivals", choices=kinds, default="trace", help=arrivals)
+
+
+def check_count(rate: float, requests: int) -> None:
+    """
+    Raises:
+        ValueError: a rate that makes more requests than fit.
+    """
+    if requests > MOST_REQUESTS:
+        raise ValueError(
+            f"--rate {rate:g}: would be {requests:,} requests; there may be {MOST_REQUESTS:,}"
+        )
+
+
+def check_arrivals(rate: float, last: float) -> None:
+    """A clock that is far from 0 rounds a step's time away.
+
+    Args:
+        rate: as asked for.
+        last: when the last request comes, in seconds.
+
+    Raises:
+        ValueError: that is too late.
+    """
+    if last > LATEST:
+        raise ValueError(
+            f"--rate {rate:g}: the last request would come after {last:.3g} s; that must be at "
+            f"most {LATEST:g} s, as the clock rounds steps beyond"
+        )
 
 
 def check_users(users: int | None, requests: int) -> None:

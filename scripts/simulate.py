@@ -25,13 +25,13 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from about_run import about_run
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import JaxserveError
@@ -43,6 +43,8 @@ from sim_arguments import (
     VALIDATE_RATES,
     VALIDATE_SECONDS,
     add_options,
+    check_arrivals,
+    check_count,
     check_users,
     read_setting,
     read_slo,
@@ -157,6 +159,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
     rows, holds, asked = {}, True, arguments.requests
     for rate in arguments.rate or VALIDATE_RATES:
         arguments.requests = asked or max(1, round(VALIDATE_SECONDS * rate))
+        check_count(rate, arguments.requests)
         jobs = _jobs(arguments, setting, rate, loaded.limits.vocab_size)
         if all(job.output == 1 for job in jobs):
             raise ValueError(
@@ -276,7 +279,7 @@ def _sizes(times: Measured) -> dict[str, Any]:
 def _jobs(
     arguments: argparse.Namespace, setting: Setting, rate: float | None, vocabulary: int = 32_000
 ) -> list[Job]:
-    return make_jobs(
+    jobs = make_jobs(
         arguments.trace,
         arguments.requests,
         scale=arguments.scale,
@@ -285,15 +288,13 @@ def _jobs(
         vocabulary=vocabulary,
         arrivals=arguments.arrivals,
     )
+    if rate is not None:
+        check_arrivals(rate, jobs[-1].arrival)
+    return jobs
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:
-    about = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
-    path.write_text(json.dumps(about | dict(result), indent=2) + "\n")
+    path.write_text(json.dumps(about_run() | dict(result), indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import gpu_timing
+from argument_types import some_of
 from pallas_kernels import hopper_ragged, triton_decode, triton_ragged, tuning
 from pallas_kernels.arguments import Case
 
@@ -185,16 +186,17 @@ def merge(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--defaults", metavar="DEVICE", help="write untuned defaults for a device")
-    parser.add_argument("--dtypes", default="bfloat16,float8_e4m3fn")
-    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--dtypes", type=some_of(DTYPES), default="bfloat16,float8_e4m3fn")
+    sizes = some_of([str(size) for size in HEAD_DIMS])
+    parser.add_argument("--head-dims", type=sizes, default="64,128,256")
     arguments = parser.parse_args()
     if arguments.defaults:
         write(arguments.defaults, UNMEASURED, default_entries())
         return
     if jax.default_backend() != "gpu":
         raise SystemExit("no GPU: a sweep measures; --defaults DEVICE writes the untuned table")
-    dtypes = tuple(arguments.dtypes.split(","))
-    head_dims = tuple(int(h) for h in arguments.head_dims.split(","))
+    dtypes = tuple(arguments.dtypes)
+    head_dims = tuple(int(h) for h in arguments.head_dims)
     today = datetime.date.today().isoformat()
     merge(jax.devices()[0].device_kind, today, sweep(dtypes, head_dims))
 

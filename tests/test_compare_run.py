@@ -130,11 +130,11 @@ def test_a_run_that_is_stopped_twice_leaves_no_server(tmp_path: Path) -> None:
         f"http.server.HTTPServer(('127.0.0.1', {port}), Front).serve_forever()\n"
     )
     script = (
-        "import signal, sys, time\n"
+        "import sys, time\n"
         "from pathlib import Path\n"
-        "import compare_engines\n"
         "from compare.process import Started\n"
-        "signal.signal(signal.SIGTERM, compare_engines.on_terminate)\n"
+        "from serving_process import end_at_sigterm\n"
+        "end_at_sigterm()\n"
         f"command = [sys.executable, {str(server)!r}]\n"
         f"url, log = 'http://127.0.0.1:{port}', Path({str(tmp_path / 'log')!r})\n"
         "with Started(command, {}, url, log) as started:\n"

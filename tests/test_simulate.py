@@ -431,6 +431,14 @@ def refused(arguments: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("run --scale 0", "--scale: '0' must be a number above 0"),
         ("run --requests 0", "--requests: '0' must be an integer of at least 1"),
         ("run --requests 1.5", "--requests: '1.5' must be an integer of at least 1"),
+        (
+            "run --requests 99999999999",
+            "--requests: '99999999999' must be an integer of at most 1,",
+        ),
+        (
+            "run --requests 20 --rate 1e-12",
+            "--rate 1e-12: the last request would come after 1.9e+13 s",
+        ),
         ("run --users 0", "--users: '0' must be an integer of at least 1"),
         ("run --rate 5 --users 3", "--users: not allowed with argument --rate"),
         ("suggest --rate 5 --users 3", "--users: not allowed with argument --rate"),

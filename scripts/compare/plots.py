@@ -1,4 +1,7 @@
-"""Plots of the comparison, from its records."""
+"""Plots of the comparison, from its records.
+
+Each is written to `path`; without the data for it, what an earlier run left there is deleted.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,7 @@ def curve(data: dict[str, Any], path: Path) -> None:
     """Throughput, and time per token, against the number of clients."""
     found = _with(data, "curve")
     if not found:
+        path.unlink(missing_ok=True)
         return
     figure, axes = _figure(2)
     for name, title, record in found:
@@ -87,6 +91,7 @@ def latency(data: dict[str, Any], path: Path) -> None:
     """Distributions of latencies under load."""
     found = _with(data, "serve")
     if not found:
+        path.unlink(missing_ok=True)
         return
     titles = {
         "ttft": "time to first token, ms",
@@ -108,15 +113,17 @@ def latency(data: dict[str, Any], path: Path) -> None:
 
 
 def slots(data: dict[str, Any], path: Path) -> None:
-    """Who held which slot when: the same requests, continuous above and padded static below."""
+    """Who was there when: the same requests, continuous above and padded static below.
+
+    Rows are places that `parts.spans` gave the stays, the lowest that was free; not slots.
+    """
     rows = data["settings"]["rows"]
     found = _with(data, "schedules")
-    if not found:
-        return
-    table = found[0][2]["schedules"]
+    table = found[0][2]["schedules"] if found else {}
     charts = {name: table.get(f"{name} {rows}") for name in ("continuous", "S0")}
     charts = {name: one for name, one in charts.items() if one and "timeline" in one}
     if len(charts) < 2:
+        path.unlink(missing_ok=True)
         return
     import matplotlib
 
@@ -129,18 +136,23 @@ def slots(data: dict[str, Any], path: Path) -> None:
         _chart(axis, record["timeline"], rows)
         speed = record["output_throughput"]
         axis.set_title(f"{titles[name]}: {speed:.0f} output tokens/s", loc="left", fontsize=10)
-    axes[-1].set_xlabel(
-        f"seconds; the same requests, {rows} slots, one engine; a bar is one request's stay"
+    figure.suptitle(
+        "A bar is one request's stay, its prompt included; white: nobody there", fontsize=11
     )
+    axes[-1].set_xlabel(f"seconds; the same requests, {rows} at once, one engine")
     _save(figure, path)
 
 
 def _chart(axis: Any, timeline: Sequence[Sequence[float]], rows: int) -> None:
     blues = ("#2a78d6", "#74aee8")
-    stays = [0] * rows  # so that neighbours in a slot differ
+    stays = [0] * rows  # so that neighbours in a place differ
     for place, begin, end in timeline:
         color = blues[stays[int(place)] % 2]
         stays[int(place)] += 1
         axis.barh(place, end - begin, left=begin, height=0.86, color=color, linewidth=0)
-    axis.set(ylim=(-0.6, rows - 0.4), ylabel="slot", yticks=range(0, rows, max(1, rows // 4)))
+    axis.set(
+        ylim=(-0.6, rows - 0.4),
+        ylabel="place in the picture",
+        yticks=range(0, rows, max(1, rows // 4)),
+    )
     axis.spines[["top", "right"]].set_visible(False)

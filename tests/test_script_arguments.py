@@ -1,0 +1,94 @@
+"""Wrong arguments of the scripts: a sentence that says what is allowed, and status 2, at once."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+WRONG = [
+    ("bench_serving", "--base-url foo", "--base-url: 'foo' must be a URL, like http://"),
+    ("bench_serving", "--base-url http://h:x", "--base-url: 'http://h:x' must be a URL"),
+    ("bench_serving", "--header foo", "--header: 'foo' must be NAME=VALUE"),
+    ("bench_serving", "--metadata foo", "--metadata: 'foo' must be NAME=VALUE"),
+    ("bench_serving", "--extra-body {", "--extra-body: '{' must be JSON: "),
+    ("bench_serving", "--extra-body 3", "--extra-body: '3' must be an object"),
+    ("bench_serving", "--num-warmups -1", "--num-warmups: '-1' must be an integer of at least 0"),
+    ("bench_serving", "--seed x", "--seed: 'x' must be an integer of at least 0"),
+    ("bench_serving", "--result-dir /no", "--result-dir: '/no' must be a folder that exists"),
+    ("bench_serving", "--result-filename no/a", "'no/a' must be in a folder that exists"),
+    ("bench_serving", "--goodput itl:5", "--goodput: 'itl:5' must be NAME:MS, NAME of ttft, "),
+    ("bench_serving", "--percentile-metrics x", "there is no x; there are ttft, tpot, itl, e2el"),
+    ("bench_serving", "--metric-percentiles 9,x", "'x' must be a number from 0 to 100"),
+    ("bench_serving", "--random-range-ratio 1", "'1' must be a number from 0 below 1"),
+    ("bench_serving", "--temperature hot", "--temperature: 'hot' must be a number from 0 to 100"),
+    ("bench_serving", "--tokenizer /no", "--tokenizer: '/no' must be a file that exists"),
+    ("bench_serving", "--tokenizer pyproject.toml", "pyproject.toml: is no tokenizer"),
+    ("bench_structured", "--model /no/such", "'/no/such' must be a folder with a checkpoint"),
+    ("bench_structured", "--model tests", "'tests' must hold a checkpoint; it has no config.json"),
+    ("bench_structured", "--rows 99999", "--rows: '99999' must be an integer of at most 1,024"),
+    ("bench_structured", "--tokens 1001", "--tokens 1001: must be at most 1000; with a prompt of"),
+    ("bench_launches", "--model /no/such", "'/no/such' must be a folder with a checkpoint"),
+    ("bench_launches", "--tokens 1024", "--tokens 1024: must be at most 1015; with a prompt of"),
+    ("bench_http_overhead", "--model /no/such", "must be a folder with a checkpoint"),
+    ("bench_http_overhead", "--streams 513", "--streams: '513' must be an integer of at most 512"),
+    ("bench_http_overhead", "--tokens 1021", "--tokens 1021: must be at most 1020"),
+    ("bench_prefix", "--pages 1 99999999", "--pages: '99999999' must be an integer of at most"),
+    ("bench_prefix", "--slots 2000", "--slots: '2000' must be an integer of at most 1,024"),
+    ("bench_prefix", "--cache /no/such/x", "--cache: '/no/such/x' must be in a folder that"),
+    ("bench_offline", "--tokens 8", "--tokens 8: must be at least 32, twice --batch"),
+    ("bench_offline", "--batch 9999", "--batch: '9999' must be an integer of at most 1,024"),
+    ("bench_loading", "--dtype nope", "--dtype: invalid choice: 'nope'"),
+    ("bench_loading", "--gigabytes nan", "--gigabytes: 'nan' must be a number above 0"),
+    ("bench_loading", "--gigabytes 1e9", "--gigabytes 1e+09: "),
+    ("bench_loading", "--folder /no", "--folder: '/no' must be a folder that exists"),
+    ("bench_startup", "--folder /no/such/x", "--folder: '/no/such/x' must be in a folder that"),
+    ("bench_startup", "--repeats 0", "--repeats: '0' must be an integer of at least 1"),
+    ("bench_scheduler", "--requests 5", "--requests: '5' must be an integer of at least 1000"),
+    ("fuzz_server", "--max-examples 0", "'0' must be an integer of at least 1"),
+    ("family_table", "--families nope", "--families: there is no nope; there are llama, "),
+    ("quantization_table", "--examples 99999", "'99999' must be an integer of at most 10,000"),
+    ("quantization_table", "--part x", "--part: invalid choice: 'x'"),
+    ("tune_kernels", "--head-dims x", "--head-dims: there is no x; there are 64, 80, 96, 128, "),
+    ("tune_kernels", "--dtypes int3", "--dtypes: there is no int3; there are bfloat16, "),
+    ("compile_offline", "--only (", "--only: '(' must be a regular expression: "),
+    ("compile_offline", "--out /no/such/x", "--out: '/no/such/x' must be in a folder that"),
+    ("compile_offline", "--python nope", "--python: there is no nope"),
+    ("gpu_report", "--minutes -1", "--minutes: '-1' must be a number above 0"),
+    ("gpu_report", "--parts nope", "--parts: there is no nope; there are correctness, "),
+    ("gpu_report", "--dry-run --resume --out pyproject.toml", "pyproject.toml is no report"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), WRONG)
+def test_wrong_arguments_end_with_a_sentence_before_any_work(
+    script: str,
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments.split()])
+    main = importlib.import_module(script).main
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert message in said.err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize("model", ["", "--model x"])
+def test_a_server_that_cannot_be_reached_is_said_in_one_sentence(model: str) -> None:
+    command = [sys.executable, "scripts/bench_serving.py", "--base-url", "http://127.0.0.1:1"]
+    command += [*model.split(), "--num-prompts", "1", "--random-input-len", "4"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stdout == ""
+    [line] = ended.stderr.splitlines()
+    assert "127.0.0.1" in line

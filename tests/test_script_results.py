@@ -1,0 +1,51 @@
+"""What the benchmarks' results files say of the runs that made them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench_prefix
+import bench_startup
+from about_run import about_run
+from compare.results import machine
+
+
+def test_a_run_says_command_date_and_machine_and_no_folder_or_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["scripts/x.py", "--json", "/home/me/x.json", "--api-key", "sesame", "--header=a=b"]
+    monkeypatch.setattr(sys, "argv", words)
+    about = about_run()
+    assert about["command"] == "python scripts/x.py --json x.json --api-key ... --header=..."
+    assert about["machine"] == machine() and about["machine"]["cpu"]
+    assert len(about["date"].split("-")) == 3
+
+
+def test_each_model_keeps_what_is_said_of_its_starts() -> None:
+    old = {"bundled": {"cold": {"ready": 9.0}}, "135m": {"warm": {"ready": 8.0}}}
+    once = {"command": "old", "date": "then"}
+    results = {"bundled": {"server": {"ready": 2.0, "compiles": 0}}}
+    found = bench_startup.merged(old | {"machine": once}, results, {"command": "new"})
+    assert found == {
+        "bundled": old["bundled"] | results["bundled"],
+        "135m": old["135m"],
+        "runs": {"bundled": {"command": "new"}, "135m": once},
+    }
+    again = bench_startup.merged(found, {"135m": {}}, {"command": "newer"})
+    assert again["runs"] == {"bundled": {"command": "new"}, "135m": {"command": "newer"}}
+
+
+def test_parts_keep_what_is_said_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "prefix.json"
+    path.write_text(json.dumps({"cost": {"pairs": 3}, "machines": {"cost": {"date": "then"}}}))
+    words = "bench_prefix.py --part hits --rows 3 --pages 64 --slots 1 --json"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(path)])
+    assert bench_prefix.main() == 0
+    found = json.loads(path.read_text())
+    assert found["cost"] == {"pairs": 3} and found["runs"]["cost"] == {"date": "then"}
+    assert len(found["hits"]) == 1 and found["runs"]["hits"]["command"].startswith("python bench_")
+    assert "machines" not in found
