@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--api-key", help="sent as a bearer token")
     server.add_argument("--header", action="append", type=header, default=[], metavar="NAME=VALUE")
     server.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
-    server.add_argument("--temperature", type=number_in(0, 100), default=0.0)
+    server.add_argument("--temperature", type=float, default=0.0)
     server.add_argument("--ignore-eos", action="store_true", help="generate the whole length")
     work = parser.add_argument_group("work")
     work.add_argument("--dataset-name", choices=("random", "trace"), default="random")

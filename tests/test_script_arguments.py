@@ -26,7 +26,7 @@ WRONG = [
     ("bench_serving", "--percentile-metrics x", "there is no x; there are ttft, tpot, itl, e2el"),
     ("bench_serving", "--metric-percentiles 9,x", "'x' must be a number from 0 to 100"),
     ("bench_serving", "--random-range-ratio 1", "'1' must be a number from 0 below 1"),
-    ("bench_serving", "--temperature hot", "--temperature: 'hot' must be a number from 0 to 100"),
+    ("bench_serving", "--temperature hot", "--temperature: invalid float value: 'hot'"),
     ("bench_serving", "--tokenizer /no", "--tokenizer: '/no' must be a file that exists"),
     ("bench_serving", "--tokenizer pyproject.toml", "pyproject.toml: is no tokenizer"),
     ("bench_structured", "--model /no/such", "'/no/such' must be a folder with a checkpoint"),
