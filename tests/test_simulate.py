@@ -393,7 +393,7 @@ def test_suggestions_put_the_best_first_and_the_rate_is_the_highest_that_holds()
 
 
 def test_the_first_slo_holds_with_the_steps_assumed() -> None:
-    found = slo_8b(100, "8b", 150)
+    found = slo_8b(100, "8b", 600)
     assert found["p99_ttft_ms"] < 500 and found["tokens_a_second_a_user_p1"] >= 50
 
 
