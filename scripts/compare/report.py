@@ -272,8 +272,10 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
     count = len(data["runs"])
     runs = "One run" if count == 1 else f"One run in {count} slices"
     return [
-        f"{runs} of `python scripts/compare_engines.py`: {_words(data)}. {_repeats_words(data)}.",
-        f"All of it, with versions, spread and latencies: `{results}`. {_agreement_words(data)}",
+        f"{runs} of `python scripts/compare_engines.py`:",
+        f"{_words(data)}.",
+        f"{_repeats_words(data)}. {_agreement_words(data)}",
+        f"All of it, with versions, spread and latencies: `{results}`.",
         *failed_lines(data),
         *unlike_lines(data),
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
