@@ -77,7 +77,8 @@ def test_a_part_that_failed_and_other_answers_are_told_everywhere() -> None:
     for engine, gap in (("jaxserve", 1e-6), ("llama.cpp", 5.0)):
         records.append(record(engine, 0, 0.0, "agreement") | answers | {"gaps": [0.0, gap] * 2})
     data = {
-        "settings": {"trace": 64, "threads": 2, "rows": 2},
+        "settings": {"trace": 64, "threads": 2, "rows": 2, "mixed": 4, "served": 4, "rate": 1.0}
+        | {"goodput": ["ttft:1"]},
         "machine": {"cpu": "x", "cores": 2, "memory_gib": 3},
         "date": "today",
         "runs": [{"command": "one", "began": "then"}, {"command": "two", "began": "later"}],

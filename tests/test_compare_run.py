@@ -144,12 +144,13 @@ def test_a_run_that_is_stopped_twice_leaves_no_server(tmp_path: Path) -> None:
     ours = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT / "scripts", stdout=subprocess.PIPE, text=True
     )
-    assert ours.stdout is not None
-    theirs = int(ours.stdout.readline())
-    ours.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    ours.send_signal(signal.SIGTERM)
-    assert ours.wait(30) == 128 + signal.SIGTERM
+    with ours:
+        assert ours.stdout is not None
+        theirs = int(ours.stdout.readline())
+        ours.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        ours.send_signal(signal.SIGTERM)
+        assert ours.wait(30) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{theirs}").exists()
 
 

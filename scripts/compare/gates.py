@@ -88,19 +88,23 @@ def gates(data: dict[str, Any]) -> list[Gate]:
             if only is not None and model not in only:
                 continue
             found = ratio(records, model, (OURS, rival), part, "output_throughput")
-            fault = _fault(data, model, rival, part) or _fault(data, model, OURS, part)
+            fault = _fault(data, model, (rival, OURS), part, bool(found))
             if found or fault:
                 rows.append(Gate(words, model, wanted, found or (0.0, 0.0, 0.0), fault))
     return rows
 
 
-def _fault(data: dict[str, Any], model: str, engine: str, part: str) -> str:
+def _fault(
+    data: dict[str, Any], model: str, engines: tuple[str, str], part: str, is_measured: bool
+) -> str:
     """Why a ratio of this part says nothing; empty where it does."""
-    mine = [r for r in data["records"] if r["model"] == model and r["engine"] == engine]
-    if any(r["part"] in (part, "start") and "error" in r for r in mine):
-        return f"{data['engines'][engine]['title']} failed"
+    mine = [r for r in data["records"] if r["model"] == model and r["engine"] in engines]
+    failed = [r["engine"] for r in mine if r["part"] in (part, "start") and "error" in r]
+    if failed:
+        return f"{data['engines'][failed[0]]['title']} failed"
     gaps = [gap for r in mine for gap in r.get("gaps", ())]
-    return DIFFERS if gaps and max(gaps) >= ROUNDING[dtype_of(model)] else ""
+    is_wrong = is_measured and gaps and max(gaps) >= ROUNDING[dtype_of(model)]
+    return DIFFERS if is_wrong else ""
 
 
 def faults(data: dict[str, Any]) -> list[str]:
