@@ -102,9 +102,12 @@ def _fault(
     failed = [r["engine"] for r in mine if r["part"] in (part, "start") and "error" in r]
     if failed:
         return f"{data['engines'][failed[0]]['title']} failed"
-    gaps = [gap for r in mine for gap in r.get("gaps", ())]
-    is_wrong = is_measured and gaps and max(gaps) >= ROUNDING[dtype_of(model)]
-    return DIFFERS if is_wrong else ""
+    return DIFFERS if is_measured and any(map(is_unlike, mine)) else ""
+
+
+def is_unlike(record: Record) -> bool:
+    """Whether judged answers are not the judge's, but for rounding."""
+    return max(record.get("gaps") or [0.0]) >= ROUNDING[dtype_of(record["model"])]
 
 
 def faults(data: dict[str, Any]) -> list[str]:
@@ -132,7 +135,7 @@ def unlike_lines(data: dict[str, Any]) -> list[str]:
         f"- {data['engines'][r['engine']]['title']}, {MODEL_TITLES[r['model']]}: **{DIFFERS}** "
         f"from float64's by up to {max(r['gaps']):.2g}"
         for r in data["records"]
-        if r.get("gaps") and max(r["gaps"]) >= ROUNDING[dtype_of(r["model"])]
+        if is_unlike(r)
     ]
 
 

@@ -10,16 +10,15 @@ from compare import plots
 from compare.gates import (
     MODEL_TITLES,
     OURS,
-    ROUNDING,
     Gate,
     failed_lines,
     gates,
+    is_unlike,
     models_of,
     span,
     unlike_lines,
 )
 from compare.results import Record, chosen, middle, ratio
-from compare.shapes import dtype_of
 
 BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
 
@@ -178,7 +177,7 @@ def _agreement_row(data: dict[str, Any], model: str, engine: str, record: Record
             length = len(gaps) // (2 * answers)
             cells[2] = f"{gaps[place]:.2g} at token {place % length + 1}"
             cells[3] = f"{max(gaps):.2g}"
-        cells[4] = "agrees" if max(gaps) < ROUNDING[dtype_of(model)] else "**differs**"
+        cells[4] = "**differs**" if is_unlike(record) else "agrees"
     title = data["engines"][engine]["title"]
     return f"| {title} | {MODEL_TITLES[model]} | {' | '.join(cells)} |"
 
