@@ -56,7 +56,7 @@ MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # weights (or pairs) read, or an eighth of the products
 TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
 INPUTS_OF_A_CHUNK = 1024  # or pairs of them
-ROWS_TO_PREFETCH = 8  # from here on, the sums leave the processor no time to look ahead
+ROWS_TO_PREFETCH = 6  # from here on, the sums leave the processor no time to look ahead
 AHEAD = 64  # inputs, or pairs of them
 
 
@@ -111,6 +111,11 @@ class PanelProduct:
         return 2 if in_pairs(self.weights) and not self.dots else 1
 
     @property
+    def sums(self) -> int:
+        """How many vectors of them are held in registers; the others are for factors."""
+        return self.cpu.registers * 3 // 4
+
+    @property
     def fields(self) -> Sequence[Field]:
         """x, panels, each group's rows, y; rows, groups, inputs (or pairs), a weight's panels."""
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
@@ -126,7 +131,7 @@ class PanelProduct:
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
         )
-        sizes = row_tiles(self.cpu, self.dtype)
+        sizes = row_tiles(self.sums)
         tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
 
         with (
@@ -217,11 +222,23 @@ def fill(
         code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
 
 
-def row_tiles(cpu: Host, dtype: np.dtype) -> list[int]:
-    """Rows whose sums are held in registers at once, from the most to one."""
-    vectors = PANEL * dtype.itemsize // cpu.vector_bytes
-    most = max(1, cpu.registers * 3 // 4 // vectors)
-    return [most, *(size for size in (8, 4, 2, 1) if size < most)]
+def row_tiles(sums: int) -> list[int]:
+    """Rows whose sums are held in registers at once, from the most to one.
+
+    The most take two of so many vectors each: then reading x and weights are in balance.
+    """
+    return [sums // 2, *(size for size in (8, 4, 2, 1) if size < sums // 2)]
+
+
+def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
+    """The vectors of a panel that a tile of `size` rows passes over together, one pass each.
+
+    A pass reads all inputs of its columns, so few rows take whole panels, to read them once.
+    """
+    width = vectors
+    while size * width > sums:
+        width //= 2
+    return [range(at, at + width) for at in range(0, vectors, width)]
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
@@ -233,7 +250,6 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = cpu.vector_bytes // element_bytes(real)
-    vectors = PANEL // lanes
     kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 3 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
@@ -242,33 +258,35 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     between = code.mul(inputs, const(kernel.reads))
     rows = [code.at(x, code.mul(const(row), between), kernel.read) for row in range(size)]
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
-    zero = ir.Constant(ir.VectorType(real, lanes), [0.0] * lanes)
-    before = [
-        code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
-        for to in results
-        for at in range(vectors)
-    ]
-    with code.loop(const(0), count, carry=before) as (k, sums):
-        here = code.at(w, code.mul(k, const(PANEL)), stored)
-        line = LINE // element_bytes(stored)
-        code.prefetch(code.at(ahead, code.mul(k, const(line)), stored), 2)
-        if size >= ROWS_TO_PREFETCH:
-            for at in range(0, PANEL, line):
-                code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
-        weights = [
-            _factors(code, kernel, code.read_vector(here, const(at), stored, lanes))
-            for at in range(0, PANEL, lanes)
+    zero = filled(ir.VectorType(real, lanes), 0.0)
+    line = LINE // element_bytes(stored)
+    for columns in columns_at_once(kernel.sums, size, PANEL // lanes):
+        before = [
+            code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
+            for to in results
+            for at in columns
         ]
-        for row in range(size):
-            for nth in range(kernel.reads):
-                place = code.add(code.mul(k, const(kernel.reads)), const(nth))
-                value = code.splat(code.read(rows[row], place, kernel.read), lanes)
-                for at, factors in enumerate(weights):
-                    to = row * vectors + at
-                    sums[to] = _added(code, kernel, value, factors[nth], sums[to])
-    for row, to in enumerate(results):
-        for at in range(vectors):
-            code.write_vector(sums[row * vectors + at], to, const(at * lanes))
+        with code.loop(const(0), count, carry=before) as (k, sums):
+            here = code.at(w, code.mul(k, const(PANEL)), stored)
+            if columns[0] == 0:
+                code.prefetch(code.at(ahead, code.mul(k, const(line)), stored), 2)
+            if size >= ROWS_TO_PREFETCH and columns[0] == 0:
+                for at in range(0, PANEL, line):
+                    code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
+            weights = [
+                _factors(code, kernel, code.read_vector(here, const(at * lanes), stored, lanes))
+                for at in columns
+            ]
+            for row in range(size):
+                for nth in range(kernel.reads):
+                    place = code.add(code.mul(k, const(kernel.reads)), const(nth))
+                    value = code.splat(code.read(rows[row], place, kernel.read), lanes)
+                    for at, factors in enumerate(weights):
+                        to = row * len(columns) + at
+                        sums[to] = _added(code, kernel, value, factors[nth], sums[to])
+        for at, total in enumerate(sums):
+            row, column = divmod(at, len(columns))
+            code.write_vector(total, results[row], const(columns[column] * lanes))
     code.ret_void()
     return function
 

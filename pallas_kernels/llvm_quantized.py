@@ -42,6 +42,7 @@ from pallas_kernels.llvm_panels import PANEL
 from pallas_kernels.llvm_product import (
     INPUTS_OF_A_CHUNK,
     TILES_OF_A_CHUNK,
+    columns_at_once,
     each_group,
     fill,
     grouped,
@@ -92,6 +93,11 @@ class QuantizedPanelProduct:
         return codes_a_row(self.form)
 
     @property
+    def sums(self) -> int:
+        """How many vectors of them are held in registers; scales, zeros, codes need the others."""
+        return self.cpu.registers - 8 if self.form == "int4" else self.cpu.registers * 3 // 4
+
+    @property
     def fields(self) -> Sequence[Field]:
         """x, codes, scales, (zeros,) rows of each weight, y; then sizes.
 
@@ -110,7 +116,7 @@ class QuantizedPanelProduct:
         first, last = (
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
         )
-        sizes = row_tiles(self.cpu, np.dtype(self.x))
+        sizes = row_tiles(self.sums)
         tiles = {size: _tile(code.module, size, self) for size in sizes}
         group = code.sdiv(inputs, groups)
         # A chunk is of whole groups, or within one; a span is the groups of the former, or the one.
@@ -166,7 +172,6 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
     `outputs`. Where the sums begin, what y holds is not read as a number.
     """
     real, lanes = kernel.real, kernel.lanes
-    vectors = PANEL // lanes
     addresses = 5 if kernel.zeros else 4
     kind = ir.FunctionType(VOID, [POINTER] * addresses + [I64] * 4 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
@@ -177,45 +182,47 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
     rows = [code.at(x, code.mul(const(row), between), real) for row in range(size)]
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
     zero = filled(ir.VectorType(real, lanes), 0.0)
-    before = [
-        code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
-        for to in results
-        for at in range(vectors)
-    ]
     groups = code.sdiv(count, run)
-    with code.loop(const(0), groups, carry=before) as (group, sums):
-        scales, offsets = _steps(code, kernel, steps, code.mul(group, const(PANEL)))
-        low = code.mul(group, run)
-        with code.loop(low, code.add(low, run), carry=sums) as (k, inner):
-            here = code.at(codes, code.mul(k, const(PANEL)), I8)
-            code.prefetch(code.at(here, const(AHEAD * PANEL), I8))
-            stored = [code.read_vector(here, const(at * lanes), I8, lanes) for at in range(vectors)]
-            for nth in range(kernel.reads):
-                weights = [
-                    _number(code, kernel, vector, nth, scale, offset)
-                    for vector, scale, offset in zip(stored, scales, offsets, strict=True)
-                ]
-                place = code.add(code.mul(k, const(kernel.reads)), const(nth))
-                for row in range(size):
-                    value = code.splat(code.read(rows[row], place, real), lanes)
-                    for at, weight in enumerate(weights):
-                        to = row * vectors + at
-                        inner[to] = code.multiply_add(value, weight, inner[to])
-        sums[:] = inner
-    for row, to in enumerate(results):
-        for at in range(vectors):
-            code.write_vector(sums[row * vectors + at], to, const(at * lanes))
+    for columns in columns_at_once(kernel.sums, size, PANEL // lanes):
+        before = [
+            code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
+            for to in results
+            for at in columns
+        ]
+        with code.loop(const(0), groups, carry=before) as (group, sums):
+            place = code.mul(group, const(PANEL))
+            scales, offsets = _steps(code, kernel, steps, place, columns)
+            low = code.mul(group, run)
+            with code.loop(low, code.add(low, run), carry=sums) as (k, inner):
+                here = code.at(codes, code.mul(k, const(PANEL)), I8)
+                code.prefetch(code.at(here, const(AHEAD * PANEL), I8))
+                stored = [code.read_vector(here, const(at * lanes), I8, lanes) for at in columns]
+                for nth in range(kernel.reads):
+                    weights = [
+                        _number(code, kernel, vector, nth, scale, offset)
+                        for vector, scale, offset in zip(stored, scales, offsets, strict=True)
+                    ]
+                    at_x = code.add(code.mul(k, const(kernel.reads)), const(nth))
+                    for row in range(size):
+                        value = code.splat(code.read(rows[row], at_x, real), lanes)
+                        for at, weight in enumerate(weights):
+                            to = row * len(columns) + at
+                            inner[to] = code.multiply_add(value, weight, inner[to])
+            sums[:] = inner
+        for at, total in enumerate(sums):
+            row, column = divmod(at, len(columns))
+            code.write_vector(total, results[row], const(columns[column] * lanes))
     code.ret_void()
     return function
 
 
 def _steps(
-    code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any
+    code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any, columns: range
 ) -> tuple[list[Any], list[Any]]:
-    """Vectors of a group's scales, and of its zero points, where the form has such."""
+    """Some vectors of a group's scales, and of its zero points, where the form has such."""
     real, lanes = kernel.real, kernel.lanes
     whole = ir.VectorType(I32, lanes)
-    places = [code.add(place, const(at)) for at in range(0, PANEL, lanes)]
+    places = [code.add(place, const(at * lanes)) for at in columns]
     scales = [
         widened(code, code.read_vector(steps[0], at, stored_type(kernel.scales), lanes), real)
         for at in places

@@ -14,7 +14,15 @@ import pytest
 from pallas_kernels import reference as plain
 from pallas_kernels.llvm_code import Host, host
 from pallas_kernels.llvm_panels import PANEL, columns, in_panels, panel_shape, reference
-from pallas_kernels.llvm_product import PanelProduct, kernel_for, panel_product, row_tiles, run
+from pallas_kernels.llvm_product import (
+    PanelProduct,
+    columns_at_once,
+    kernel_for,
+    panel_product,
+    row_tiles,
+    run,
+)
+from pallas_kernels.llvm_quantized import QuantizedPanelProduct
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Of x and weights, and how far a sum may be off, relative to the sum of its products' sizes. Each
@@ -293,9 +301,18 @@ def test_threads_of_the_process_do_not_disturb_each_other() -> None:
 def test_tiles_leave_registers_for_weights_on_every_cpu() -> None:
     for size, registers in ((16, 16), (16, 32), (32, 16), (64, 32)):
         cpu = Host("any", "", size, registers)
-        for dtype in (np.float32, np.float64):
-            tiles = row_tiles(cpu, np.dtype(dtype))
-            assert tiles[-1] == 1 and tiles == sorted(set(tiles), reverse=True)
+        for dtype in ("float32", "float64"):
             vectors = PANEL * np.dtype(dtype).itemsize // size
-            assert tiles[0] == 1 or tiles[0] * vectors <= registers * 3 // 4
+            for kernel in (
+                PanelProduct(dtype, "float32", cpu),
+                QuantizedPanelProduct(dtype, "int8", "float32", False, cpu),
+                QuantizedPanelProduct(dtype, "int4", "float32", True, cpu),
+            ):
+                tiles = row_tiles(kernel.sums)
+                assert tiles[-1] == 1 and tiles == sorted(set(tiles), reverse=True)
+                assert kernel.sums <= registers * 3 // 4
+                for rows in tiles:
+                    passes = columns_at_once(kernel.sums, rows, vectors)
+                    assert [at for columns in passes for at in columns] == list(range(vectors))
+                    assert all(rows * len(columns) <= kernel.sums for columns in passes)
     assert host().vector_bytes in (16, 32, 64)
