@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
@@ -44,6 +45,8 @@ def prompt_parts(prompt: Any) -> tuple[str | None, Any]:
 class LLM:
     """An engine for offline use. Close it, or use it as a context manager.
 
+    One that nothing refers to any more closes too, as do all when the program ends.
+
     Safe to call from several threads: their requests are served together.
 
     Args:
@@ -54,6 +57,7 @@ class LLM:
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts)
+        weakref.finalize(self, self._thread.close).atexit = False
 
     def generate(
         self,

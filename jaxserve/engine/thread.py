@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 class EngineThread:
     """The one owner of an Engine. Its methods may be called from any thread.
 
+    It closes at the interpreter's exit at the latest, before JAX does: a thread that is within C++
+    then would end the process with SIGABRT.
+
     Args:
         config: what to serve, or what `load` returned.
         on_progress: told about the start.
@@ -46,6 +50,7 @@ class EngineThread:
         self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def request(
         self,
@@ -205,6 +210,7 @@ class EngineThread:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.close)
 
 
 def _failed(request: Request, index: int, error: str) -> Delta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
@@ -286,6 +287,18 @@ def test_use_after_close_and_after_fork(loaded: Loaded, monkeypatch: pytest.Monk
         llm.generate("x", GREEDY, use_tqdm=False)
     with pytest.raises(EngineClosed, match="closed"):
         llm.stats()
+
+
+def test_an_engine_that_nothing_refers_to_closes(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    llm = LLM(loaded)
+    thread = llm._thread
+    assert llm.generate("x", GREEDY, use_tqdm=False) and thread.is_alive()
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
 
 
 def test_requests_open_at_close_are_ended(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,34 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     assert "jaxserve: weights" in done.stderr  # the command says how far it is
 
 
+EXIT = """
+import json, sys, threading
+from jaxserve import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+endless = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+def work():
+    while True:
+        llm.generate(["a", "b"], endless, use_tqdm=False)
+
+
+threading.Thread(target=work, daemon=True).start()
+while llm.stats().num_running == 0:
+    pass
+"""
+
+
+def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
+    """In the middle of a step: its thread must not meet the end of the interpreter."""
+    command = [sys.executable, "-c", EXIT, str(checkpoint), json.dumps(SMALL)]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert "terminate" not in done.stderr
+
+
 def test_a_cache_can_be_left_out(checkpoint: Path) -> None:
     """Also by the word, which is all that a command line has."""
     with LLM(checkpoint, **(SMALL | {"compilation_cache_dir": "none"})) as llm:
