@@ -260,7 +260,8 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
     zero = filled(ir.VectorType(real, lanes), 0.0)
     line = LINE // element_bytes(stored)
-    for columns in columns_at_once(kernel.sums, size, PANEL // lanes):
+    passes = columns_at_once(kernel.sums, size, PANEL // lanes)
+    for nth_pass, columns in enumerate(passes):
         before = [
             code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
             for to in results
@@ -268,8 +269,9 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
         ]
         with code.loop(const(0), count, carry=before) as (k, sums):
             here = code.at(w, code.mul(k, const(PANEL)), stored)
-            if columns[0] == 0:
-                code.prefetch(code.at(ahead, code.mul(k, const(line)), stored), 2)
+            all_k = code.add(k, code.mul(count, const(nth_pass)))
+            asked = code.mul(code.sdiv(all_k, const(len(passes))), const(line))
+            code.prefetch(code.at(ahead, asked, stored), 2)
             if size >= ROWS_TO_PREFETCH and columns[0] == 0:
                 for at in range(0, PANEL, line):
                     code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
