@@ -137,9 +137,9 @@ class Scheduler:
         """The next step's rows, or None where there is nothing to compute now.
 
         Args:
-            max_steps: decode steps that one launch may take where nobody waits for the first.
+            max_steps: decode steps that one launch may take where nobody could come in between.
         """
-        if max_steps > 1 and not self.waiting and (draws := self._draws_ahead(max_steps)):
+        if max_steps > 1 and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, int(draws[1].max()))
         take, preempted = self._grow_running()
         if not preempted and self.slots.num_free and self.waiting:
@@ -174,12 +174,17 @@ class Scheduler:
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Slots, and how many tokens each draws in one launch, its pages reserved.
 
-        None where the rows must be looked at between two steps, or where that takes more pages
+        None where somebody must be looked at between two steps, or where that takes more pages
         than are free: nobody is preempted for tokens to come.
         """
         running, table = self._running, self.slots
         length = table.length[running]
         left = table.stop_length[running] - length
+        if self.waiting:  # for a slot: then nobody comes in before the first row has ended
+            may_enter = table.num_free and len(running) < self.max_running
+            max_steps = 1 if may_enter else min(max_steps, int(left.min()))
+            if max_steps < 2:
+                return None
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
             left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
         slots = running[left > 0]
@@ -282,7 +287,7 @@ class Scheduler:
         self._running = np.concatenate([self._running, np.array(slots, np.intp)])
         take = np.concatenate([take, np.array(counts, np.int32)])
         if self.waiting.by_priority:
-            ranks = [self._rank_of(slot) for slot in self._running.tolist()]
+            ranks = [self.waiting.rank(sequence) for sequence in self.running_sequences()]
             order = sorted(range(len(ranks)), key=ranks.__getitem__)
             self._running, take = self._running[order], take[order]
         return take
@@ -316,11 +321,6 @@ class Scheduler:
             self.num_prefix_queries += len(sequence.token_ids)
             self.num_prefix_hits += cached
         return slot
-
-    def _rank_of(self, slot: int) -> tuple[int, int]:
-        sequence = self.slots.sequences[slot]
-        assert sequence is not None
-        return self.waiting.rank(sequence)
 
     def _cached_pages(self, sequence: Sequence) -> np.ndarray:
         """Pages of the longest cached prefix that leaves at least one token to compute."""

@@ -346,7 +346,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 1 <= plan.num_steps <= self.setup.num_steps
         if plan.num_steps > 1:
             assert plan.samples.all() and plan.num_tokens.max() == plan.num_steps
-            assert not self.scheduler.num_waiting, "somebody waits for the end of a long launch"
+            if self.scheduler.num_waiting:
+                assert not self.slots.num_free, "who waits for a launch could have been admitted"
+                all_the_way = len(plan) == self.setup.num_slots and plan.num_tokens.min()
+                assert all_the_way == plan.num_steps, "a launch outlasts a row while others wait"
         elif self.setup.threshold and self.setup.kind == "continuous":
             assert plan.num_tokens.max() <= self.setup.threshold
 

@@ -294,8 +294,20 @@ COMMIT_BUGS = (
     Bug(
         "a long launch is taken while others wait",
         SCHEDULER,
-        "if max_steps > 1 and not self.waiting and",
-        "if max_steps > 1 and",
+        "        if self.waiting:  # for a slot",
+        "        if False:  # for a slot",
+    ),
+    Bug(
+        "a long launch is taken while somebody could come in",
+        SCHEDULER,
+        "max_steps = 1 if may_enter else min(max_steps, int(left.min()))",
+        "max_steps = min(max_steps, int(left.min()))",
+    ),
+    Bug(
+        "a long launch goes on when a slot is free for who waits",
+        SCHEDULER,
+        "max_steps = 1 if may_enter else min(max_steps, int(left.min()))",
+        "max_steps = 1 if may_enter else max_steps",
     ),
     Bug(
         "a launch has pages for its first step only",

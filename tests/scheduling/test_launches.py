@@ -57,6 +57,36 @@ def test_who_waits_or_is_in_the_middle_of_a_prompt_is_not_kept_waiting(lag):
         served.scheduler.commit(plan, tokens, ok)
 
 
+def test_who_waits_for_a_slot_comes_in_when_the_first_row_ends():
+    rows = [{"tokens": 3, "max_tokens": 20}, {"tokens": [9] * 3, "max_tokens": 4}]
+    served = started(*rows, slots=2)
+    waiting = served.add(tokens=[5] * 3, max_tokens=2)
+    plan, result = launch(served, [[1, 2]] * 3)  # and not MOST
+    assert plan.num_tokens.tolist() == [3, 3] and len(result.finished) == 1
+    plan = served.scheduler.schedule(MOST)
+    assert plan.num_steps == 1 and waiting in served.scheduler.running_sequences()
+
+
+def test_a_row_whose_last_token_is_in_flight_frees_its_slot_first():
+    rows = [{"tokens": 3, "max_tokens": 20}, {"tokens": [9] * 3, "max_tokens": 2}]
+    served = started(*rows, slots=2)
+    served.add(tokens=[5] * 3, max_tokens=2)
+    last, after = (served.scheduler.schedule(MOST) for _ in range(2))
+    assert (last.num_steps, len(last)) == (1, 2)
+    assert (after.num_steps, len(after)) == (1, 1)
+
+
+def test_who_may_come_in_is_not_kept_waiting():
+    """Slots are free: pages, or the most that may run, keep others out for now."""
+    served = started({"tokens": 3, "max_tokens": 20}, slots=2)
+    served.scheduler.max_running = 1
+    served.add(tokens=[5] * 3, max_tokens=2)
+    launch(served, [[1]] * MOST)
+    served.scheduler.max_running = 2
+    assert served.scheduler.schedule(MOST).num_steps == 1
+    assert served.scheduler.num_running == 2
+
+
 def test_nobody_is_preempted_for_tokens_to_come():
     served = started({"tokens": 3, "max_tokens": 9}, {"tokens": [9] * 3, "max_tokens": 9}, pages=4)
     plan = served.scheduler.schedule(MOST)
