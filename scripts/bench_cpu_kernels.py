@@ -33,11 +33,10 @@ from about_run import about_run
 from argument_types import integers, positive_integer, writable_file
 from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.llvm_code import host
-from pallas_kernels.llvm_panels import in_panels
+from pallas_kernels.llvm_panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
 
 INPUTS, OUTPUTS, EXPERTS, TAKEN = 768, 2048, 8, 2
-PANEL = 32
 BEYOND_CACHES = 100e6  # bytes
 SECONDS_A_TURN = 0.05
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 12, 4, 64, 16
@@ -114,7 +113,7 @@ def products(sizes: Sequence[int]) -> Iterator[Pair]:
             fast = form == "bfloat16" and host().dots
             own = x.astype(jnp.bfloat16) if fast else x
             yield Pair(
-                f"{form}, {rows} rows",
+                f"{form}, rows: {rows}",
                 ours,
                 theirs,
                 [(own, *some) for some in mine],
@@ -140,7 +139,7 @@ def experts(sizes: Sequence[int]) -> Iterator[Pair]:
             own = x.astype(jnp.bfloat16) if form == "bfloat16" and host().dots else x
             read = sum(array.nbytes for array in mine[0]) * np.count_nonzero(counts) / EXPERTS
             yield Pair(
-                f"{form}, {tokens} tokens",
+                f"{form}, tokens: {tokens}",
                 ours,
                 theirs,
                 [(own, jnp.asarray(counts), *some) for some in mine],

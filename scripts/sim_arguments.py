@@ -7,7 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from argument_types import at_most, positive, positive_integer, writable_file
+from argument_types import (
+    OBJECTIVES,
+    at_most,
+    objective,
+    positive,
+    positive_integer,
+    writable_file,
+)
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig
 from sim_loop import Setting
@@ -20,30 +27,11 @@ SUGGEST_REQUESTS = 400  # of each setting that is tried
 SUGGEST_SLO = {"ttft": 500.0, "tpot": 50.0}
 SLO_REQUESTS = 2000
 SLO_USERS = (100, 128, 200)
-LATENCIES = ("ttft", "tpot", "e2el")
 SETTINGS = tuple(f.name for f in fields(Setting) if not f.name.endswith("_sizes"))
 LONGEST = 1 << 19  # tokens of a simulated sequence
 MOST_REQUESTS = 1_000_000  # each is kept with the times of its tokens, some kilobytes
 LATEST = 1e9  # seconds; where the clock, a float64, still has steps of 0.1 us
 _ENGINES_NAMES = {"num_pages": "num_gpu_blocks_override", "max_steps": "num_scheduler_steps"}
-
-
-def read_slo(parts: list[str] | None) -> dict[str, float]:
-    """`ttft:500 tpot:20` as milliseconds.
-
-    Raises:
-        ValueError: a part that is not of that form.
-    """
-    slo = {}
-    for part in parts or ():
-        name, _, most = part.partition(":")
-        if name not in LATENCIES:
-            raise ValueError(f"--slo takes {', '.join(LATENCIES)}, like ttft:500; got {part!r}")
-        try:
-            slo[name] = positive(most)
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--slo {name}:MS: {error}") from None
-    return slo
 
 
 def read_setting(base: Setting, changes: list[str] | None) -> Setting:
@@ -164,8 +152,8 @@ def add_question(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--assume", choices=("h200",), default="h200", help=assume)
     goals = " ".join(f"{key}:{most:g}" for key, most in SUGGEST_SLO.items())
     unless = goals if name == "suggest" else "none, and no goodput"
-    slo = f"most milliseconds of {', '.join(LATENCIES)} of a good request (default: {unless})"
-    command.add_argument("--slo", nargs="+", metavar="NAME:MS", help=slo)
+    slo = f"most milliseconds of {', '.join(OBJECTIVES)} of a good request (default: {unless})"
+    command.add_argument("--slo", nargs="+", type=objective, metavar="NAME:MS", help=slo)
     settings = (
         f"change the setting: {', '.join(SETTINGS)}; switches are 0 or 1 (default: the table's, "
         "or 256 sequences of at most 8,192 tokens, 8,192 a step)"

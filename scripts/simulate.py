@@ -47,7 +47,6 @@ from sim_arguments import (
     check_count,
     check_users,
     read_setting,
-    read_slo,
 )
 from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
@@ -185,7 +184,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
 def do_run(arguments: argparse.Namespace) -> int:
     """`run`."""
     setting, times = _setting_and_times(arguments)
-    slo = read_slo(arguments.slo)
+    slo = dict(arguments.slo or ())
     jobs = _jobs(arguments, setting, arguments.rate)
     check_users(arguments.users, len(jobs))
     outcome = Simulation(setting, times).run(jobs, arguments.users)
@@ -199,7 +198,7 @@ def do_run(arguments: argparse.Namespace) -> int:
 def do_suggest(arguments: argparse.Namespace) -> int:
     """`suggest`."""
     setting, times = _setting_and_times(arguments)
-    slo = read_slo(arguments.slo) or SUGGEST_SLO
+    slo = dict(arguments.slo or SUGGEST_SLO)
     arguments.requests = arguments.requests or SUGGEST_REQUESTS
     jobs = _jobs(arguments, setting, arguments.rate)
     check_users(arguments.users, len(jobs))

@@ -41,6 +41,8 @@ WRONG = [
     ("bench_prefix", "--pages 1 99999999", "--pages: '99999999' must be an integer of at most"),
     ("bench_prefix", "--slots 2000", "--slots: '2000' must be an integer of at most 1,024"),
     ("bench_prefix", "--cache /no/such/x", "--cache: '/no/such/x' must be in a folder that"),
+    ("bench_cpu_kernels", "--rows 1,0", "--rows: '0' must be an integer of at least 1"),
+    ("bench_cpu_kernels", "--part x", "--part: invalid choice: 'x'"),
     ("bench_offline", "--tokens 8", "--tokens 8: must be at least 32, twice --batch"),
     ("bench_offline", "--batch 9999", "--batch: '9999' must be an integer of at most 1,024"),
     ("bench_loading", "--dtype nope", "--dtype: invalid choice: 'nope'"),

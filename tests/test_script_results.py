@@ -6,8 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import bench_cpu_kernels
 import bench_prefix
 import bench_startup
 from about_run import about_run
@@ -49,3 +51,34 @@ def test_parts_keep_what_is_said_of_theirs(tmp_path: Path, monkeypatch: pytest.M
     assert found["cost"] == {"pairs": 3} and found["runs"]["cost"] == {"date": "then"}
     assert len(found["hits"]) == 1 and found["runs"]["hits"]["command"].startswith("python bench_")
     assert "machines" not in found
+
+
+@pytest.mark.parametrize("part", list(bench_cpu_kernels.PARTS))
+def test_both_kernels_of_a_pair_do_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"INPUTS": 64, "OUTPUTS": 64, "BEYOND_CACHES": 0}.items():
+        monkeypatch.setattr(bench_cpu_kernels, name, value)
+    for pair in bench_cpu_kernels.PARTS[part]([1, 5]):
+        assert pair.operations > 0 and pair.bytes > 0
+        ours = np.asarray(pair.ours(*pair.copies[0]))
+        theirs = np.asarray(pair.theirs(*pair.their_copies[0]))
+        if pair.name.startswith(("int", "fp")):  # their weights are other ones
+            assert ours.shape == theirs.shape
+        else:
+            off = 2e-2 if pair.name.startswith("bfloat16") else 1e-5
+            np.testing.assert_allclose(ours, theirs, rtol=off, atol=20 * off)
+
+
+def test_kernels_are_told_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kernels.json"
+    for name, value in {"INPUTS": 64, "OUTPUTS": 64, "SECONDS_A_TURN": 0}.items():
+        monkeypatch.setattr(bench_cpu_kernels, name, value)
+    monkeypatch.setattr(bench_cpu_kernels, "BEYOND_CACHES", 1e5)
+    words = "bench_cpu_kernels.py --part products --rows 2 --turns 3 --json"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(path)])
+    assert bench_cpu_kernels.main() == 0
+    found = json.loads(path.read_text())
+    assert [row["work"] for row in found["products"]] == [
+        f"{form}, rows: 2" for form in bench_cpu_kernels.FORMS
+    ]
+    assert all(row["least"] <= row["ratio"] <= row["most"] for row in found["products"])
+    assert found["runs"]["products"]["machine"] == machine()
