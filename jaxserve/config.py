@@ -72,8 +72,9 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of equal prefixes.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
         async_scheduling: submit step n+1 before step n is read.
-        num_scheduler_steps: most decode steps of one launch, taken where nobody could come in
-            between; None lets each launch be as long as it can be without anybody noticing.
+        num_scheduler_steps: most decode steps of one launch, taken where nobody waits, or only
+            for a slot while none is free; None lets each launch be as long as it can be without
+            anybody noticing.
         seed: of requests that bring none, and of dummy weights.
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         decode_sizes: padded row counts compiled for steps of one token a row.

@@ -132,7 +132,7 @@ class PanelProduct:
             code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
         )
         sizes = row_tiles(self.sums)
-        tiles = {size: _tile(code.module, size, self, self.cpu) for size in sizes}
+        tiles = {size: _tile(code.module, size, self) for size in sizes}
 
         with (
             each_group(code, counts, groups, rows) as (group, begin, ends),
@@ -241,7 +241,7 @@ def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
     return [range(at, at + width) for at in range(0, vectors, width)]
 
 
-def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.Function:
+def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
     """tile(x, panel, y, ahead, count, inputs, outputs, begins).
 
     y[:size, :PANEL] += x[:size] @ panel, over `count` inputs; rows of x are `inputs` apart, those
@@ -249,7 +249,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
     `ahead` on are asked for.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
-    lanes = cpu.vector_bytes // element_bytes(real)
+    lanes = kernel.cpu.vector_bytes // element_bytes(real)
     kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 3 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
@@ -272,7 +272,7 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct, cpu: Host) -> ir.F
             all_k = code.add(k, code.mul(count, const(nth_pass)))
             asked = code.mul(code.sdiv(all_k, const(len(passes))), const(line))
             code.prefetch(code.at(ahead, asked, stored), 2)
-            if size >= ROWS_TO_PREFETCH and columns[0] == 0:
+            if size >= ROWS_TO_PREFETCH and nth_pass == 0:
                 for at in range(0, PANEL, line):
                     code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
             weights = [

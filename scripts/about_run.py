@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from compare.results import machine, plain
@@ -26,3 +29,10 @@ def about_run() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def keep(path: Path, results: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Write parts beside those of earlier runs; each keeps what is said of its own run."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    runs = before.pop("machines", {}) | before.get("runs", {}) | dict.fromkeys(results, about)
+    path.write_text(json.dumps(before | dict(results) | {"runs": runs}, indent=2) + "\n")

@@ -18,7 +18,6 @@ speeds beside it are those of the median turn, in GFLOP/s, and in GB/s of weight
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -29,9 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from about_run import about_run
+from about_run import about_run, keep
 from argument_types import integers, positive_integer, writable_file
+from gpu_timing import attention_arrays
 from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
+from pallas_kernels.arguments import Case
 from pallas_kernels.llvm_code import host
 from pallas_kernels.llvm_panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
@@ -149,33 +150,21 @@ def experts(sizes: Sequence[int]) -> Iterator[Pair]:
             )
 
 
-def pages_of(lengths: Sequence[int]) -> tuple[Arrays, jax.Array]:
-    """Keys and values of rows of these lengths, their pages in any order, and the page table."""
-    random = np.random.default_rng(0)
-    most = -(-max(lengths) // PAGE_SIZE)
-    number = len(lengths) * most
-    shape = (number, KV_HEADS, PAGE_SIZE, HEAD_DIM)
-    kv = tuple(jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(2))
-    table = random.permutation(number).astype(np.int32).reshape(len(lengths), most)
-    return kv, jnp.asarray(table)
-
-
 def attention(
     name: str, function: Callable[..., Any], lengths: Sequence[int], queries: int
 ) -> Pair:
-    """Rows of these lengths, with `queries` each, over their pages."""
-    random = np.random.default_rng(0)
-    kv, table = pages_of(lengths)
-    q = random.standard_normal((len(lengths) * queries, HEADS, HEAD_DIM), np.float32)
-    begins = (np.arange(len(lengths) + 1) * queries).astype(np.int32)
-    ends = np.array(lengths, np.int32)
-    rows = (begins, ends) if function is ragged_paged_attention else (ends,)
-    where = (table, *map(jnp.asarray, rows))
+    """Rows of these lengths, with `queries` each, over their pages, which lie in any order."""
+    rows, pages = len(lengths), -(-max(lengths) // PAGE_SIZE)
+    kind, dtype = ("decode" if queries == 1 else "ragged"), jnp.dtype(jnp.float32)
+    tokens, number = rows * queries, rows * pages
+    sizes = (tokens, rows, number, PAGE_SIZE, pages, HEADS, KV_HEADS, HEAD_DIM)
+    case = Case(kind, "cpu", dtype, dtype, *sizes)
+    q, k_pages, v_pages, *where = attention_arrays(case, np.array(lengths))
 
     def by(implementation: str) -> Callable[..., Any]:
         return jax.jit(lambda *arrays: function(*arrays, implementation=implementation))
 
-    copies = [(jnp.asarray(q), *some, *where) for some in copies_of(kv)]
+    copies = [(q, *some, *where) for some in copies_of((k_pages, v_pages))]
     seen = sum(length - (queries - 1) / 2 for length in lengths) * queries
     numbers = 2 * KV_HEADS * HEAD_DIM * sum(lengths)
     return Pair(
@@ -255,9 +244,7 @@ def main() -> int:
                 flush=True,
             )
     if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        runs = before.get("runs", {}) | dict.fromkeys(results, about)
-        arguments.json.write_text(json.dumps(before | results | {"runs": runs}, indent=2) + "\n")
+        keep(arguments.json, results, about)
     return 0
 
 

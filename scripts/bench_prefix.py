@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from about_run import about_run
+from about_run import about_run, keep
 from argument_types import at_most, new_folder, positive_integer, writable_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
@@ -260,9 +259,7 @@ def main() -> int:
         results["cost" if arguments.model == "bundled" else f"cost_{arguments.model}"] = cost
         holds &= report_cost(cost)
     if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        runs = before.pop("machines", {}) | before.get("runs", {}) | dict.fromkeys(results, about)
-        arguments.json.write_text(json.dumps(before | results | {"runs": runs}, indent=2) + "\n")
+        keep(arguments.json, results, about)
     return 0 if holds else 1
 
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from about_run import about_run
+from about_run import about_run, keep
 from argument_types import at_least, writable_file
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
@@ -413,11 +413,7 @@ def main() -> int:
     for part in arguments.part or PARTS:
         results[part] = run_part(part, arguments.requests)
     if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        # One that was measured before keeps what it says of itself.
-        runs = before.get("runs", {}) | dict.fromkeys(results, about)
-        kept = {"runs": runs} | before | results | {"runs": runs}
-        arguments.json.write_text(json.dumps(kept, indent=2) + "\n")
+        keep(arguments.json, results, about)
     return 0 if print_table(results) else 1
 
 

@@ -137,7 +137,7 @@ class Scheduler:
         """The next step's rows, or None where there is nothing to compute now.
 
         Args:
-            max_steps: decode steps that one launch may take where nobody could come in between.
+            max_steps: decode steps that one launch may take where nobody could come in now.
         """
         if max_steps > 1 and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, int(draws[1].max()))
@@ -180,7 +180,7 @@ class Scheduler:
         running, table = self._running, self.slots
         length = table.length[running]
         left = table.stop_length[running] - length
-        if self.waiting:  # for a slot: then nobody comes in before the first row has ended
+        if self.waiting:  # for a slot: the launch ends when a row reaches its length
             may_enter = table.num_free and len(running) < self.max_running
             max_steps = 1 if may_enter else min(max_steps, int(left.min()))
             if max_steps < 2:
