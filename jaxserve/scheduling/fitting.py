@@ -15,9 +15,11 @@ def fitted(take: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         sizes: padded sizes of steps, ascending.
     """
     long = np.flatnonzero(take > 1)
+    if not len(long):
+        return take
     total = int(take.sum())
     above = int(sizes.searchsorted(total))
-    if not len(long) or not 0 < above < len(sizes):
+    if not 0 < above < len(sizes):
         return take
     excess = total - int(sizes[above - 1])
     if excess >= int(sizes[above]) - total or excess > int((take[long] - 1).sum()):

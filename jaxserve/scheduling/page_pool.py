@@ -139,17 +139,22 @@ class PagePool:
         self._place_of[pages] = _NOWHERE
         self.ref_count[pages] += 1
 
-    def release(self, pages: np.ndarray) -> None:
-        """Let go of a sequence's pages, given in the order of its tokens.
+    def release(self, *held: np.ndarray) -> None:
+        """Let go of sequences' pages, one after the other, each in the order of its tokens.
 
         The last page becomes the first to be evicted: a prefix is worth more than its tail.
         """
-        pages = pages.astype(np.intp, copy=False)  # as indices: much faster than others
+        # Turned round below. As indices numpy takes intp much faster than others.
+        pages = np.concatenate(held[::-1], dtype=np.intp)
         left = self.ref_count[pages] - 1
-        self.ref_count[pages] = left
         idle = pages
         if np.count_nonzero(left):  # few pages are shared
+            if len(held) > 1:  # by two of these, perhaps
+                for one in held:
+                    self.release(one)
+                return
             idle = pages[left == 0]
+        self.ref_count[pages] = left
         if not len(idle):
             return
         self.num_changes += 1

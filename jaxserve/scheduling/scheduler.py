@@ -312,9 +312,9 @@ class Scheduler:
         if len(hits):
             self.slots.append_pages(slot, hits)
             self.slots.drop_pages(slot, outside)
+            self.slots.num_computed[slot] = cached
+            self.slots.num_published[slot] = len(hits)
         self.slots.append_pages(slot, self.pool.allocate(fresh))
-        self.slots.num_computed[slot] = cached
-        self.slots.num_published[slot] = len(hits)
         if sequence.num_cached < 0:
             sequence.num_cached = cached
         if self.enable_prefix_caching:
@@ -346,10 +346,10 @@ class Scheduler:
         draws = draws_of(table, plan, token_ids, ok, live)
         owners = slots = draws.slots
         if draws.counts is None:
-            table.tokens[slots, draws.length - 1] = draws.tokens
+            table.put_tokens(slots, draws.length - 1, draws.tokens)
         else:
             owners, where = each(slots, draws.length - draws.counts, draws.length)
-            table.tokens[owners, where] = draws.tokens
+            table.put_tokens(owners, where, draws.tokens)
         table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed
         last = draws.is_last.nonzero()[0]
@@ -391,8 +391,7 @@ class Scheduler:
         """
         if not offered:
             self.publisher.publish(np.array(slots, np.intp))
-        for slot in slots:
-            self.pool.release(self.slots.release(slot))
+        self.pool.release(*self.slots.release(slots))
         self._running = self._running[self.slots.generation[self._running] > 0]
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,17 @@ _PARTS = (
 
 # W, words a row.
 WIDTH = sum(max(1, words) for _, words in _PARTS)
+_ROW = struct.Struct(
+    "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS)
+)
+
+
+def put_settings(words: np.ndarray, row: int, *values: float) -> None:
+    """Write a row of i32[R, W] from its W values, in the order of `Settings`.
+
+    At once: a number at a time costs numpy more than the rest of what a new sequence takes.
+    """
+    _ROW.pack_into(words, row * _ROW.size, *values)
 
 
 class Settings(NamedTuple):

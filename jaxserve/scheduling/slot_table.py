@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.request import Ask
+from jaxserve.request import MAX_STOP_TOKEN_IDS, Ask
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.settings import WIDTH, Settings
+from jaxserve.scheduling.settings import WIDTH, Settings, put_settings
 
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
+_NO_STOPS = (NO_TOKEN,) * MAX_STOP_TOKEN_IDS
 # As plain numbers: those of an IntFlag cost a microsecond each time.
 _EDITS, _PROMPT_LOGPROBS = int(Ask.EDITS), int(Ask.PROMPT_LOGPROBS)
 
@@ -62,6 +63,7 @@ class SlotTable:
 
         self.page_table = column(self.max_pages)
         self.tokens = column(max_model_len)
+        self._flat_tokens = self.tokens.reshape(-1)
         self.num_pages = column()
         self.first_page = column()
         self.num_known = column()
@@ -122,37 +124,46 @@ class SlotTable:
             self.num_keys[slot] = len(prefix.keys)
             self.page_keys[slot, : len(prefix.keys)] = prefix.keys
             self.key_state[slot] = prefix.state
-        request = sequence.request
-        sampling = request.sampling
-        self.stop_length[slot] = request.max_length
-        self.min_length[slot] = sequence.num_prompt + sampling.min_tokens
-        self.temperature[slot] = sampling.temperature
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.top_k[slot] = sampling.top_k
-        self.seed[slot, 0], self.seed[slot, 1] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
+        sampling = sequence.request.sampling
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt[slot] = sequence.num_prompt
-        self.asks[slot] = sampling.asks
-        if sequence.scores_prompt:
-            self.asks[slot] |= _PROMPT_LOGPROBS
-            self.scores_prompts = True
+        self._put_settings(slot, sequence)
         self.needs_load[slot] = sampling.asks & _EDITS != 0
         self.needs_mask[slot] = False
         self.is_guided[slot] = False
         if sequence.constraint is not None:
             self.guide(slot)
-        self.penalties[slot] = (
+        return slot
+
+    def _put_settings(self, slot: int, sequence: Sequence) -> None:
+        request = sequence.request
+        sampling, stops, asks = request.sampling, request.stop_token_ids, request.sampling.asks
+        if sequence.scores_prompt:
+            asks |= _PROMPT_LOGPROBS
+            self.scores_prompts = True
+        self.max_stops = max(self.max_stops, len(stops))
+        put_settings(
+            self.settings,
+            slot,
+            request.max_length,
+            sequence.num_prompt + sampling.min_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.top_k,
+            sequence.seed >> 32,
+            sequence.seed & 0xFFFFFFFF,
             sampling.repetition_penalty,
             sampling.frequency_penalty,
             sampling.presence_penalty,
+            asks,
+            *stops,
+            *_NO_STOPS[len(stops) :],
         )
-        stops = request.stop_token_ids
-        self.stop_token_ids[slot] = NO_TOKEN
-        if stops:
-            self.stop_token_ids[slot, : len(stops)] = stops
-            self.max_stops = max(self.max_stops, len(stops))
-        return slot
+
+    def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
+        """Write token ids that are known now: tokens[i] to position where[i] of slots[i]."""
+        self._flat_tokens[slots * self.max_model_len + where] = tokens
 
     def guide(self, slot: int) -> None:
         """Note whether a slot's next step must wait for its newest token."""
@@ -207,22 +218,24 @@ class SlotTable:
         self.page_table[slot, first : first + len(pages)] = pages
         self.num_pages[slot] = first + len(pages)
 
-    def release(self, slot: int) -> np.ndarray:
-        """Take the slot back; returns the pages it held, for the pool.
+    def release(self, slots: list[int]) -> list[np.ndarray]:
+        """Take slots back; returns the pages that each held, for the pool: views.
 
-        The sequence leaves with its known tokens in `token_ids`.
+        Their sequences leave with their known tokens in `token_ids`.
         """
-        sequence = self.sequences[slot]
-        assert sequence is not None, "release of an empty slot"
-        sequence.token_ids = self.tokens[slot, : self.num_known[slot]].copy()
-        sequence.slot = NO_SLOT
-        self.num_guided -= int(self.is_guided[slot])
-        pages = self.pages(slot).astype(np.intp)
-        self.sequences[slot] = None
-        self.num_pages[slot] = 0
-        self.generation[slot] = 0
-        self._free.append(slot)
-        return pages
+        leaving, held = np.array(slots, np.intp), []
+        for slot, known in zip(slots, self.num_known[leaving].tolist(), strict=True):
+            sequence = self.sequences[slot]
+            assert sequence is not None, "release of an empty slot"
+            sequence.token_ids = self.tokens[slot, :known].copy()
+            sequence.slot = NO_SLOT
+            held.append(self.pages(slot))
+        self.num_guided -= int(np.count_nonzero(self.is_guided[leaving]))
+        self.sequences[leaving] = None
+        self.num_pages[leaving] = 0
+        self.generation[leaving] = 0
+        self._free.extend(slots)
+        return held
 
     def held(self, num_pages: int) -> np.ndarray:
         """int32[num_pages]: how many slots list each page (for `PagePool.check`)."""

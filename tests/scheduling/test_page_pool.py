@@ -113,6 +113,30 @@ def test_a_shared_page_is_free_only_when_the_last_holder_lets_go():
     assert pool.num_free == 2 and found(pool, "a") == "a"
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("shares", ["", "a", "ab"])
+def test_pages_of_several_are_let_go_of_as_one_after_the_other(is_cached: bool, shares: str):
+    """`shares`: what the second sequence holds too; the third holds what nobody else does."""
+    pools = []
+    for at_once in (True, False):
+        pool = PagePool(9, 4)
+        first = pool.allocate(3)
+        if is_cached:
+            pool.publish(first, keys("abc"))
+        held = [first, np.concatenate([first[: len(shares)], pool.allocate(2)]), pool.allocate(2)]
+        pool.share(first[: len(shares)])
+        if at_once:
+            pool.release(*held)
+        else:
+            for pages in held:
+                pool.release(pages)
+        pool.check(np.zeros(9, np.int32))
+        pools.append(pool)
+    for _ in range(8):
+        assert pools[0].allocate(1) == pools[1].allocate(1)
+        assert found(pools[0], "abc") == found(pools[1], "abc")
+
+
 def test_sharing_takes_a_page_out_of_reach_of_eviction():
     pool = PagePool(4, 4)
     cached(pool, "abc")
