@@ -28,6 +28,7 @@ from jaxserve.scheduling.plan import StepPlan
 from sim_client import add_request, alike, serve_really
 from sim_jobs import Job
 from sim_lines import Samples
+from sim_loop import Record
 from sim_times import Measured, kind_of, kind_of_after, kind_of_bucket, num_drawn
 
 MOST_OUTPUT = 64
@@ -251,9 +252,13 @@ class Calibration:
         Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
         drawn on its own.
         """
+        return self.serve_timed(alike(jobs, self._rng))[1]
+
+    def serve_timed(self, jobs: list[Job]) -> tuple[list[Record], Round]:
+        """Serve these jobs at the times they arrive; what became of them, and what was found."""
         with self._users() as (users, found):
-            serve_really(users.engine, alike(jobs, self._rng), found.asked)
-        return found
+            records = serve_really(users.engine, jobs, found.asked)
+        return records, found
 
     @contextmanager
     def _users(self) -> Iterator[tuple[_Users, Round]]:

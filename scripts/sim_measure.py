@@ -21,18 +21,15 @@ from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from sim_calibrate import Calibration
-from sim_client import serve_really
 from sim_loop import Setting
 from sim_times import Line, Measured, attention_work
 
 ROUNDS = 5
 __all__ = [
     "Calibration",
-    "Engine",
     "HostClock",
     "load_engine",
     "measure",
-    "serve_really",
     "setting_of",
 ]
 

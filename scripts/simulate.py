@@ -49,7 +49,7 @@ from sim_arguments import (
     read_setting,
 )
 from sim_jobs import Job, make_jobs
-from sim_loop import Setting, Simulation
+from sim_loop import Record, Setting, Simulation
 from sim_questions import highest_rate, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
 from sim_validate import Pair, Undisturbed, compare, cut
@@ -127,19 +127,23 @@ def do_measure(arguments: argparse.Namespace) -> int:
 def _pairs(
     module: Any, loaded: Any, calibration: Any, parts: list[list[Job]], repeats: int
 ) -> tuple[list[Pair], Undisturbed]:
-    """Each part of a load served so many times, and simulated as often; what was disturbed."""
+    """Each part of a load served so many times, and simulated; what was disturbed."""
     watch, setting = Undisturbed(), module.setting_of(loaded)
     numbers = [n for n in range(len(parts)) for _ in range(repeats)]
     runs, rounds = [], [watch.serve(partial(calibration.serve_like, parts[0]))]
     for number in numbers:
         part = parts[number]
-        runs.append(watch.serve(lambda part=part: module.serve_really(module.Engine(loaded), part)))
+        runs.append(watch.serve(partial(calibration.serve_timed, part)))
         rounds.append(watch.serve(partial(calibration.serve_like, part)))
-    pairs = []
-    for number, run, near in zip(numbers, runs, itertools.pairwise(rounds), strict=True):
-        times = calibration.times(*near, among=rounds)
-        draws = [Simulation(setting, times, n).run(parts[number]) for n in range(SEEDS)]
-        pairs.append(Pair(run, [one.records for one in draws], number))
+
+    def draws(times: Measured, jobs: list[Job]) -> list[list[Record]]:
+        return [Simulation(setting, times, n).run(jobs).records for n in range(SEEDS)]
+
+    pairs, among = [], [own for _, own in runs]
+    for number, (records, own), near in zip(numbers, runs, itertools.pairwise(rounds), strict=True):
+        simulated = draws(calibration.times(own, among=among), parts[number])
+        beside = draws(calibration.times(*near, among=rounds), parts[number])
+        pairs.append(Pair(records, simulated, beside, number))
     return pairs, watch
 
 
@@ -147,9 +151,9 @@ def do_validate(arguments: argparse.Namespace) -> int:
     """`validate`: serve really, simulate the same from what was measured next to it, and compare.
 
     The machine's speed swings within seconds, so that runs of the real engine are short: a part of
-    the load each. Each has rounds that time the loop before and after it, of as many requests a
-    second with the same lengths, but not the same requests; only those, and what all of them tell
-    of rare launches, feed the simulation that is held against it.
+    the load each, which are timed themselves. Each also has rounds that time the loop before and
+    after it, of as many requests a second with the same lengths, but not the same requests. Both
+    feed simulations that are held against it; what was met too rarely comes from all of a kind.
     """
     module = _measuring()
     loaded = _load(module, arguments)
@@ -174,7 +178,8 @@ def do_validate(arguments: argparse.Namespace) -> int:
         rows[f"{rate:g}"] = result["rows"]
         holds &= result["holds"]
     print("\nError: the requests of all simulations against those of all runs of the engine.\n"
-          "Real/real: half of the runs of each part against as many others of it.")  # fmt: skip
+          "Simulated: from what was timed in each run. Beside: from what was timed right beside it."
+          "\nReal/real: half of the runs of each part against as many others of it.")  # fmt: skip
     if arguments.json:
         about = {"setting": repr(setting), "holds": holds, "by_requests_a_second": rows}
         _write(arguments.json, about)

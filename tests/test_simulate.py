@@ -522,9 +522,13 @@ def served(*seconds: float) -> list[Record]:
 
 
 def test_an_error_above_15_percent_is_told(capsys: pytest.CaptureFixture) -> None:
-    assert compare([Pair(served(1.0), [served(1.14)])])["holds"]
+    real, same, far = served(1.0), [served(1.14)], [served(0.84)]
+    assert compare([Pair(real, same, far)])["holds"]
     assert "above 15 %" not in capsys.readouterr().out
-    assert not compare([Pair(served(1.0), [served(0.84)])])["holds"]
+    found = compare([Pair(real, far, same)])
+    assert not found["holds"]
+    row = found["rows"]["p50_ttft_ms"]
+    assert (row["error"], row["beside_error"]) == pytest.approx((-0.16, 0.14))
     assert "above 15 %" in capsys.readouterr().out
 
 
@@ -539,9 +543,11 @@ def test_percentiles_are_those_of_the_requests_of_all_runs() -> None:
 def test_each_real_run_has_its_own_simulations_and_all_are_held_together() -> None:
     """What is far out in single pairs, either way, need not be so in all."""
     slow, fast = served(*[2.0] * 10), served(*[1.0] * 10)
-    result = compare([Pair(slow, [fast, fast]), Pair(fast, [slow, slow])])
+    twice = [fast, fast], [slow, slow]
+    result = compare([Pair(slow, *twice), Pair(fast, *twice[::-1])])
     row = result["rows"]["p50_ttft_ms"]
-    assert result["rows"].keys() == set(COMPARED) and result["holds"] and row["error"] == 0
+    assert result["rows"].keys() == set(COMPARED) and result["holds"]
+    assert row["error"] == row["beside_error"] == 0
 
 
 def test_chance_is_by_how_much_runs_of_the_same_requests_differ(
@@ -549,13 +555,15 @@ def test_chance_is_by_how_much_runs_of_the_same_requests_differ(
 ) -> None:
     """A part that takes longer than another is no chance; one that takes longer in some runs is."""
     slow, fast = served(*[2.0] * 10), served(*[1.0] * 10)
-    same = [Pair(slow, [], 0), Pair(slow, [], 0), Pair(fast, [], 1), Pair(fast, [], 1)]
+    runs = ((slow, 0), (slow, 0), (fast, 1), (fast, 1))
+    same = [Pair(run, [], [], part) for run, part in runs]
     assert set(chance(same).values()) == {0.0}
-    apart = [Pair(slow, [], 0), Pair(fast, [], 0)]
+    apart = [Pair(slow, [], [], 0), Pair(fast, [], [], 0)]
     assert chance(apart)["p50_ttft_ms"] == pytest.approx(1.0)
     assert chance(apart)["request_throughput"] == pytest.approx(1.0)
-    assert np.isnan(chance([Pair(slow, [], 0), *same[2:]])["p50_ttft_ms"])
-    compare([Pair(slow, [served(5.0)]), Pair(fast, [served(5.0)])])
+    assert np.isnan(chance([Pair(slow, [], [], 0), *same[2:]])["p50_ttft_ms"])
+    far = [served(5.0)]
+    compare([Pair(slow, far, far), Pair(fast, far, far)])
     assert "and so are real runs among themselves" in capsys.readouterr().out
 
 

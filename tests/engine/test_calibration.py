@@ -107,6 +107,16 @@ def test_a_load_is_timed_by_others_like_its_requests(loaded: Loaded, alone: Meas
     assert "step" not in vars(loaded.runner) and "submit" not in vars(loaded.runner)
 
 
+def test_a_load_is_timed_while_it_is_served(loaded: Loaded, alone: Measured) -> None:
+    jobs = make_jobs("azure-conv", 12, scale=64, rate=100.0, max_model_len=32, vocabulary=50)
+    records, found = Calibration(loaded, alone).serve_timed(jobs)
+    assert [len(one.token_times) for one in records] == [job.output for job in jobs]
+    assert [one.arrival for one in records] == [job.arrival for job in jobs]
+    samples = found.samples(alone)
+    drawn = sum(amount for amount, _, _ in samples.found["after"])
+    assert drawn == sum(job.output for job in jobs)
+
+
 def test_requests_like_others_are_not_the_same() -> None:
     jobs = make_jobs("azure-conv", 60, rate=9.0, max_model_len=64)
     others = alike(jobs, np.random.default_rng(1))
