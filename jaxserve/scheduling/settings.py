@@ -38,7 +38,7 @@ def put_settings(words: np.ndarray, row: int, *values: float) -> None:
 
     At once: a number at a time costs numpy more than the rest of what a new sequence takes.
     """
-    _ROW.pack_into(words, row * _ROW.size, *values)
+    _ROW.pack_into(words.data, row * _ROW.size, *values)
 
 
 class Settings(NamedTuple):
