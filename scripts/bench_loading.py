@@ -2,8 +2,8 @@
 
     python scripts/bench_loading.py --json scripts/results/bench_loading.json
 
-Parameters keep the dtype that is stored, as an engine's do unless told otherwise, or have that of
---dtype. With --stored what was measured of the others stays in the JSON file.
+Parameters keep the dtype that is stored, or have that of --dtype: an engine on a CPU widens to
+float32 unless told otherwise. With --stored what was measured of the others stays in the JSON file.
 
 Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
 as a server's start is, that reads the files from one end to the other with one thread and no more

@@ -88,7 +88,7 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
-    """One row a ratio, one column a model."""
+    """One row a ratio, one column a model; "-" where there is no goal, or nothing was measured."""
     found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
     models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)
@@ -270,11 +270,13 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
     count = len(data["runs"])
     runs = "One run" if count == 1 else f"One run in {count} slices"
+    served = any(record["part"] == "serve" for record in data["records"])
     return [
         f"{runs} of `python scripts/compare_engines.py`:",
         f"{_words(data)}.",
         f"{_repeats_words(data)}. {_agreement_words(data)}",
-        f"All of it, with versions, spread and latencies: `{results}`.",
+        f"All of it, with versions{', spread and latencies' if served else ' and spread'}: "
+        f"`{results}`.",
         *failed_lines(data),
         *unlike_lines(data),
         *([f"Not installed here: {', '.join(missing)}."] if missing else []),
@@ -312,11 +314,13 @@ def section_of(json_paths: list[Path], root: Path) -> str:
     """What stands between README's markers, for results files inside the repository."""
     lines = [BEGIN]
     for json_path in json_paths:
-        markdown, _ = paths(json_path)
+        markdown, images = paths(json_path)
         data = json.loads(json_path.read_text())
         lines += readme_part(data, str(markdown.relative_to(root)))
-    shown = [image for path in json_paths[:1] if (image := paths(path)[1]["slots"]).exists()]
-    lines += [f"![{image.stem}]({image.relative_to(root)})" for image in shown]
+        image = images["slots"]
+        if json_path == json_paths[0] and image.exists():
+            lines += [f"![{image.stem}]({image.relative_to(root)})", ""]
+    lines.append('"-": no goal there, or not measured.')
     return "\n".join([*lines, END])
 
 
