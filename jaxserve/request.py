@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -199,6 +200,11 @@ class SamplingParams:
                 STRUCTURED,
             )
         put("asks", self._asks())
+
+    @cached_property
+    def beginnings_of_stops(self) -> frozenset[str]:
+        """Every proper beginning of each stop string."""
+        return frozenset(text[:end] for text in self.stop or () for end in range(1, len(text)))
 
     def _asks(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)

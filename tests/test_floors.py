@@ -54,7 +54,10 @@ HOMES = {
     "prometheus_client": ("jaxserve.server",),
     "httpx2": ("jaxserve.server", "jaxserve.engine.hub"),
     "transformers": ("jaxserve.engine.text", "jaxserve.engine.gguf_text"),
-    "tokenizers": tuple(f"jaxserve.engine.{n}" for n in ("text", "gguf_text", "plain_tokenizer")),
+    "tokenizers": (
+        *("jaxserve.engine.text", "jaxserve.engine.detokenizer"),
+        *("jaxserve.engine.gguf_text", "jaxserve.engine.plain_tokenizer"),
+    ),
     "huggingface_hub": ("jaxserve.engine.hub",),
     "gguf": ("jaxserve.weights.gguf",),
     "orbax": ("jaxserve.weights.converted",),

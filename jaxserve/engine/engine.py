@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.engine.grammars import GrammarError, grammars_of
 from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.pace import Pace
-from jaxserve.engine.text import Detokenizer
 from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest

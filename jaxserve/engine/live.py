@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.engine.delta import Delta, Sink
-from jaxserve.engine.text import Detokenizer
+from jaxserve.engine.detokenizer import Detokenizer
 from jaxserve.request import Ask
 from jaxserve.scheduling.scores import Scores
 from jaxserve.scheduling.sequence import Sequence

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenization."""
+"""Text to token ids and back: tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers.decoders import DecodeStream
-
 from jaxserve.engine.plain_tokenizer import read_plain
 from jaxserve.engine.template import ChatTemplate, TemplateTooLong
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -22,7 +20,6 @@ from jaxserve.request import SamplingParams
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
-_CONTEXT_TOKENS = 8
 # A byte of no known character, in vocabularies that are made of characters.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -74,7 +71,9 @@ class Tokenizer:
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
         self._bytes = {letter: byte for byte, letter in enumerate(_byte_letters())}
-        self.special_ids = frozenset(self._tokenizer.all_special_ids)
+        # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
+        flagged = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(at for at, token in flagged.items() if token.special)
         self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
         # Runs of spaces are no marks of anything.
         added = [text for text in self._tokenizer.get_added_vocab() if len(text.strip()) > 1]
@@ -127,7 +126,7 @@ class Tokenizer:
 
     def is_special(self, text: str) -> bool:
         """Whether a text is that of a special token, which is left out of texts by default."""
-        return text in self._tokenizer.all_special_tokens
+        return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
@@ -268,89 +267,6 @@ def _read_with_transformers(directory: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
     )
-
-
-class Detokenizer:
-    """One sequence's text, token by token.
-
-    Never emits half a character: bytes that do not make one yet wait for the next token. Never
-    emits what may turn out to be the beginning of a stop string.
-
-    Attributes:
-        text: everything decoded, cut at the stop string once one was found.
-        stop: the stop string that was found, or None.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Listing[int], sampling: SamplingParams
-    ) -> None:
-        self._backend = tokenizer.backend
-        self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._skip_special = sampling.skip_special_tokens
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
-        self._stops = sampling.stop or ()
-        self._longest_stop = max(map(len, self._stops), default=0)
-        self._include_stop = sampling.include_stop_str_in_output
-        self._min_tokens = sampling.min_tokens
-        self._token_ids: list[int] = []
-        self._search_from = 0
-        self._num_emitted = 0
-        self._incomplete = False
-        self.text = ""
-        self.stop: str | None = None
-
-    def add(self, token_id: int) -> bool:
-        """Take one more token; True if its text completes a stop string."""
-        self._token_ids.append(token_id)
-        piece = self._stream.step(self._backend, token_id)
-        self._incomplete = piece is None
-        if piece is None:
-            return False
-        return self._extend(piece)
-
-    def finish(self) -> None:
-        """No more tokens will come: characters left incomplete become U+FFFD."""
-        if self._incomplete and self.stop is None:
-            whole = self._backend.decode(
-                self._context + self._token_ids, skip_special_tokens=self._skip_special
-            )
-            before = self._backend.decode(self._context, skip_special_tokens=self._skip_special)
-            self._extend(whole[len(before) + len(self.text) :])
-        self._longest_stop = 0
-
-    def _extend(self, piece: str) -> bool:
-        before = len(self.text)
-        self.text += piece
-        if not self._stops:
-            return False
-        if len(self._token_ids) <= self._min_tokens:
-            self._search_from = len(self.text)
-            return False
-        start = max(self._search_from, before - self._longest_stop + 1)
-        found = [(self.text.find(stop, start), stop) for stop in self._stops]
-        found = [(at, len(stop), stop) for at, stop in found if at >= 0]
-        if not found:
-            return False
-        at, length, self.stop = min(found)
-        self.text = self.text[: at + length if self._include_stop else at]
-        return True
-
-    def take(self) -> str:
-        """The text that is certain by now and was not taken before."""
-        end = len(self.text)
-        if self.stop is None and self._longest_stop:
-            end -= self._held_back()
-        piece = self.text[self._num_emitted : end]
-        self._num_emitted = max(self._num_emitted, end)
-        return piece
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        limit = min(self._longest_stop - 1, len(self.text) - self._search_from)
-        for length in range(limit, 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 def read_generation_config(directory: str | Path) -> dict[str, Any]:

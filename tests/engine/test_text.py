@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CheckpointError, SamplingParams
-from jaxserve.engine.text import Detokenizer, Tokenizer, default_sampling, read_generation_config
+from jaxserve.engine.detokenizer import Detokenizer
+from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
+from jaxserve.scheduling.scores import Scores
+from jaxserve.server.logprobs import CompletionTokens, TokenTexts
+from jaxserve.server.protocol import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tool_calls.talk import Talk
+from jaxserve.server.tool_calls.tools import tool_use
 from tests.engine.checkpoint import byte_tokenizer
 
 
@@ -123,3 +131,134 @@ def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
     assert got == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
     (tmp_path / "generation_config.json").write_text(json.dumps(config | {"do_sample": False}))
     assert default_sampling(read_generation_config(tmp_path), "").temperature == 0
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """With a mark that tokenizer.json alone calls special, as Mistral's files do."""
+    directory = tmp_path_factory.mktemp("marked")
+    byte_tokenizer().save_pretrained(directory)
+    path = directory / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for at, (text, special) in enumerate({"[TOOL_CALLS]": True, "[plain]": False}.items()):
+        whole["added_tokens"].append({"id": 260 + at, "content": text, "special": special} | flags)
+    path.write_text(json.dumps(whole))
+    return Tokenizer(directory, 262)
+
+
+def test_what_decoding_leaves_out_is_what_counts_as_special(marked: Tokenizer) -> None:
+    assert marked.special_ids == {token for token in range(262) if marked.decode([token]) == ""}
+    assert marked.is_special("[TOOL_CALLS]") and marked.decode([260], False) == "[TOOL_CALLS]"
+    assert not marked.is_special("[plain]") and not marked.is_special("a")
+
+
+def test_calls_are_read_where_only_tokenizer_json_flags_their_mark(marked: Tokenizer) -> None:
+    talk = Talk(marked, ServerConfig(tool_call_parser="mistral"))
+    chat = ChatRequest(
+        messages=[ChatMessage(role="user", content="?")],
+        tools=[Tool(function=FunctionDefinition(name="f"))],
+    )
+    use = tool_use(chat, talk.parser, True, talk.spell)
+    assert talk.shows_special(use) and talk.spell("[TOOL_CALLS]") == "<[260]>"
+    ids = [260, *marked.encode_word('[{"name": "f", "arguments": {"a": 1}}]')]
+    sampling = SamplingParams(skip_special_tokens=not talk.shows_special(use))
+    pieces, _ = stream(marked, ids, sampling)
+    reader = talk.reading([5, 6], use, True).reader()
+    assert reader is not None
+    for piece in pieces:
+        reader.feed(piece)
+    reader.feed("", True)
+    assert [(one.name, one.arguments) for one in reader.message.calls] == [("f", '{"a": 1}')]
+    assert not reader.message.content
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_count_what_the_text_shows(marked: Tokenizer, skip: bool) -> None:
+    ids = [5, 260, 6]
+    zeros, none = np.zeros(3), np.zeros((3, 0))
+    scores = Scores(zeros, zeros, none, none)
+    offsets = CompletionTokens(TokenTexts(marked, False), skip).drawn(ids, [scores], 0).text_offset
+    assert offsets == [len(marked.decode(ids[:end], skip)) for end in range(3)]
+
+
+def after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of some tokens behind a prompt, in pieces that never change."""
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(stop=["never"]))
+    pieces = []
+    for token in ids:
+        detokenizer.add(token)
+        pieces.append(detokenizer.take())
+    detokenizer.finish()
+    assert "".join([*pieces, detokenizer.take()]) == detokenizer.text
+    return detokenizer.text
+
+
+@pytest.mark.parametrize(
+    "prompt", ["costs 5 \ufffd", "\ufffd", "\ufffd\ufffd", "x" * 20 + "\ufffd"]
+)
+@pytest.mark.parametrize("text", ["fine", "☕", "\ufffd", "\ufffd!"])
+def test_a_prompt_that_ends_in_a_replacement_character_is_not_repeated(
+    tokenizer: Tokenizer, prompt: str, text: str
+) -> None:
+    assert after(tokenizer, tokenizer.encode(prompt), tokenizer.encode_word(text)) == text
+
+
+def test_a_character_that_the_prompt_began_belongs_to_what_ends_it(tokenizer: Tokenizer) -> None:
+    *begun, last = tokenizer.encode("costs 5 €")
+    assert after(tokenizer, begun, [last]) == "€"
+    assert after(tokenizer, begun, tokenizer.encode(" fine")) == " fine"
+    assert after(tokenizer, begun, tokenizer.encode(" fine €")[:-1]) == " fine \ufffd"
+    assert after(tokenizer, begun, [last, *tokenizer.encode("€")[:1]]) == "€\ufffd"
+    assert after(tokenizer, begun[:-1], begun[-1:]) == ""
+    assert after(tokenizer, begun[:-1], [begun[-1], last]) == "€"
+
+
+def test_stop_strings_do_not_match_what_the_prompt_says(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(
+        tokenizer, tokenizer.encode("price \ufffd"), SamplingParams(stop=["price"])
+    )
+    assert not any(detokenizer.add(token) for token in tokenizer.encode_word("fine"))
+    assert detokenizer.stop is None
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(0, 259), min_size=1, max_size=12),
+    st.lists(st.integers(0, 259), min_size=1, max_size=20),
+)
+def test_any_prompt_is_left_out_and_nothing_else(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    context = prompt[-8:]
+    before, whole = tokenizer.decode(context), tokenizer.decode(context + ids)
+    # No character of the context changes but the last, and only where that was not whole.
+    ends = [end for end in range(len(before) + 1) if whole.startswith(before[:end])]
+    assert after(tokenizer, prompt, ids) == whole[max(ends) :]
+
+
+def test_beginnings_of_stop_strings_are_found_once_for_all_completions() -> None:
+    sampling = SamplingParams(stop=["ab", "abc", "x"])
+    assert sampling.beginnings_of_stops == {"a", "ab"}
+    assert sampling.beginnings_of_stops is sampling.beginnings_of_stops
+    assert SamplingParams().beginnings_of_stops == frozenset()
+    assert sampling == SamplingParams(stop=["ab", "abc", "x"])
+
+
+@settings(max_examples=300)
+@given(
+    st.text(alphabet="ab", min_size=1, max_size=30),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4),
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
+    tokenizer: Tokenizer, text: str, stops: list[str]
+) -> None:
+    detokenizer, taken = Detokenizer(tokenizer, [5, 6], SamplingParams(stop=stops)), ""
+    for token in tokenizer.encode(text):
+        if detokenizer.add(token):
+            return
+        taken += detokenizer.take()
+        held = detokenizer.text[len(taken) :]
+        ends = (detokenizer.text[at:] for at in range(len(detokenizer.text)))
+        longest = (end for end in ends if any(s.startswith(end) and s != end for s in stops))
+        assert held == next(longest, "")
