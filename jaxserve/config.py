@@ -20,6 +20,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 
 # org/name, or org/name/FILE.gguf.
+MAX_SCHEDULER_STEPS = 1024
 HUB_NAME = re.compile(
     r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
 )
@@ -124,7 +125,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1, 2**22),
             ("kv_cache_memory_bytes", 1, 2**50),
             ("num_gpu_blocks_override", 2, 2**31 - 1),
-            ("num_scheduler_steps", 1, 1024),
+            ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
         ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, exact_int(getattr(self, name), name, low, high))

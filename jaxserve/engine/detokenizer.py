@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Listing
 
 from tokenizers.decoders import DecodeStream
@@ -71,8 +70,9 @@ class Detokenizer:
     def _after_context(self, whole: str) -> str:
         """What follows the context in a text that begins with it. A character that the context
         began and other tokens completed is theirs."""
-        same = itertools.takewhile(lambda two: two[0] == two[1], zip(self._before, whole))
-        return whole[sum(1 for _ in same) :]
+        pairs = enumerate(zip(self._before, whole, strict=False))
+        same = min(len(self._before), len(whole))
+        return whole[next((at for at, (one, two) in pairs if one != two), same) :]
 
     def _extend(self, piece: str) -> bool:
         before = len(self.text)

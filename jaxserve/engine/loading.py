@@ -143,6 +143,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         max_model_len=capacity,
         eos_token_ids=ends,
         seed=config.seed,
+        launch_steps=runner.max_steps,
     )
     longest = source.generation_config.get("max_new_tokens")
     return Loaded(config, runner, tokenizer, limits, sampling, longest)

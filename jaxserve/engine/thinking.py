@@ -10,9 +10,6 @@ import numpy as np
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-# Tokens that may be drawn before the host has seen the newest: two launches of the most steps.
-# From there to the end of the budget a row waits for each token.
-AHEAD = 128
 # Tokens in which a marker that is several of them is looked for, as text.
 _TAIL = 16
 # Tokens that may stand before the mark which begins the thoughts: blank lines.
@@ -60,6 +57,8 @@ class ThinkingConstraint:
         inner: what the text after the thoughts must be; None for anything.
         vocab_size: width of the logits.
         ends: token ids that end a sequence, which thoughts may not where something must follow.
+        ahead: tokens that may be drawn before the host has seen the newest. From there to the end
+            of the budget the row waits for each token.
 
     Attributes:
         words: u32[W], as those of `Constraint`.
@@ -73,9 +72,11 @@ class ThinkingConstraint:
         inner: Inner | None,
         vocab_size: int,
         ends: Sequence[int],
+        ahead: int,
     ) -> None:
         self._marks = marks
         self._budget = budget
+        self._ahead = ahead
         self._inner = inner
         self._free = _bits(vocab_size)
         if inner is not None:
@@ -114,7 +115,7 @@ class ThinkingConstraint:
         if self._phase == "after":
             complete = self._inner is not None and self._inner.advance(token)
         elif self._phase == "forcing":
-            # A token that was under way may come first, in launches of very many steps.
+            # Whatever else comes, the end begins anew behind it.
             is_forced = token == self._marks.end_token_ids[self._num_forced]
             self._num_forced = self._num_forced + 1 if is_forced else 0
             if self._num_forced == len(self._forced):
@@ -155,9 +156,9 @@ class ThinkingConstraint:
         if self._phase == "forcing":
             self.words, self.is_guided = self._forced[self._num_forced], True
         elif self._phase == "thinking":
-            self.words, self.is_guided = self._free, inner is not None or left <= AHEAD
+            self.words, self.is_guided = self._free, inner is not None or left <= self._ahead
         elif self._phase == "before":
-            self.is_guided = inner is not None or left <= AHEAD
+            self.is_guided = inner is not None or left <= self._ahead
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.config import MAX_SCHEDULER_STEPS
 from jaxserve.engine.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
@@ -37,12 +38,15 @@ class Limits:
         max_model_len: most tokens of a sequence, no more than the cache holds.
         eos_token_ids: the model's own ends.
         seed: the engine's, from which requests without a seed get theirs.
+        launch_steps: most decode steps of one launch; unless it is known, the most that a
+            configuration may ask for.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seed: int
+    launch_steps: int = MAX_SCHEDULER_STEPS
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
@@ -175,7 +179,10 @@ def _constraint(
     inner = None if form is None or constrain is None else constrain(form)
     if thinking is None or thinking.is_closed or (inner is None and budget is None):
         return inner
-    return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, limits.eos_token_ids)
+    # One launch is in flight while the next is scheduled.
+    ahead = 2 * limits.launch_steps
+    ends = limits.eos_token_ids
+    return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, ends, ahead)
 
 
 def bad_words_token_ids(

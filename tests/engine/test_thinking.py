@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from jaxserve import AsyncLLM, InvalidRequest, SamplingParams
-from jaxserve.engine.loading import Loaded
-from jaxserve.engine.thinking import AHEAD, ThinkingMarks
+from jaxserve import AsyncLLM, EngineConfig, InvalidRequest, SamplingParams
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.request import Request
 from jaxserve.structured import StructuredOutputsParams
 
@@ -60,14 +62,15 @@ def test_budgets_hold_in_any_batch(
     loaded: Loaded, marks: ThinkingMarks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    ahead = 2 * loaded.runner.max_steps
     work = [
         ("one", settings(1, 0)),
         ("two", settings(2, 1)),
         ("three", settings(3, 9)),
         ("four", settings(4, 9, form=True)),
         ("five", settings(5, None, form=True, tokens=60)),
-        ("six", settings(6, AHEAD + 20, tokens=AHEAD + 40)),
-        ("seven", settings(7, AHEAD + 50, tokens=40)),
+        ("six", settings(6, ahead + 20, tokens=ahead + 40)),
+        ("seven", settings(7, ahead + 50, tokens=40)),
         ("eight", settings(8, None)),
     ]
     together = serve(loaded, marks, work)
@@ -87,6 +90,26 @@ def test_budgets_hold_in_any_batch(
             assert loaded.tokenizer is not None
             said = loaded.tokenizer.decode(tokens[thought + 1 :])
             assert len(said) == 6 and set(said) <= set("ab")
+
+
+def test_budgets_hold_in_launches_of_very_many_steps(
+    checkpoint: Path, marks: ThinkingMarks
+) -> None:
+    config = EngineConfig(
+        model=checkpoint,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        decode_sizes=(2,),
+        token_sizes=(16,),
+        num_gpu_blocks_override=40,
+        num_scheduler_steps=100,
+    )
+    [end] = marks.end_token_ids
+    unended = replace(settings(1, 150, tokens=250), logit_bias={end: -100})
+    others = [("x", settings(seed, None, tokens=40)) for seed in range(3)]
+    for work in ([("one", unended)], [("one", unended), *others]):
+        thoughts = serve(load(config), marks, work)[0]
+        assert thoughts.index(end) == 150
 
 
 def test_a_budget_needs_marks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

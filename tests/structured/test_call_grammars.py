@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.grammars import Constraint, Grammars
-from jaxserve.engine.thinking import AHEAD, ThinkingConstraint, ThinkingMarks
+from jaxserve.engine.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
@@ -162,6 +162,7 @@ def test_names_that_python_cannot_say_are_refused() -> None:
         grammar_of_calls(CALL_FORMATS["pythonic"], [odd], json.dumps)
 
 
+AHEAD = 128  # tokens that may be drawn before the newest is seen
 # Thoughts: token 10 begins them and 11 ends them, or 10 11 12 does as text.
 ONE = ThinkingMarks("(", ")", (11,), decode=str, start_token_id=10)
 
@@ -169,7 +170,7 @@ ONE = ThinkingMarks("(", ")", (11,), decode=str, start_token_id=10)
 def thinking(
     marks: ThinkingMarks, budget: int | None, inner: Constraint | None
 ) -> ThinkingConstraint:
-    return ThinkingConstraint(marks, budget, inner, VOCABULARY, [END])
+    return ThinkingConstraint(marks, budget, inner, VOCABULARY, [END], AHEAD)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 140])
