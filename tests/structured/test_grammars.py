@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -246,6 +247,55 @@ def test_what_blows_up_elsewhere_is_served_or_refused(
         return
     with contextlib.suppress(GrammarError):  # too complex to go on
         draw(constraint, pieces, 0, most=30)
+
+
+class Clock:
+    """Seconds that pass between one look and the next."""
+
+    def __init__(self, step: float) -> None:
+        self.step = step
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def tokens_until_refused(constraint: Constraint, most: int) -> int:
+    number = 0
+    with contextlib.suppress(GrammarError):
+        while number < most:
+            constraint.advance(allowed(constraint)[0])
+            number += 1
+    return number
+
+
+LETTERS = StructuredOutputsParams(regex="a{300}")
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.3, 0), (0.05, 5), (0.02, 16), (0.004, 90)])
+def test_a_form_may_cost_so_much_time_and_no_more(seconds: float, tokens: int) -> None:
+    grammars = Grammars(lambda: TOKENIZER, VOCABULARY, [END], Clock(seconds))
+    assert tokens_until_refused(grammars.compile(LETTERS), 90) == tokens
+    assert tokens_until_refused(grammars.compile(LETTERS), 90) == tokens  # each pays for itself
+
+
+def test_completions_of_one_request_pay_together() -> None:
+    grammars = Grammars(lambda: TOKENIZER, VOCABULARY, [END], Clock(0.05))
+    constraint = grammars.compile(LETTERS)
+    left = [tokens_until_refused(constraint.copy(), 3), tokens_until_refused(constraint.copy(), 3)]
+    assert left == [3, 2]
+
+
+def test_the_time_that_counts_is_the_threads_own(grammars: Grammars) -> None:
+    assert grammars.compile(LETTERS)._account.clock is time.thread_time
+
+
+def test_who_takes_too_long_is_told_so() -> None:
+    grammars = Grammars(lambda: TOKENIZER, VOCABULARY, [END], Clock(1.0))
+    constraint = grammars.compile(LETTERS)
+    with pytest.raises(GrammarError, match="takes too long to follow"):
+        constraint.advance(allowed(constraint)[0])
 
 
 def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
