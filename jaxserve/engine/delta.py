@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.scores import Scores
 
@@ -14,7 +15,8 @@ class Delta:
     """What is new about one completion of a request.
 
     Where they are asked for, `logprobs` has a row for each of `token_ids`, and `prompt_logprobs`
-    one for each prompt token but the first, once: with the first token of completion 0.
+    one for each prompt token but the first, once: with the first token of completion 0. An `error`
+    that the request itself has caused comes with the `parameter` to blame.
     """
 
     request_id: str
@@ -25,8 +27,15 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    parameter: str | None = None
     logprobs: Scores | None = None
     prompt_logprobs: Scores | None = None
+
+    def fail(self, error: str | InvalidRequest) -> None:
+        """Say what went wrong; an InvalidRequest is the request's own fault."""
+        self.error = str(error)
+        if isinstance(error, InvalidRequest):
+            self.parameter = error.parameter
 
 
 Sink = Callable[[Delta], None]

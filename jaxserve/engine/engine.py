@@ -266,9 +266,8 @@ class Engine:
 
     def _deliver(self, result: StepResult, scores: StepScores | None) -> None:
         ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
-        logprobs = (
-            [None] * len(result.sequences) if scores is None else scores.of_draws(result.drawn)
-        )
+        unscored = [None] * len(result.sequences)
+        logprobs = unscored if scores is None else scores.of_draws(result.drawn)
         drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
         following = [*result.sequences[1:], None]
         for (sequence, token, logprob), then in zip(drawn, following, strict=False):
@@ -280,14 +279,14 @@ class Engine:
                 is_last = then is not sequence and sequence in ended
                 self._deliver_token(live, token, logprob, is_last)
             except GrammarError as error:
-                self._end(live, FinishReason.ERROR, error=f"structured_outputs: {error}")
+                self._end(live, FinishReason.ERROR, error.as_refusal())
             except Exception as error:  # of the text library: this request's loss alone
                 _log.exception("detokenization failed")
                 self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
         for sequence in result.finished:
             live = self._live.get(sequence)
             if live is not None:  # no token ended it
-                self._end(live, FinishReason.ERROR, error=live.why_none())
+                self._end(live, FinishReason.ERROR, live.why_none(self.limits.vocab_size))
 
     def _deliver_token(self, live: Live, token: int, logprob: Scores | None, ended: bool) -> None:
         sequence, text = live.sequence, live.detokenizer
@@ -321,11 +320,15 @@ class Engine:
             if delta.finish_reason is None:
                 self._end(live, FinishReason.ABORT)
 
-    def _end(self, live: Live, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, live: Live, reason: FinishReason, error: str | InvalidRequest | None = None
+    ) -> None:
         """End a sequence for a reason that no token brought."""
         self.scheduler.finish(live.sequence, reason)
         delta = live.delta([])
-        delta.finish_reason, delta.error = reason, error
+        delta.finish_reason = reason
+        if error is not None:
+            delta.fail(error)
         self._forget(live)
         self._send(live, delta)
 
@@ -353,9 +356,8 @@ class Engine:
         for sequence in running:
             sequence.num_failures += 1
             if sequence.num_failures > MAX_STEP_FAILURES:
-                self._end(
-                    self._live[sequence], FinishReason.ERROR, error=f"the step failed: {error}"
-                )
+                live = self._live[sequence]
+                self._end(live, FinishReason.ERROR, f"the step failed: {error}")
             else:
                 self._suspects.add(sequence)
 

@@ -51,6 +51,10 @@ Clock = Callable[[], float]
 class GrammarError(RuntimeError):
     """A sequence cannot go on in the form that was asked for."""
 
+    def as_refusal(self) -> InvalidRequest:
+        """The same as the request's own fault."""
+        return InvalidRequest(f"{NAME}: {self}", NAME)
+
 
 class _Account:
     """What the masks of one request have cost; its completions share it.

@@ -18,7 +18,7 @@ from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.thinking import ThinkingMarks
-from jaxserve.errors import EngineClosed, EngineDead
+from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
 
@@ -85,7 +85,7 @@ class EngineThread:
                 self.engine.add(request, sink)
             except Exception as error:
                 for index in range(request.sampling.n):
-                    sink(_failed(request, index, str(error)))
+                    sink(_failed(request, index, error))
 
         self._post(deliver)
 
@@ -213,5 +213,7 @@ class EngineThread:
         atexit.unregister(self.close)
 
 
-def _failed(request: Request, index: int, error: str) -> Delta:
-    return Delta(request.request_id, index, "", [], 0, FinishReason.ERROR, error=error)
+def _failed(request: Request, index: int, error: Exception) -> Delta:
+    delta = Delta(request.request_id, index, "", [], 0, FinishReason.ERROR)
+    delta.fail(error if isinstance(error, InvalidRequest) else str(error))
+    return delta

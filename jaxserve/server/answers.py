@@ -153,7 +153,7 @@ class EventStream(Response):
                     body = b""
                 await _send(send, body + form.closing(generation), more=False)
         except Exception as error:
-            problem = as_api_error(error)
+            problem = as_api_error(error, scope.get("jaxserve.renamed"))
             if self._is_started:
                 await _send(send, form.failure(problem), more=False)
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest, Overloaded, PromptTooLong
@@ -72,8 +74,24 @@ def too_busy(message: str, code: str, seconds: float) -> ApiError:
     return ApiError(429, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception. Nothing of the server's inside is shown."""
+def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
+    """What a client is told about an exception. Nothing of the server's inside is shown.
+
+    Args:
+        error: the exception.
+        renamed: see `Call`.
+    """
+    problem = _translated(error)
+    name = (renamed or {}).get(problem.param or "")
+    if name is not None and isinstance(error, InvalidRequest):
+        # The field at the start, with or without a part of it that only the engine's has.
+        field = rf"{re.escape(problem.param or '')}(\.\w+)?(?=[ :,])"
+        problem.message = re.sub(rf"\A{field}", lambda _: name, problem.message)
+        problem.param = name
+    return problem
+
+
+def _translated(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):

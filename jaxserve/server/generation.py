@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from jaxserve.engine.delta import Delta
+from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.scores import Scores
 from jaxserve.server.errors import ApiError
@@ -172,6 +173,7 @@ class Generation:
 
         Raises:
             ApiError: the request failed as a whole, or took too long.
+            InvalidRequest: it could not go on for what it asks for.
         """
         parts: dict[int, Part] = {}
         for delta in await self._stream.take():
@@ -186,6 +188,8 @@ class Generation:
         if request_id in self._unstarted:
             self._admission.num_prompt_tokens -= self._unstarted.pop(request_id)
         if delta.finish_reason is FinishReason.ERROR:
+            if delta.parameter is not None:
+                raise InvalidRequest(delta.error or "it cannot be served", delta.parameter)
             raise ApiError(500, delta.error or "the engine failed", code="engine_error")
         if delta.finish_reason is FinishReason.ABORT:
             raise self._aborted(delta)

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.errors import JaxserveError
 from jaxserve.server.answers import ClientGone, error_response
 from jaxserve.server.errors import ApiError, as_api_error
 from jaxserve.server.served import Lifecycle
@@ -103,7 +102,7 @@ class Guard:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
             if not answer.is_started:
-                await _refuse(_renamed(error, renamed), scope, receive, answer.send)
+                await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         if len(headers) > MAX_HEADERS:
@@ -250,18 +249,6 @@ def _check_media(headers: Mapping[bytes, bytes]) -> None:
         raise ApiError(415, "Content-Type must be application/json", code="unsupported_media")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
-
-
-def _renamed(error: Exception, renamed: Mapping[str, str]) -> ApiError:
-    """The error in the words of the endpoint's fields."""
-    problem = as_api_error(error)
-    name = renamed.get(problem.param or "")
-    if name is not None and isinstance(error, InvalidRequest):
-        # The field at the start, with or without a part of it that only the engine's has.
-        field = rf"{re.escape(problem.param or '')}(\.\w+)?(?=[ :])"
-        problem.message = re.sub(rf"\A{field}", lambda _: name, problem.message)
-        problem.param = name
-    return problem
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

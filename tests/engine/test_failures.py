@@ -96,6 +96,15 @@ def test_a_nan_row_fails_alone(loaded: Loaded) -> None:
         assert got == want
 
 
+def test_logits_that_say_nothing_are_no_fault_of_what_was_asked(loaded: Loaded) -> None:
+    asked = replace(PARAMS, allowed_token_ids=list(range(14, 64)), min_tokens=2)
+    engine, deltas = Engine(loaded), []
+    engine.add(engine.request("nan", [20, POISON, 21], asked), deltas.append)
+    while engine.has_work:
+        engine.step()
+    assert (deltas[-1].error, deltas[-1].parameter) == ("the model's logits were not finite", None)
+
+
 class Faulty:
     """A runner that fails some submissions or reads, before or after the device has worked."""
 

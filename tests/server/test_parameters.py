@@ -374,3 +374,31 @@ def test_bad_requests_change_nothing_for_their_neighbours(server: Server) -> Non
             refuse(server, TEXT, bad[count % len(bad)])
             count += 1
         assert beside.result() == alone
+
+
+# Settings that let no token through once some were drawn, and the one to blame.
+STUCK: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"allowed_token_ids": [40], "bad_words": ["$$"], "max_tokens": 5},
+    "structured_outputs": {"structured_outputs": {"regex": "(a?){1000}a{1000}"}, "max_tokens": 5},
+}
+MULTIPLES = {"type": "integer", "multipleOf": 99_991, "minimum": 0, "maximum": 10**15}
+
+
+@pytest.mark.parametrize("name", STUCK)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_leads_nowhere_is_the_requests_fault(server: Server, path: str, name: str) -> None:
+    error = refuse(server, path, STUCK[name])
+    assert (error["param"], error["code"]) == (name, "invalid_value")
+    assert error["message"].startswith(name)
+
+
+def test_what_leads_nowhere_is_named_as_it_was_asked(server: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": MULTIPLES}}
+    asked = {"response_format": form, "max_tokens": 30}
+    error = refuse(server, CHAT, asked)
+    assert error["param"] == "response_format"
+    assert error["message"].startswith("response_format: ")
+    # The status of a stream is out by then, or it is not.
+    streamed = server.request(CHAT, GOOD[CHAT] | asked | {"stream": True})
+    last = streamed.error if streamed.status == 400 else streamed.events[-2]["error"]
+    assert last == error
