@@ -82,6 +82,12 @@ def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None 
     return number
 
 
+def is_listing(value: Any) -> bool:
+    """Whether it may be a list of numbers: a list, an array, no text and no single number."""
+    sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    return sized and not isinstance(value, str | bytes)
+
+
 def finite_float(value: Any, name: str) -> float:
     """`value` as a finite float; raises InvalidRequest naming `name`."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
@@ -306,7 +312,7 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     name = "allowed_token_ids"
-    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+    if not is_listing(value):
         raise InvalidRequest(f"{name} must be a list of token ids", name)
     if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
         raise InvalidRequest(f"{name} takes 1 to {MAX_ALLOWED_TOKEN_IDS} token ids", name)
@@ -333,7 +339,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+    if not is_listing(value):
         raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids")

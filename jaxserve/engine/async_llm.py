@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
@@ -56,9 +57,11 @@ class AsyncLLM:
             InvalidRequest: it cannot be served; nothing has been started.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        text, body = prompt_parts(prompt)
-        request = self.request(body, sampling_params, priority=priority, cache_salt=cache_salt)
-        name = request.request_id if request_id is None else request_id
+        text, body, own_salt = prompt_parts(prompt)
+        salt = cache_salt if own_salt is None else own_salt
+        request = self.request(body, sampling_params, priority=priority, cache_salt=salt)
+        # Callers count their requests too: a number would be a name of theirs sooner or later.
+        name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
         prompt_token_ids = request.prompt_token_ids.tolist()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tqdm.auto import tqdm
 
@@ -17,29 +17,96 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, is_listing
 
 Prompt = str | Listing[int] | Mapping[str, Any]
 
 
-def prompt_parts(prompt: Any) -> tuple[str | None, Any]:
-    """A prompt's text, if it has one, and what is to be served: that text, or token ids.
+# Keys of prompt dicts and arguments of `chat` that vLLM knows and that are not served, each with
+# the values that ask for nothing.
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "chat_template_content_format": ("auto",),
+    "lora_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "multi_modal_data": (None, {}),
+    "multi_modal_uuids": (None, {}),
+}
+# What every template is told, whether it looks or not.
+_ALWAYS_TOLD = frozenset("tools documents add_generation_prompt continue_final_message".split())
+# What rendering itself says.
+_OF_RENDERING = frozenset(("messages", "chat_template", "tokenize"))
 
-    Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
+
+class PromptParts(NamedTuple):
+    """A prompt as a caller wrote it: its text, if it has one; what is to be served, that text or
+    token ids; and whom it shares cached pages with, if it says so."""
+
+    text: str | None
+    body: Any
+    cache_salt: str | None = None
+
+
+def prompt_parts(prompt: Any) -> PromptParts:
+    """What a prompt says.
+
+    Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which
+    may hold a "cache_salt".
 
     Raises:
-        InvalidRequest: a dict with neither key.
+        InvalidRequest: a dict with neither of the first two keys, or with one that is not served.
     """
-    if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), prompt["prompt_token_ids"]
-        if "prompt" not in prompt:
-            raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
-        prompt = prompt["prompt"]
-    return (prompt if isinstance(prompt, str) else None), prompt
+    if not isinstance(prompt, Mapping):
+        return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
+    for name, value in prompt.items():
+        known = name in ("prompt", "prompt_token_ids", "cache_salt")
+        if not known and not _asks_nothing(name, value):
+            raise InvalidRequest(f"a prompt dict may not hold {str(name)[:60]!r}", "prompt")
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    if prompt.get("prompt_token_ids") is not None:
+        return PromptParts(text, prompt["prompt_token_ids"], salt)
+    if "prompt" not in prompt:
+        raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
+    return PromptParts(text if isinstance(text, str) else None, text, salt)
+
+
+def _asks_nothing(name: Any, value: Any) -> bool:
+    """Whether it is known, not served, and left at what asks for nothing."""
+    return isinstance(name, str) and any(
+        type(value) is type(one) and value == one for one in _NOT_SERVED.get(name, ())
+    )
+
+
+def _told(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
+    """What the chat template is told.
+
+    Args:
+        options: by arguments; the template must read those that not every one is told.
+        free: by `chat_template_kwargs`, which it may leave unread.
+
+    Raises:
+        InvalidRequest: naming what would have been ignored.
+    """
+    name = "chat_template_kwargs"
+    if free is not None and not isinstance(free, Mapping):
+        raise InvalidRequest(f"{name} must be a dict, got {type(free).__name__}", name)
+    told = {}
+    for option, value in options.items():
+        if _asks_nothing(option, value):
+            continue
+        if option in (*_OF_RENDERING, *_NOT_SERVED):
+            raise InvalidRequest(f"{option} is not supported", option)
+        if option not in _ALWAYS_TOLD and not tokenizer.template_reads(option):
+            raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
+        told[option] = value
+    for option in free or ():
+        if not isinstance(option, str) or option in _OF_RENDERING:
+            raise InvalidRequest(f"{name} may not hold {str(option)[:60]!r}", name)
+    return told | dict(free or {})
 
 
 class LLM:
@@ -75,7 +142,8 @@ class LLM:
             sampling_params: one for all, or one each; None for what the checkpoint recommends.
             use_tqdm: show a progress bar.
             priority: one number each, under the priority policy.
-            cache_salt: share cached pages only with requests of the same salt.
+            cache_salt: share cached pages only with requests of the same salt; that of a prompt
+                dict comes first.
 
         Raises:
             InvalidRequest: any prompt or setting cannot be served; none has been started.
@@ -86,11 +154,10 @@ class LLM:
         ranks = _one_each(priority, len(many), "priority")
         texts, requests = [], []
         for prompt, params, rank in zip(many, settings, ranks, strict=True):
-            text, body = prompt_parts(prompt)
+            text, body, own_salt = prompt_parts(prompt)
             texts.append(text)
-            requests.append(
-                self._thread.request(body, params, priority=rank or 0, cache_salt=cache_salt)
-            )
+            salt = cache_salt if own_salt is None else own_salt
+            requests.append(self._thread.request(body, params, priority=rank or 0, cache_salt=salt))
         return self._run(requests, texts, use_tqdm)
 
     def chat(
@@ -99,9 +166,18 @@ class LLM:
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Listing[int] | None = None,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, through the chat template.
+
+        Args:
+            chat_template_kwargs: what else the template is told, whether it looks or not; comes
+                before `template_options`.
+            **template_options: the same, such as tools; one that the template does not know is
+                refused.
 
         Raises: as `generate`; InvalidRequest too where the template refuses the messages.
         """
@@ -110,8 +186,11 @@ class LLM:
             raise InvalidRequest("this engine has no tokenizer; use generate with token ids")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
-        prompts = [tokenizer.render_chat(one, **template_options) for one in many]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        told = _told(tokenizer, template_options, chat_template_kwargs)
+        prompts = [tokenizer.render_chat(one, **told) for one in many]
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
+        )
 
     def _run(
         self, requests: list[Request], texts: list[str | None], use_tqdm: bool
@@ -152,7 +231,7 @@ class LLM:
             try:
                 return inbox.get(timeout=1.0)
             except queue.Empty:
-                if not self._thread.is_alive() and inbox.empty():
+                if self._thread.has_ended() and inbox.empty():
                     raise EngineDead("the engine ended before it answered") from None
 
     def get_tokenizer(self) -> Any:
@@ -190,7 +269,7 @@ class LLM:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not hasattr(prompts, "__len__") or isinstance(prompts, bytes):
+    if not is_listing(prompts):
         kind = type(prompts).__name__
         raise InvalidRequest(f"prompts must be a prompt or a list of prompts, got {kind}", "prompt")
     many = list(prompts)

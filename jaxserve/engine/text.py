@@ -120,6 +120,10 @@ class Tokenizer:
         found = self._templates.get(True) or self._templates.get(False)
         return found.source if found else ""
 
+    def template_reads(self, name: str) -> bool:
+        """Whether a chat template looks at a variable of this name."""
+        return any(template.reads(name) for template in self._templates.values())
+
     def token_id(self, text: str) -> int | None:
         """The id of the one token that the vocabulary spells so, if it is an added one."""
         return self._tokenizer.get_added_vocab().get(text)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -111,11 +112,16 @@ class EngineThread:
                 function(request_id)
 
         if self.is_alive():
-            self._post(run)
+            with suppress(EngineClosed, EngineDead):  # it may end between the look and the message
+                self._post(run)
 
     def is_alive(self) -> bool:
         """Whether requests in progress still advance."""
         return self._thread.is_alive() and os.getpid() == self._process and not self._closing
+
+    def has_ended(self) -> bool:
+        """Whether nothing more will come: every request has had its last delta by now."""
+        return not self._thread.is_alive() or os.getpid() != self._process
 
     def standstill(self) -> float:
         """Seconds since a step was last submitted or read; 0 while there is nothing to do."""

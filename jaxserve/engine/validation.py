@@ -21,6 +21,7 @@ from jaxserve.request import (
     Request,
     SamplingParams,
     exact_int,
+    is_listing,
 )
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.structured import StructuredOutputsParams
@@ -55,7 +56,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
     Raises:
         InvalidRequest: naming the first bad position.
     """
-    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__len__"):
+    if not is_listing(token_ids):
         kind = type(token_ids).__name__
         raise InvalidRequest(f"prompt must be text or a list of token ids, got {kind}", "prompt")
     if len(token_ids) == 0:

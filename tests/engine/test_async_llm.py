@@ -75,6 +75,38 @@ def test_abort_by_id_ends_the_stream(llm: AsyncLLM) -> None:
     asyncio.run(scene())
 
 
+def test_requests_without_an_id_get_one_that_nobody_has(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def one(request_id: str | None) -> str:
+        names = [output.request_id async for output in llm.generate("x", params, request_id)]
+        assert len(set(names)) == 1
+        return names[0]
+
+    async def scene() -> None:
+        asked = [*(f"request-{number}" for number in range(8, 16)), *[None] * 8]
+        names = await asyncio.gather(*map(one, asked))
+        assert names[:8] == asked[:8] and len(set(names)) == 16
+        await settled(llm)
+
+    asyncio.run(scene())
+
+
+def test_a_prompt_dict_may_say_its_salt(llm: AsyncLLM) -> None:
+    async def cached(salt: str) -> int:
+        prompt = {"prompt_token_ids": [7] * 40, "cache_salt": salt}
+        params = SamplingParams(max_tokens=1)
+        return max([output.num_cached_tokens async for output in llm.generate(prompt, params)])
+
+    async def scene() -> None:
+        assert [await cached(name) for name in ("alice", "bob", "alice")] == [0, 0, 32]
+        with pytest.raises(InvalidRequest, match="multi_modal_data"):
+            async for _ in llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}):
+                pass
+
+    asyncio.run(scene())
+
+
 def test_dropped_streams_free_their_pages(llm: AsyncLLM) -> None:
     async def drop(after: int) -> None:
         async with aclosing(llm.generate("drop me", ENDLESS)) as stream:

@@ -121,6 +121,64 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert len(llm.chat([message, message], GREEDY, use_tqdm=False)) == 2
 
 
+def test_a_prompt_dict_may_say_its_salt(llm: LLM) -> None:
+    ids = [7] * 40
+
+    def cached(**fields: Any) -> int:
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": None, **fields}
+        [one] = llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt="all")
+        return one.num_cached_tokens
+
+    assert [cached(cache_salt=name) for name in ("alice", "bob", "alice")] == [0, 0, 32]
+    assert [cached(), cached(), cached(cache_salt="all")] == [0, 32, 32]
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_a_chat_has_a_salt_and_a_priority(llm: LLM) -> None:
+    long = [{"role": "user", "content": "hi" * 30}]
+    asked: dict[str, Any] = {"use_tqdm": False, "cache_salt": "mine"}
+    assert [llm.chat(long, GREEDY, **asked)[0].num_cached_tokens > 0 for _ in range(2)] == [0, 1]
+    with pytest.raises(InvalidRequest, match="priority"):
+        llm.chat(long, GREEDY, use_tqdm=False, priority=[2**40])
+
+
+def test_a_chat_tells_the_template_what_it_was_told(llm: LLM) -> None:
+    plain = llm.chat(MESSAGES, GREEDY, use_tqdm=False)[0].prompt_token_ids
+    open_ended = llm.chat(MESSAGES, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert open_ended[0].prompt_token_ids == plain[:-1]
+    free: dict[str, Any] = {"add_generation_prompt": False, "enable_thinking": False}
+    told = llm.chat(MESSAGES, GREEDY, use_tqdm=False, chat_template_kwargs=free)
+    assert told[0].prompt_token_ids == plain[:-1]
+    neutral: dict[str, Any] = {"chat_template": None, "tools": None, "mm_processor_kwargs": None}
+    assert llm.chat(MESSAGES, GREEDY, use_tqdm=False, **neutral)[0].prompt_token_ids == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"chat_template": "mine"}, "chat_template"),
+        ({"add_generation_promt": False}, "add_generation_promt"),
+        ({"tool": 1}, "tool"),
+        ({"enable_thinking": False}, "enable_thinking"),  # which this template does not read
+        ({"lora_request": "a"}, "lora_request"),
+        ({"tokenize": True}, "tokenize"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {5: 5}}, "chat_template_kwargs"),
+    ],
+    ids=str,
+)
+def test_a_chat_refuses_what_it_would_not_heed(
+    canary: Canary, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        canary.llm.chat(MESSAGES, GREEDY, use_tqdm=False, **options)
+    assert caught.value.parameter == name
+    canary.check()
+
+
 LONG = "y" * 256
 BAD_PROMPTS: dict[str, Any] = {
     "empty text": "",
@@ -142,7 +200,12 @@ BAD_PROMPTS: dict[str, Any] = {
     "generator": (i for i in range(3)),
     "bytes": b"abc",
     "number": 7,
-    "dict without prompt": {"text": "a"},
+    "dict without prompt": {"prompt_token_ids": None},
+    "dict with an unknown key": {"prompt": "a", "text": "b"},
+    "dict with an image": {"prompt": "a", "multi_modal_data": {"image": object()}},
+    "dict with a bad salt": {"prompt": "a", "cache_salt": 5},
+    "array of no dimension": np.array(5),
+    "arrays of no dimension": [np.array(5)],
     "lone surrogate": "\ud800",
 }
 
@@ -172,6 +235,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"seed": 2**64}, {"seed": -1}, {"seed": 0.5}, {"stop": ""}, {"stop": ["a", ""]},
     {"stop": ["s"] * 1000}, {"stop": "x" * 2**20}, {"stop": [1]}, {"stop": 5},
     {"stop_token_ids": [-1]}, {"stop_token_ids": [1.0]}, {"stop_token_ids": "ab"},
+    {"stop_token_ids": np.array(5)}, {"allowed_token_ids": np.array(5)},
     {"stop_token_ids": list(range(33))}, {"ignore_eos": 1}, {"detokenize": "no"},
     {"stop": "a", "detokenize": False},
     {"presence_penalty": 2.1}, {"frequency_penalty": -1e9}, {"presence_penalty": math.nan},
@@ -318,3 +382,51 @@ def test_requests_open_at_close_are_ended(loaded: Loaded, monkeypatch: pytest.Mo
     thread.join(30)
     reasons = {one.finish_reason for output in done for one in output.outputs}
     assert len(done) == 6 and reasons <= {"abort", "length"} and "abort" in reasons
+
+
+def test_requests_beside_a_long_step_are_ended_too(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    read, begun, goes_on = loaded.runner.read, threading.Event(), threading.Event()
+
+    def long(step: Any) -> Any:
+        begun.set()
+        goes_on.wait(30)
+        return read(step)
+
+    monkeypatch.setattr(loaded.runner, "read", long)
+    llm, done = LLM(loaded), []
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+
+    def work() -> None:
+        try:
+            done.extend(llm.generate("endless", params, use_tqdm=False))
+        except Exception as error:
+            done.append(error)
+
+    working, closing = threading.Thread(target=work), threading.Thread(target=llm.close)
+    working.start()
+    assert begun.wait(30)
+    closing.start()
+    working.join(2.5)  # who waits looks at the engine every second
+    goes_on.set()
+    working.join(30)
+    closing.join(30)
+    [output] = done
+    assert output.outputs[0].finish_reason == "abort"
+
+
+def test_ending_what_has_ended_raises_nothing(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded.runner, "close", lambda: None)
+    llm = LLM(loaded)
+    thread = llm._thread
+    llm.close()
+    # It closes between the look and the message.
+    monkeypatch.setattr(thread, "is_alive", lambda: True)
+    thread.abort("one")
+    thread.abort_waiting("one", "too late")
+    thread.pause(["one"])
+    thread.resume(["one"])
