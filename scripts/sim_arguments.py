@@ -76,6 +76,15 @@ def _check_sizes(setting: Setting) -> None:
             f"--set max_num_batched_tokens ({setting.max_num_batched_tokens}) must be at least "
             f"max_num_seqs ({setting.max_num_seqs})"
         )
+    for name, sizes in (
+        ("max_num_seqs", setting.decode_sizes),
+        ("max_num_batched_tokens", setting.token_sizes),
+    ):
+        if sizes and getattr(setting, name) > sizes[-1]:
+            raise ValueError(
+                f"--set {name} ({getattr(setting, name)}) must be at most {sizes[-1]}, the most "
+                "that --times has"
+            )
     if setting.max_model_len > LONGEST:
         raise ValueError(f"--set max_model_len ({setting.max_model_len}) must be at most {LONGEST}")
     # The null page beside it.

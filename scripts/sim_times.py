@@ -145,9 +145,7 @@ class Measured:
 
     def alone(self, plan: StepPlan, buckets: BucketSet) -> float:
         """Seconds of a launch that is queued behind its like."""
-        label = str(buckets.pick(plan))
-        if label not in self.base_us:
-            raise KeyError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
+        label = self._label(buckets.pick(plan))
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
         tokens = plan.total_tokens
@@ -155,10 +153,20 @@ class Measured:
         further = (plan.num_steps - 1) * more
         return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
+    def _label(self, bucket: Bucket) -> str:
+        """Of the measured bucket; one of prompts is known by its tokens, whatever its rows."""
+        label = str(bucket)
+        if label not in self.base_us and not bucket.decode_only:
+            alike = label.partition(", ")[0] + ", "
+            label = next((name for name in self.base_us if name.startswith(alike)), label)
+        if label not in self.base_us:
+            raise ValueError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
+        return label
+
     def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
-        line = self._line(str(bucket), idle, alike)
+        line = self._line(self._label(bucket), idle, alike)
         return 1e-6 * line.micros(1e6 * self.alone(plan, buckets), luck)
 
     def request(self, prompt: int, idle: float, luck: float) -> float:

@@ -192,7 +192,7 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert attention_work(mixed) == (100, 4 * 32 * 256)
     expected = 900 + 5 + 4 * 32 * 256 / 1000
     assert times.device(mixed, buckets, 0, 0.5) == pytest.approx(expected * US)
-    with pytest.raises(KeyError, match="no bucket 'decode 8'"):
+    with pytest.raises(ValueError, match="no bucket 'decode 8'"):
         times.device(decode, BucketSet(8, 64, (8,), (64,)), 0, 0.5)
 
 
@@ -514,6 +514,56 @@ def test_a_table_that_is_none_is_refused_by_its_name(
     with pytest.raises(SystemExit, match="2"):
         simulate.main()
     assert f"--times {path}: is no table" in capsys.readouterr().err
+
+
+def small_table(path: Path) -> Path:
+    """As `measure` writes it of an engine with 16 sequences and 128 tokens a step."""
+    decode = [f"decode {n}, up to 2 steps" for n in (4, 16)]
+    tokens = [f"{n} tokens, 16 rows" for n in (64, 128)]
+    base = {name: Line(1000.0 * (n + 1), 1.0) for n, name in enumerate(decode + tokens)}
+    none = dict.fromkeys(base, 0.0)
+    limits = {"num_pages": 300, "max_model_len": 256, "max_steps": 2}
+    Measured({}, limits, base, none, none, base).write(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "command", ["suggest", "run --set max_num_seqs=8", "run --set max_num_seqs=5"]
+)
+def test_a_measured_table_prices_fewer_sequences_than_were_measured(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A prompt's bucket has as many rows as there are sequences, and costs the same with fewer."""
+    path = small_table(tmp_path / "times.json")
+    words = f"{command} --times {path} --requests 12 --scale 16 --rate 20".split()
+    monkeypatch.setattr(sys, "argv", ["simulate.py", *words])
+    assert simulate.main() == 0
+    assert "max_num_seqs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("suggest --set max_num_seqs=512 max_num_batched_tokens=512", "(512) must be at most 16, "),
+        (
+            "run --set max_num_batched_tokens=512",
+            "max_num_batched_tokens (512) must be at most 128",
+        ),
+        (
+            "run --requests 3 --scale 16 --set max_steps=1",
+            "the table has no bucket 'decode 4'; it ",
+        ),
+    ],
+)
+def test_settings_that_were_not_measured_are_refused_by_name(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    path = small_table(tmp_path / "times.json")
+    assert message in refused(f"{arguments} --times {path}", monkeypatch, capsys)
 
 
 def served(*seconds: float) -> list[Record]:
