@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from compare.results import machine, plain
+
+SECRETS = ("--api-key", "--header")
 
 
 def about_run() -> dict[str, Any]:
@@ -20,10 +21,8 @@ def about_run() -> dict[str, Any]:
 
     Folders of one machine, addresses and secrets are left out of the command.
     """
-    command = " ".join(["python", *sys.argv])
-    command = re.sub(r"(--(?:api-key|header)[= ])\S+", r"\1...", command)
     return {
-        "command": plain(command),
+        "command": plain(" ".join(["python", *without_secrets(sys.argv)])),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "python": platform.python_version(),
@@ -31,8 +30,40 @@ def about_run() -> dict[str, Any]:
     }
 
 
-def keep(path: Path, results: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write parts beside those of earlier runs; each keeps what is said of its own run."""
-    before = json.loads(path.read_text()) if path.exists() else {}
-    runs = before.pop("machines", {}) | before.get("runs", {}) | dict.fromkeys(results, about)
-    path.write_text(json.dumps(before | dict(results) | {"runs": runs}, indent=2) + "\n")
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line with `...` for whatever secret options are given, abbreviated ones too."""
+    found, is_value = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = len(name) > 2 and any(option.startswith(name) for option in SECRETS)
+        if is_value:
+            found.append("...")
+        else:
+            found.append(f"{name}=..." if is_secret and equals else word)
+        is_value = is_secret and not equals and not is_value
+    return found
+
+
+def keep(
+    path: Path,
+    results: Mapping[str, Any],
+    about: Mapping[str, Any],
+    always: Mapping[str, Any] | None = None,
+) -> None:
+    """Write parts beside those of earlier runs; each keeps what is said of its own run.
+
+    Args:
+        path: absent, empty, or such a file; see `argument_types.results_file`.
+        results: by the name of each part.
+        about: what `about_run` says, and what else holds for this run.
+        always: what holds for every run.
+    """
+    text = path.read_text() if path.is_file() else ""
+    before, always = json.loads(text) if text.strip() else {}, always or {}
+    runs = before.pop("machines", {}) | before.pop("runs", {})
+    # How files were that said it once, of all their parts.
+    once = {name: before.pop(name) for name in about if name in before}
+    parts = [name for name in before if name not in always]
+    runs = (dict.fromkeys(parts, once) if once else {}) | runs | dict.fromkeys(results, about)
+    whole = before | dict(always) | dict(results) | {"runs": runs}
+    path.write_text(json.dumps(whole, indent=2) + "\n")

@@ -124,6 +124,21 @@ def writable_file(text: str) -> Path:
     return path
 
 
+def results_file(text: str) -> Path:
+    """A file that results can be kept in, beside those that it holds; see `about_run.keep`."""
+    path = writable_file(text)
+    try:
+        kept = path.read_text() if path.is_file() else ""
+        found = json.loads(kept) if kept.strip() else {}
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("runs", {}), dict):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a file of this script's results, or a new one; it holds others"
+        )
+    return path
+
+
 def existing_file(text: str) -> Path:
     """A file that is there."""
     if not Path(text).is_file():

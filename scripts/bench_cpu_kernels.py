@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from about_run import about_run, keep
-from argument_types import integers, positive_integer, writable_file
+from argument_types import integers, positive_integer, results_file
 from gpu_timing import attention_arrays
 from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.arguments import Case
@@ -228,23 +228,23 @@ def main() -> int:
     )
     parser.add_argument("--turns", type=positive_integer, default=7)
     parser.add_argument(
-        "--json", type=writable_file, help="write the numbers here, beside those there"
+        "--json", type=results_file, help="write the numbers here, beside those there"
     )
     arguments = parser.parse_args()
-    about, results = about_run(), {}
+    about = about_run()
     for part in arguments.part or PARTS:
         print(f"{part:34}{'over XLA':>9}{'least':>7}{'most':>7}{'GFLOP/s':>9}{'GB/s':>7}")
-        results[part] = []
+        rows = []
         for pair in PARTS[part](arguments.rows):
             row = timed(pair, arguments.turns)
-            results[part].append(row)
+            rows.append(row)
             print(
                 f"  {row['work']:32}{row['ratio']:>9.2f}{row['least']:>7.2f}{row['most']:>7.2f}"
                 f"{row['gflops']:>9.0f}{row['gbytes']:>7.1f}",
                 flush=True,
             )
-    if arguments.json:
-        keep(arguments.json, results, about)
+        if arguments.json:
+            keep(arguments.json, {part: rows}, about)
     return 0
 
 

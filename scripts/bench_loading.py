@@ -46,8 +46,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from about_run import about_run
-from argument_types import positive, positive_integer, writable_file, writable_folder
+from about_run import about_run, keep
+from argument_types import positive, positive_integer, results_file, writable_folder
 from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
@@ -199,11 +199,13 @@ def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
     environment = os.environ | (KEEPING if touched else {})
     done = subprocess.run(
         [*command, *(["--touched"] if touched else [])],
-        check=True,
-        capture_output=True,
+        check=False,
+        stdout=subprocess.PIPE,
         text=True,
         env=environment,
     )
+    if done.returncode:
+        raise SystemExit(f"a turn ended with {done.returncode}; what it said is above")
     found = json.loads(done.stdout.splitlines()[-1])
     size = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
     rates = (
@@ -255,7 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=writable_folder, help="where the checkpoint is written; a temporary one"
     )
-    parser.add_argument("--json", type=writable_file)
+    parser.add_argument("--json", type=results_file)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -266,10 +268,7 @@ def main() -> None:
     if size > (free := shutil.disk_usage(place).free):
         parser.error(f"--gigabytes {arguments.gigabytes:g}: {place} has {free / 1e9:.1f} GB left")
     about = about_run() | {"jax": jax.__version__}
-    results: dict[str, Any] = {
-        "goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL},
-    }
-    measured: dict[str, Any] = {}
+    goals = {"goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL}}
     for stored in arguments.stored:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             folder = Path(name)
@@ -277,18 +276,14 @@ def main() -> None:
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
             one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
-            measured[stored if dtype == stored else f"{stored} as {dtype}"] = one
         print(
             f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
             f"process {one['ratio_first']:.2f}, with fresh memory {one['ratio_fresh']:.2f}; excess "
             f"{one['excess_of_largest_shard']:.2f} of the largest shard (goal {EXCESS_GOAL})"
         )
-    if arguments.json:
-        results |= measured
-        if arguments.json.exists():
-            results = json.loads(arguments.json.read_text()) | results
-        results["runs"] = results.get("runs", {}) | dict.fromkeys(measured, about)
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        if arguments.json:
+            kind = stored if dtype == stored else f"{stored} as {dtype}"
+            keep(arguments.json, {kind: one}, about, goals)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from about_run import about_run
-from argument_types import at_most, positive_integer, some_of, writable_file
+from about_run import about_run, keep
+from argument_types import at_most, positive_integer, results_file, some_of
 from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
@@ -293,7 +292,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", type=some_of(PARTS), default="step,schedules")
     parser.add_argument(
-        "--json", type=writable_file, help="write the results here, and a plot beside it"
+        "--json", type=results_file, help="write the results here, and a plot beside it"
     )
     arguments = parser.parse_args()
     if arguments.tokens < 2 * arguments.batch:
@@ -302,16 +301,15 @@ def main() -> int:
             "which padding may need"
         )
     rows = read_trace(arguments.requests)
-    about = about_run() | {"jax": jax.__version__}
+    about = about_run() | {"jax": jax.__version__, "model": COMMON | SHAPES[arguments.shape]}
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
-    report: dict[str, Any] = about | {
-        "model": COMMON | SHAPES[arguments.shape],
-        "start_seconds": loaded.runner.stages,
-    }
+    about["start_seconds"] = loaded.runner.stages
     if "step" in arguments.parts:
         mean = int(np.mean([row.input_tokens + row.output_tokens / 2 for row in rows]) / SCALE)
-        report["step"] = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
-        for one in report["step"]:
+        steps = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
+        if arguments.json:
+            keep(arguments.json, {"step": steps}, about)
+        for one in steps:
             print(
                 f"step / its matrix products at B={one['batch']}: {one['over_all_products']:.2f} "
                 f"(gate {STEP_GATE}); over the weights' products alone {one['over_weights']:.2f} "
@@ -320,7 +318,6 @@ def main() -> int:
             )
     if "schedules" in arguments.parts:
         result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats)
-        report["schedules"] = result
         gate = GAIN_GATES.get(arguments.batch)
         for name in ("S1", "S0"):
             one = result["schedules"][name]
@@ -331,9 +328,8 @@ def main() -> int:
             )
         if arguments.json:
             plot(result, arguments.json.with_suffix(".png"))
-        del result["busy"]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            kept = {name: value for name, value in result.items() if name != "busy"}
+            keep(arguments.json, {"schedules": kept}, about)
     return 0
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from about_run import about_run, keep
-from argument_types import at_most, new_folder, positive_integer, writable_file
+from argument_types import at_most, new_folder, positive_integer, results_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
@@ -246,20 +246,22 @@ def main() -> int:
     parser.add_argument("--model", choices=("bundled", *SHAPES), default="wide", help="of cost")
     parser.add_argument("--cache", type=new_folder, help="compilation_cache_dir")
     parser.add_argument(
-        "--json", type=writable_file, help="write the numbers here, beside those there"
+        "--json", type=results_file, help="write the numbers here, beside those there"
     )
     arguments = parser.parse_args()
     about = about_run()
-    parts, results, holds = arguments.part or ["hits", "cost"], {}, True
+    parts, holds = arguments.part or ["hits", "cost"], True
     if "hits" in parts:
         rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
-        results["hits"], holds = rows, report_hits(rows)
+        holds = report_hits(rows)
+        if arguments.json:
+            keep(arguments.json, {"hits": rows}, about)
     if "cost" in parts:
         cost = cost_of_model(arguments)
-        results["cost" if arguments.model == "bundled" else f"cost_{arguments.model}"] = cost
         holds &= report_cost(cost)
-    if arguments.json:
-        keep(arguments.json, results, about)
+        if arguments.json:
+            name = "cost" if arguments.model == "bundled" else f"cost_{arguments.model}"
+            keep(arguments.json, {name: cost}, about)
     return 0 if holds else 1
 
 

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from about_run import about_run, keep
-from argument_types import at_least, writable_file
+from argument_types import at_least, results_file
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -398,7 +398,7 @@ def main() -> int:
     parser.add_argument("--requests", type=at_least(1000), default=MILLION, help="at least 1,000")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated")
     parser.add_argument(
-        "--json", type=writable_file, help="write the numbers here, beside those there"
+        "--json", type=results_file, help="write the numbers here, beside those there"
     )
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -412,8 +412,8 @@ def main() -> int:
     results = {}
     for part in arguments.part or PARTS:
         results[part] = run_part(part, arguments.requests)
-    if arguments.json:
-        keep(arguments.json, results, about)
+        if arguments.json:
+            keep(arguments.json, {part: results[part]}, about)
     return 0 if print_table(results) else 1
 
 

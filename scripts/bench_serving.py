@@ -70,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="Names and meanings follow `vllm bench serve`.",
+        allow_abbrev=False,
     )
     parser.add_argument("--scene", choices=serving_scenes.SCENES, help="run this instead")
     server = parser.add_argument_group("server")

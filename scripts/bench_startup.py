@@ -24,18 +24,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from about_run import about_run
-from argument_types import new_folder, positive_integer, writable_file
+from argument_types import new_folder, positive_integer, results_file
 from jaxserve.config import prepare_process
 from serving_process import ask
 
@@ -140,7 +143,9 @@ def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
     """One start, in a new process."""
     given = json.dumps([time.time(), model, str(cache), limits])
     command = [sys.executable, __file__, "--child", given]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"a start ended with {done.returncode}; what it said is above")
     return json.loads(done.stdout)
 
 
@@ -156,16 +161,19 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
     environment = os.environ | {"JAX_LOG_COMPILES": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
-    compiles = 0
+    compiles, last = 0, deque[str](maxlen=20)
     try:
         for line in process.stderr:
+            last.append(line)
             compiles += COMPILED in line
             if "ready at" in line:
                 ready = time.time() - begun
                 # Read on beside us: a full pipe would stop the server.
                 threading.Thread(target=process.stderr.read, daemon=True).start()
                 return {"ready": ready, "compiles": compiles + compiles_after(line.split()[-1])}
-        raise RuntimeError("the server ended before it was ready")
+        process.stderr.close()
+        print("".join(last), end="", file=sys.stderr)
+        raise SystemExit("the server ended before it was ready; its last words are above")
     finally:
         process.terminate()
         process.wait()
@@ -195,7 +203,9 @@ def compile_ahead(model: str | None, cache: Path, limits: dict[str, Any]) -> flo
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "compile", *filter(None, [model])]
     command += ["--compilation-cache-dir", str(cache), *options(limits)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"`jaxserve compile` ended with {done.returncode}; what it said is above")
     return time.time() - begun
 
 
@@ -205,24 +215,27 @@ def median(runs: list[Numbers]) -> Numbers:
 
 def measure(
     model: str | None, limits: dict[str, Any], repeats: int, folder: Path, kinds: list[str]
-) -> dict[str, Numbers]:
-    """Every kind of start of one model."""
-    cache, results = folder / "cache", {}
+) -> Iterator[tuple[str, Numbers]]:
+    """Every kind of start of one model, one after another.
+
+    Args:
+        folder: programs are kept here; those of an earlier run go where a start must find none.
+    """
+    cache, prebuilt = folder / "cache", folder / "prebuilt"
     if "cold" in kinds:
-        results["cold"] = start(model, cache, limits)
+        shutil.rmtree(cache, ignore_errors=True)
+        yield "cold", start(model, cache, limits)
     if "warm" in kinds:
         if "cold" not in kinds:
             compile_ahead(model, cache, limits)
         runs = [start(model, cache, limits) for _ in range(repeats)]
-        results["warm"] = median(runs) | {
-            "ready_min": min(run["ready"] for run in runs),
-            "ready_max": max(run["ready"] for run in runs),
-        }
-        results["server"] = serve(model, cache, limits)
+        ready = [run["ready"] for run in runs]
+        yield "warm", median(runs) | {"ready_min": min(ready), "ready_max": max(ready)}
+        yield "server", serve(model, cache, limits)
     if "prebuilt" in kinds:
-        seconds = compile_ahead(model, folder / "prebuilt", limits)
-        results["prebuilt"] = start(model, folder / "prebuilt", limits) | {"compile_s": seconds}
-    return results
+        shutil.rmtree(prebuilt, ignore_errors=True)
+        seconds = compile_ahead(model, prebuilt, limits)
+        yield "prebuilt", start(model, prebuilt, limits) | {"compile_s": seconds}
 
 
 def report(results: dict[str, dict[str, Numbers]]) -> bool:
@@ -252,7 +265,15 @@ def merged(
         runs = dict.fromkeys(before.keys() & GATES, before["machine"]) | runs
     kinds = {model: before.get(model, {}) | results.get(model, {}) for model in GATES}
     found = {model: one for model, one in kinds.items() if one}
-    return found | {"runs": runs | dict.fromkeys(results, about)}
+    others = {k: v for k, v in before.items() if k not in (*GATES, "machine", "runs")}
+    return others | found | {"runs": runs | dict.fromkeys(results, about)}
+
+
+def write(path: Path, results: dict[str, dict[str, Numbers]], about: dict[str, Any]) -> None:
+    """Beside what the file holds."""
+    text = path.read_text() if path.is_file() else ""
+    before = json.loads(text) if text.strip() else {}
+    path.write_text(json.dumps(merged(before, results, about), indent=2) + "\n")
 
 
 def main() -> int:
@@ -264,7 +285,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--folder", type=new_folder, help="keep checkpoints and programs here")
     parser.add_argument(
-        "--json", type=writable_file, help="write the numbers here, beside those there"
+        "--json", type=results_file, help="write the numbers here, beside those there"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -283,10 +304,12 @@ def main() -> int:
                 found = place / "model"
                 path = str(found if found.is_dir() else write_135m(found))
             kinds = arguments.kind or ["cold", "warm", "prebuilt"]
-            results[model] = measure(path, LIMITS[model], arguments.repeats, place, kinds)
-    if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps(merged(before, results, about), indent=2) + "\n")
+            results[model] = {}
+            starts = measure(path, LIMITS[model], arguments.repeats, place, kinds)
+            for kind, numbers in starts:
+                results[model][kind] = numbers
+                if arguments.json:
+                    write(arguments.json, results, about)
     return 0 if report(results) else 1
 
 

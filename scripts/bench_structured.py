@@ -34,8 +34,8 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from about_run import about_run
-from argument_types import at_most, check_room, checkpoint, positive_integer, writable_file
+from about_run import about_run, keep
+from argument_types import at_most, check_room, checkpoint, positive_integer, results_file
 from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig
@@ -46,9 +46,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 
-ROOT = Path(__file__).parent.parent
 Report = dict[str, Any]
-RESULT = ROOT / "scripts/results/bench_structured.json"
 VOCAB = 131_072
 GOAL_US, GOAL_RATIO = 50.0, 0.8
 MOST_ROWS, PROMPT, WIDE_LENGTH = 1024, 24, 512
@@ -329,41 +327,38 @@ def main() -> int:
         help="of each row; a fifth with 137M",
     )
     parser.add_argument("--repeats", type=positive_integer, default=5)
-    parser.add_argument("--out", type=writable_file, default=RESULT)
+    parser.add_argument(
+        "--out", type=results_file, help="write the numbers here, beside those there"
+    )
     options = parser.parse_args()
     check_room(parser, options.model, PROMPT, options.tokens)
-    about = about_run()
+    about = about_run() | {"setting": {"rows": options.rows}}
+
+    def tell(name: str, found: Report) -> Report:
+        print(json.dumps(found, indent=1), flush=True)
+        if options.out:
+            keep(options.out, {name: found}, about)
+        return found
+
     source, encode = vocabulary(VOCAB)
     grammars = Grammars(lambda: source, VOCAB, (0,))
     grammars.tokenizer()
-    masks = mask_cost(grammars, encode, 20)
-    print(json.dumps(masks, indent=1), flush=True)
-    hostile = hostile_cost(grammars)
-    print(json.dumps(hostile, indent=1), flush=True)
+    masks = tell("masks", mask_cost(grammars, encode, 20))
+    tell("hostile", hostile_cost(grammars))
     rows, tokens, repeats = options.rows, options.tokens, options.repeats
-    large = throughput(wide(rows), rows, max(1, tokens // 5), repeats)
-    print(json.dumps(large, indent=1), flush=True)
-    bundled = EngineConfig(model=options.model, max_num_seqs=rows, enable_prefix_caching=False)
-    small = throughput(load(bundled), rows, tokens, repeats)
-    print(json.dumps(small, indent=1), flush=True)
+    large = tell("137M", throughput(wide(rows), rows, max(1, tokens // 5), repeats))
+    config = EngineConfig(model=options.model, max_num_seqs=rows, enable_prefix_caching=False)
+    name = f"model {Path(options.model).resolve().name}" if options.model else "bundled"
+    small = tell(name, throughput(load(config), rows, tokens, repeats))
     met = {
         "mask_at_most_50_us": masks["mean_us"] <= GOAL_US,
         **{
-            f"constrained_at_least_0.8_of_free, {name}": one["constrained_over_free_tokens_per_s"]
+            f"constrained_at_least_0.8_of_free, {kind}": one["constrained_over_free_tokens_per_s"]
             >= GOAL_RATIO
-            for name, one in (("137M", large), ("bundled", small))
+            for kind, one in (("137M", large), (name, small))
         },
     }
-    report = about | {
-        "setting": {"rows": rows},
-        "masks": masks,
-        "hostile": hostile,
-        "137M": large,
-        "bundled": small,
-        "met": met,
-    }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(met)
+    tell("met", met)
     return 0 if all(met.values()) else 1
 
 

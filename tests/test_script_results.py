@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import bench_cpu_kernels
+import bench_loading
 import bench_prefix
 import bench_startup
-from about_run import about_run
+from about_run import about_run, keep
 from compare.results import machine
 
 
@@ -25,6 +26,79 @@ def test_a_run_says_command_date_and_machine_and_no_folder_or_secret(
     assert about["command"] == "python scripts/x.py --json x.json --api-key ... --header=..."
     assert about["machine"] == machine() and about["machine"]["cpu"]
     assert len(about["date"].split("-")) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--api-key|open sesame|--seed|3", "--api-key ... --seed 3"),
+        ("--api-key=open sesame|--seed|3", "--api-key=... --seed 3"),
+        ("--api|--sesame|--x", "--api ... --x"),
+        ("--head|a=open sesame|--header|b=c", "--head ... --header ..."),
+        ("--he=a=b c|--model|m", "--he=... --model m"),
+    ],
+)
+def test_secrets_are_left_out_however_they_are_given(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/x.py", *words.split("|")])
+    assert about_run()["command"] == f"python scripts/x.py {said}"
+
+
+def test_results_are_kept_in_an_empty_file_and_beside_those_that_say_their_run_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    path.touch()
+    keep(path, {"a": 1}, {"date": "now"}, {"goal": 5})
+    assert json.loads(path.read_text()) == {"goal": 5, "a": 1, "runs": {"a": {"date": "now"}}}
+    path.write_text(json.dumps({"date": "then", "goal": 4, "a": 1, "b": 2}))
+    keep(path, {"a": 3}, {"date": "now"}, {"goal": 5})
+    assert json.loads(path.read_text()) == {
+        "goal": 5,
+        "a": 3,
+        "b": 2,
+        "runs": {"a": {"date": "now"}, "b": {"date": "then"}},
+    }
+
+
+def test_what_was_measured_before_a_part_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(bench_cpu_kernels, "PARTS", {"products": lambda _: [], "broken": None})
+    monkeypatch.setattr(sys, "argv", ["bench_cpu_kernels.py", "--json", str(path)])
+    with pytest.raises(TypeError):
+        bench_cpu_kernels.main()
+    assert json.loads(path.read_text())["products"] == []
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("cold", "cache"), ("prebuilt", "prebuilt")])
+def test_programs_of_an_earlier_run_go_where_a_start_must_find_none(
+    kind: str, folder: str, tmp_path: Path
+) -> None:
+    stale = tmp_path / folder / "program"
+    stale.parent.mkdir()
+    stale.touch()
+    with pytest.raises(SystemExit, match="ended with"):  # it is asked for what it refuses
+        list(bench_startup.measure(None, {"max_num_seqs": 0}, 1, tmp_path, [kind]))
+    assert not stale.exists()
+
+
+def test_a_start_that_fails_is_told_with_what_it_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="the server ended before it was ready"):
+        bench_startup.serve(None, tmp_path, {"max_num_seqs": 0})
+    assert "max_num_seqs" in capfd.readouterr().err
+
+
+def test_a_load_that_fails_is_told_with_what_it_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="a turn ended with 1"):
+        bench_loading.turn_apart(tmp_path, "float32", touched=False)
+    assert "config.json" in capfd.readouterr().err
 
 
 def test_each_model_keeps_what_is_said_of_its_starts() -> None:
