@@ -16,10 +16,12 @@ import socket
 import statistics
 import sys
 import time
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Self
 
 from argument_types import at_most, check_room, checkpoint, positive_integer
 from jaxserve.config import EngineConfig, prepare_process
+from serving_process import end_at_sigterm, run_main
 
 PROMPT = [5, 6, 7, 8]
 STEP = 512  # tokens
@@ -53,12 +55,49 @@ def stream_all(port: int, streams: int, tokens: int) -> int:
     return drawn
 
 
-def clients(port: int, jobs: Any, results: Any) -> None:
-    """Serve (streams, tokens) jobs until None comes; results are (tokens, seconds)."""
-    while (job := jobs.get()) is not None:
+def serve_clients(port: int, ours: Connection) -> None:
+    """Serve (streams, tokens) jobs until killed; answers are (tokens, seconds)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the terminal: our parent ends us
+    while True:
+        job = ours.recv()
         started = time.perf_counter()
         drawn = stream_all(port, *job)
-        results.put((drawn, time.perf_counter() - started))
+        ours.send((drawn, time.perf_counter() - started))
+
+
+class Clients:
+    """Clients in a process of their own, as a context manager; whatever happens, it ends."""
+
+    def __init__(self, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=serve_clients, args=(port, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def stream(self, streams: int, tokens: int) -> tuple[int, float]:
+        """Tokens, and the seconds that they took.
+
+        Raises:
+            RuntimeError: the process has ended; it has said why.
+        """
+        try:
+            self._ours.send((streams, tokens))
+            # Looked at now and then: a thread that waits for ever would outlast an interrupt.
+            while not await asyncio.to_thread(self._ours.poll, 0.2):
+                pass
+            return self._ours.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            raise RuntimeError(f"the clients ended with {self._process.exitcode}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
 
 
 async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
@@ -101,40 +140,42 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
     models = load_models([ModelPlan(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
     [model] = models.all
     process = Process(App(models, settings))
-    rows = []
-    with bind("127.0.0.1", 0) as listener:
-        serving = asyncio.ensure_future(process.serve(sockets=[listener]))
-        context = multiprocessing.get_context("spawn")
-        jobs, results = context.SimpleQueue(), context.SimpleQueue()
-        port = listener.getsockname()[1]
-        other = context.Process(target=clients, args=(port, jobs, results), daemon=True)
-        other.start()
-        jobs.put((options.streams, 4))
-        await asyncio.to_thread(results.get)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server drains at it; we just end
-        for number in range(options.repeats):
-            halves = ["direct", "http"] if number % 2 else ["http", "direct"]
-            row: dict[str, float] = {}
-            for half in halves:
-                cpu = time.process_time()
-                if half == "http":
-                    jobs.put((options.streams, options.tokens))
-                    drawn, seconds = await asyncio.to_thread(results.get)
-                else:
-                    drawn, seconds = await direct(model.llm, options.streams, options.tokens)
-                assert drawn == options.streams * options.tokens
-                row[half] = drawn / seconds
-                row[f"{half}_cpu_us"] = (time.process_time() - cpu) / drawn * 1e6
-            row["ratio"] = row["http"] / row["direct"]
-            row["cpu_ratio"] = row["direct_cpu_us"] / row["http_cpu_us"]
-            rows.append(row)
-            print({name: round(value, 3) for name, value in row.items()}, flush=True)
-        jobs.put(None)
-        other.join()
-        process.handle_exit(15, None)
-        await serving
-    model.llm.close()
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with bind("127.0.0.1", 0) as listener, Clients(listener.getsockname()[1]) as clients:
+            serving = asyncio.ensure_future(process.serve(sockets=[listener]))
+            await clients.stream(options.streams, 4)
+            # The server drains at signals; we just end.
+            signal.signal(signal.SIGINT, interrupt)
+            end_at_sigterm()
+            rows = [
+                await pair(number, model.llm, clients, options) for number in range(options.repeats)
+            ]
+            process.handle_exit(15, None)
+            await serving
+    finally:
+        model.llm.close()
     return rows
+
+
+async def pair(
+    number: int, llm: Any, clients: Clients, options: argparse.Namespace
+) -> dict[str, float]:
+    """Both ways once, in another order every second time."""
+    row: dict[str, float] = {}
+    for half in ["direct", "http"] if number % 2 else ["http", "direct"]:
+        cpu = time.process_time()
+        if half == "http":
+            drawn, seconds = await clients.stream(options.streams, options.tokens)
+        else:
+            drawn, seconds = await direct(llm, options.streams, options.tokens)
+        assert drawn == options.streams * options.tokens
+        row[half] = drawn / seconds
+        row[f"{half}_cpu_us"] = (time.process_time() - cpu) / drawn * 1e6
+    row["ratio"] = row["http"] / row["direct"]
+    row["cpu_ratio"] = row["direct_cpu_us"] / row["http_cpu_us"]
+    print({name: round(value, 3) for name, value in row.items()}, flush=True)
+    return row
 
 
 def main() -> None:
@@ -156,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import compare_engines
 from compare import gates, report, workloads
 from compare.checkpoint import random_checkpoint
-from compare.parts import spans
+from compare.parts import Subject, spans
 from compare.results import Results, chosen, middle, ratio
 from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
@@ -270,3 +271,18 @@ def test_the_workers_front_gathers_what_was_sent_together() -> None:
     assert len(jobs) == 16 and front.waiting() == []
     assert [one.token_ids for one in run.outcomes] == [[n, n] for n in range(20)]
     assert compare_engines.ask(url + "/told", {"x": 1}) == 2
+
+
+def test_a_request_that_is_sent_alone_does_not_wait_for_others() -> None:
+    front = Front(port := free_port())
+    subject = Subject(f"http://127.0.0.1:{port}", "model", {}, None)
+    for most, is_alone in ((1, True), (None, False)):
+        load = threading.Thread(target=subject.load, args=([Work([7], 1, 1)], None, most))
+        load.start()
+        [job] = front.batch(1)
+        job.write([7])
+        load.join()
+        assert job.is_alone == is_alone
+    for is_alone in (True, False):
+        front.jobs.put(Job([1], 1, print, is_alone))
+    assert [[job.is_alone for job in front.batch(16)] for _ in range(2)] == [[True], [False]]

@@ -163,7 +163,10 @@ def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Pa
 
 
 def test_servers_are_started_once_a_model_and_halted_in_between(tmp_path: Path) -> None:
-    serve = "import sys; from compare.worker_http import *; Front(int(sys.argv[1])); forever()"
+    serve = (
+        "import sys, threading; from compare.worker_http import Front\n"
+        "Front(int(sys.argv[1])); threading.Event().wait()"
+    )
     made: list[str] = []
 
     def make(engine: Engine, model: str) -> Started:

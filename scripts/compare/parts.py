@@ -13,6 +13,7 @@ import numpy as np
 
 from compare import workloads
 from compare.process import Started
+from compare.worker_http import ALONE
 from serving_load import Run, Target, Work, poisson_arrivals, run_load
 from serving_process import ask
 from serving_report import samples, summarize
@@ -54,10 +55,14 @@ class Subject:
     extra: dict[str, Any]
     process: Started | None
 
-    def target(self) -> Target:
+    def target(self, alone: bool = False) -> Target:
+        """
+        Args:
+            alone: requests are sent one at a time, and all engines are told so.
+        """
         extra = {"temperature": 0, "ignore_eos": True} | self.extra
         # A kept connection may be closed by the server just as the next request goes out.
-        headers = {"connection": "close"}
+        headers = {"connection": "close"} | ({ALONE: "1"} if alone else {})
         return Target(self.url + "/v1/completions", self.model, extra=extra, headers=headers)
 
     def load(
@@ -68,7 +73,9 @@ class Subject:
     ) -> tuple[Run, float]:
         """Send the work, all at once by default; the run, and CPU seconds of the server."""
         before = self.process.cpu_seconds() if self.process else 0.0
-        run = asyncio.run(run_load(self.target(), works, arrivals or [0.0] * len(works), most))
+        run = asyncio.run(
+            run_load(self.target(most == 1), works, arrivals or [0.0] * len(works), most)
+        )
         failed = [one for one in run.outcomes if not one.is_success]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(works)} failed: {failed[0].error}")

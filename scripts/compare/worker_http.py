@@ -12,7 +12,6 @@ import contextlib
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,14 +20,23 @@ from typing import Any
 # How long a static batch waits for another request before it starts: all that were sent
 # together shall be in it.
 GATHER_S = 0.03
+# A header of requests that are sent one at a time: nobody comes with them.
+ALONE = "x-sent-alone"
 
 
 class Job:
     """One request: `write` takes its tokens as they come, until there are as many as it asked."""
 
-    def __init__(self, prompt: list[int], max_tokens: int, send: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        send: Callable[[bytes], Any],
+        is_alone: bool = False,
+    ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.is_alone = is_alone
         self.written = 0
         self.done = threading.Event()
         self._send = send
@@ -100,7 +108,8 @@ class Front:
                 self.send_response(200)
                 self.send_header("content-type", "text/event-stream")
                 self.end_headers()
-                job = Job(body["prompt"], body["max_tokens"], self.wfile.write)
+                is_alone = ALONE in self.headers
+                job = Job(body["prompt"], body["max_tokens"], self.wfile.write, is_alone)
                 jobs.put(job)
                 job.done.wait()
 
@@ -118,9 +127,12 @@ class Front:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def batch(self, most: int) -> list[Job]:
-        """Wait for a request, then for those that come with it, up to so many."""
+        """Wait for a request, then for those that come with it, up to so many.
+
+        One that is sent alone is not kept waiting for others.
+        """
         jobs = [self.jobs.get()]
-        while len(jobs) < most:
+        while len(jobs) < most and not jobs[0].is_alone:
             try:
                 jobs.append(self.jobs.get(timeout=GATHER_S))
             except queue.Empty:
@@ -147,9 +159,3 @@ def arguments(*more: tuple[str, str]) -> argparse.Namespace:
     for name, default in more:
         parser.add_argument(name, default=default)
     return parser.parse_args()
-
-
-def forever() -> None:
-    """For a worker whose other threads do all."""
-    while True:
-        time.sleep(3600)
