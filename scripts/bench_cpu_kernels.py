@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from pallas_kernels.arguments import Case
 from pallas_kernels.llvm_code import host
 from pallas_kernels.llvm_panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
+from serving_process import run_main
 
 INPUTS, OUTPUTS, EXPERTS, TAKEN = 768, 2048, 8, 2
 BEYOND_CACHES = 100e6  # bytes
@@ -249,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

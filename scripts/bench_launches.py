@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 
 from argument_types import check_room, checkpoint, positive_integer
 from jaxserve import LLM, SamplingParams
+from serving_process import run_main
 
 PROMPT, MOST_PROMPT = "Once upon", 9  # no more tokens than letters
 KINDS = {"one step a launch": 1, "as many as nobody notices": None}
@@ -45,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -51,6 +51,7 @@ from argument_types import positive, positive_integer, results_file, writable_fo
 from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
+from serving_process import run_main
 
 READ_BYTES = 16 << 20
 PAUSE = 2.5  # seconds
@@ -287,4 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

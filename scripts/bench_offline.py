@@ -39,6 +39,7 @@ from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.static import StaticScheduler
 from jaxserve.weights import random_weights
 from pallas_kernels.llvm_product import panel_product
+from serving_process import run_main
 from trace_rows import read_trace
 
 PARTS = ("step", "schedules")
@@ -334,4 +335,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -41,6 +40,7 @@ from argument_types import at_most, new_folder, positive_integer, results_file
 from compare.shapes import SHAPES
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
+from serving_process import run_main
 from sim_jobs import Job, make_jobs
 from sim_loop import Setting, Simulation
 from sim_times import SHAPES as ASSUMED_SHAPES
@@ -266,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

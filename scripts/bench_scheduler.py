@@ -48,6 +48,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
+from serving_process import run_main
 from trace_rows import read_trace
 
 MAX_MODEL_LEN = 8192
@@ -418,4 +419,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

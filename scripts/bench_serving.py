@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import math
-import sys
 import time
 from http.client import HTTPException
 from pathlib import Path
@@ -58,7 +57,7 @@ from serving_load import (
     send,
     trace_works,
 )
-from serving_process import ask, end_at_sigterm
+from serving_process import ask, end_at_sigterm, run_main
 from serving_report import METRICS, details, plot, show, summarize
 
 
@@ -242,4 +241,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

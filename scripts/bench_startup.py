@@ -40,7 +40,7 @@ from urllib.request import urlopen
 from about_run import about_run
 from argument_types import new_folder, positive_integer, results_file
 from jaxserve.config import prepare_process
-from serving_process import ask
+from serving_process import ask, run_main
 
 GATES = {"bundled": 3.0, "135m": 10.0}
 LIMITS = {"bundled": {}, "135m": {"max_model_len": 1024, "skip_tokenizer_init": True}}
@@ -314,4 +314,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

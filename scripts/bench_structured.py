@@ -20,7 +20,6 @@ import json
 import random
 import re
 import statistics
-import sys
 import sysconfig
 import tempfile
 import time
@@ -45,6 +44,7 @@ from jaxserve.engine.loading import Loaded, load
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
+from serving_process import run_main
 
 Report = dict[str, Any]
 VOCAB = 131_072
@@ -363,4 +363,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

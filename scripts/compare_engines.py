@@ -49,7 +49,7 @@ from compare.results import Results, plain
 from compare.servers import Servers
 from compare.shapes import dtype_of, shape_of
 from compare.workloads import MAX_LEN
-from serving_process import ask, end_at_sigterm, free_port
+from serving_process import ask, end_at_sigterm, free_port, run_main
 
 ROOT = Path(__file__).parent.parent
 ENGINES: dict[str, Engine] = {
@@ -357,4 +357,4 @@ def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     end_at_sigterm()
-    sys.exit(main())
+    run_main(main)

@@ -24,6 +24,7 @@ import tempfile
 from typing import Any
 
 from argument_types import new_folder, pattern
+from serving_process import run_main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 JAX = "0.11.2"
@@ -169,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

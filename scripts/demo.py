@@ -30,6 +30,7 @@ from jaxserve.engine.loading import Loaded, load
 from jaxserve.errors import JaxserveError
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.static import StaticScheduler
+from serving_process import run_main
 
 CREDIT = (
     "Arrivals and lengths: Azure LLM inference trace 2023 (conversation), CC-BY 4.0; Patel et al., "
@@ -338,10 +339,8 @@ def main() -> int:
     except (JaxserveError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from argument_types import some_of  # noqa: E402
 from jaxserve.models import abstract_model, read_model_config  # noqa: E402
 from jaxserve.weights import load_weights  # noqa: E402
+from serving_process import run_main  # noqa: E402
 from tests.models.cases import CASES, FAMILIES, family_of, transformers_model  # noqa: E402
 from tests.models.tiny_models import (  # noqa: E402
     PagedRunner,
@@ -190,4 +191,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

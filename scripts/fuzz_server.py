@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from argument_types import positive_integer
-from serving_process import ROOT, Server, ask, end_at_sigterm
+from serving_process import ROOT, Server, ask, end_at_sigterm, run_main
 
 SCHEMATHESIS = ROOT / ".venv-clients" / "bin" / "st"
 FOLDER = ROOT / "tests" / "clients"
@@ -44,4 +44,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

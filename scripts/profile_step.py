@@ -44,6 +44,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.execution.batch import pack
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
+from serving_process import run_main
 from sim_measure import HostClock
 from step_trace import CLASSES, DeviceTime, device_time, read_events
 
@@ -318,4 +319,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

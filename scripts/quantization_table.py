@@ -47,6 +47,7 @@ from jaxserve.models import Decoder, ModelConfig, read_model_config  # noqa: E40
 from jaxserve.models.quantized import QuantizedWeight  # noqa: E402
 from jaxserve.request import SamplingParams  # noqa: E402
 from jaxserve.weights import load_weights, random_weights  # noqa: E402
+from serving_process import run_main  # noqa: E402
 from tests.models.tiny_models import PagedRunner  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results"
@@ -289,4 +290,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

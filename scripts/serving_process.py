@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -39,6 +40,15 @@ def end_at_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script to its end; an interrupt ends it with a word and not with a traceback."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 class Server:

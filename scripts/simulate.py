@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,6 +34,7 @@ from about_run import about_run
 from compare.shapes import SHAPES as MODELS
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.errors import JaxserveError
+from serving_process import run_main
 from sim_arguments import (
     SLO_REQUESTS,
     SLO_USERS,
@@ -328,4 +328,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -42,6 +42,7 @@ from demo_examples import (
 )
 from demo_network import Config, Llama, seed_circuits, seed_embeddings
 from demo_tokenizer import build_tokenizer, word_pairs
+from serving_process import run_main
 
 # What stands between the last word of a question and the answer.
 PROMPT_END = "?<|im_end|>\n<|im_start|>assistant\n"
@@ -170,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bench_http_overhead import Clients
+from serving_process import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,3 +106,22 @@ def test_a_server_that_cannot_be_reached_is_said_in_one_sentence(model: str) -> 
     assert ended.returncode == 1 and ended.stdout == ""
     [line] = ended.stderr.splitlines()
     assert "127.0.0.1" in line
+
+
+def test_an_interrupt_ends_a_script_with_a_word() -> None:
+    code = (
+        "import os, signal; from serving_process import run_main\n"
+        "run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_http_clients_that_fail_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with Clients(free_port()) as clients, pytest.raises(RuntimeError, match="clients ended with 1"):
+        asyncio.run(clients.stream(1, 1))
+    assert "ConnectionRefusedError" in capfd.readouterr().err
