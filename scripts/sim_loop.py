@@ -96,11 +96,13 @@ class Outcome:
         Args:
             slo: most milliseconds of "ttft", "tpot" and "e2el", for the goodput.
         """
-        return summarize(self.records, slo) | {
-            "page_use_mean_pct": 100 * self.usage.pages / self.usage.seconds / self.num_pages,
+        found = summarize(self.records, slo)
+        seconds = found["duration_s"]  # all of them, also those with nothing to do
+        return found | {
+            "page_use_mean_pct": 100 * self.usage.pages / seconds / self.num_pages,
             "page_use_max_pct": 100 * self.usage.most_pages / self.num_pages,
-            "rows_mean": self.usage.rows / self.usage.seconds,
-            "device_busy_pct": 100 * self.usage.busy / self.usage.seconds,
+            "rows_mean": self.usage.rows / seconds,
+            "device_busy_pct": 100 * self.usage.busy / seconds,
             "steps": self.usage.steps,
             "preemptions": self.preemptions,
             "prefix_hit_rate_pct": 100 * self.prefix_hits / max(self.prefix_queries, 1),

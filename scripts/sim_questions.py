@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from sim_loop import Setting, Simulation
 from sim_times import SHAPES, Assumed, StepTimes
 
 Numbers = dict[str, float]
+LOAD_SECONDS, MOST_RATE = 60.0, 500.0
 
 
 def suggestions(
@@ -76,22 +78,35 @@ def highest_rate(
     jobs_at: Callable[[float], list[Job]],
     slo: dict[str, float],
     share: float = 99.0,
-) -> float:
+) -> tuple[float, bool]:
     """Requests a second at which `share` percent of the requests still meet the SLO.
 
     0 where that is missed even at one in ten minutes.
+
+    Args:
+        jobs_at: a load of so many requests a second; see `lasting`.
+
+    Returns:
+        The rate, and whether it is the highest: where it is not, nobody tried a higher one.
     """
     low, high = 0.0, 1.0
 
     def holds(rate: float) -> bool:
         return Simulation(setting, times).run(jobs_at(rate)).summary(slo)["good_pct"] >= share
 
-    while holds(high) and high < 1e5:
+    while holds(high):
         low, high = high, 2 * high
+        if high > MOST_RATE:
+            return low, False
     while high - low > 0.03 * high and high > 1 / 600:
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low, True
+
+
+def lasting(rate: float, least: int) -> int:
+    """Requests of a load that is long enough for queues to grow, and at least so many."""
+    return max(least, math.ceil(LOAD_SECONDS * rate))
 
 
 def slo_8b(users: int, shape: str, requests: int, budget: int = 512) -> dict[str, Any]:

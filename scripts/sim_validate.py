@@ -11,6 +11,7 @@ halves of the real runs are apart says how much of an error may be chance.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -153,7 +154,8 @@ def compare(pairs: list[Pair]) -> dict[str, Any]:
             "error": simulated[name] / real[name] - 1,
             "beside": beside[name],
             "beside_error": beside[name] / real[name] - 1,
-            "real_against_real": apart[name],
+            # Of parts that were served once nothing is known, and JSON has no NaN.
+            "real_against_real": None if math.isnan(apart[name]) else apart[name],
         }
         mark = "" if abs(row["error"]) <= TOLERANCE else "  above 15 %"
         if mark and apart[name] > TOLERANCE:

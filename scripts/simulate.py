@@ -50,7 +50,7 @@ from sim_arguments import (
 )
 from sim_jobs import Job, make_jobs
 from sim_loop import Record, Setting, Simulation
-from sim_questions import highest_rate, slo_8b, suggestions
+from sim_questions import highest_rate, lasting, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Measured, table
 from sim_validate import Pair, Undisturbed, compare, cut
 
@@ -182,7 +182,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
           "\nReal/real: half of the runs of each part against as many others of it.")  # fmt: skip
     if arguments.json:
         about = {"setting": repr(setting), "holds": holds, "by_requests_a_second": rows}
-        _write(arguments.json, about)
+        _write(arguments, about)
     return 0 if holds else 1
 
 
@@ -196,7 +196,7 @@ def do_run(arguments: argparse.Namespace) -> int:
     print(f"step times: {', '.join(f'{k} {v}' for k, v in times.about.items())}\n{setting}")
     print_summary(outcome.summary(slo))
     if arguments.json:
-        _write(arguments.json, outcome.summary(slo) | {"setting": repr(setting)})
+        _write(arguments, outcome.summary(slo) | {"setting": repr(setting)})
     return 0
 
 
@@ -220,15 +220,23 @@ def do_suggest(arguments: argparse.Namespace) -> int:
     flags = (
         f"--max-num-seqs {best.max_num_seqs} --max-num-batched-tokens {best.max_num_batched_tokens}"
     )
-    rate = None
+    rate, is_highest = None, True
     if arguments.users:
         print(f"suggested for {arguments.users} users: {flags}")
     else:
-        rate = highest_rate(best, times, lambda rate: _jobs(arguments, best, rate), slo)
-        print(f"suggested: {flags}; 99 % of requests meet the SLO up to {rate:.3g} a second")
+        least = arguments.requests
+
+        def jobs_at(rate: float) -> list[Job]:
+            arguments.requests = lasting(rate, least)
+            return _jobs(arguments, best, rate)
+
+        rate, is_highest = highest_rate(best, times, jobs_at, slo)
+        most = f"{rate:.3g}" if is_highest else f"at least {rate:.3g}"
+        print(f"suggested: {flags}; 99 % of requests meet the SLO up to {most} a second")
     if arguments.json:
         tried = [{"setting": repr(one)} | summary for one, summary in found]
-        _write(arguments.json, {"suggested": flags, "highest_rate": rate, "tried": tried})
+        found_rate = {"highest_rate": rate, "highest_rate_is_least": not is_highest}
+        _write(arguments, {"suggested": flags, **found_rate, "tried": tried})
     return 0
 
 
@@ -247,7 +255,7 @@ def do_slo(arguments: argparse.Namespace) -> int:
             f"{one['page_use_max_pct']:.0f} %"
         )
     if arguments.json:
-        _write(arguments.json, {"runs": results})
+        _write(arguments, {"runs": results})
     first = results[0]
     return 0 if first["p99_ttft_ms"] < 500 and first["tokens_a_second_a_user_p1"] >= 50 else 1
 
@@ -297,8 +305,8 @@ def _jobs(
     return jobs
 
 
-def _write(path: Path, result: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(about_run() | dict(result), indent=2) + "\n")
+def _write(arguments: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    arguments.json.write_text(json.dumps(arguments.about | result, indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -321,6 +329,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = make_parser().parse_args()
+    arguments.about = about_run()
     try:
         return arguments.function(arguments)
     except (JaxserveError, ValueError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import sim_questions
 import simulate
 from bench_prefix import hit_rates, ideal_hits
 from jaxserve.execution.buckets import BucketSet
@@ -23,7 +24,7 @@ from sim_arguments import read_setting
 from sim_jobs import Job, make_jobs
 from sim_lines import LEAST_OF_RANGE, Samples, line, quantiles, spread
 from sim_loop import Record, Setting, Simulation, summarize
-from sim_questions import highest_rate, slo_8b, suggestions
+from sim_questions import highest_rate, lasting, slo_8b, suggestions
 from sim_times import SHAPES, Assumed, Line, Measured, attention_work
 from sim_validate import (
     COMPARED,
@@ -139,6 +140,10 @@ def test_idle_time_is_skipped_and_counts_as_no_use() -> None:
     outcome = Simulation(SETTING, Fixed()).run([job(8, 1), job(8, 1, 1000.0)])
     assert [r.token_times[0] - r.arrival for r in outcome.records] == pytest.approx([1.3, 1.3])
     assert outcome.usage.seconds == pytest.approx(2.6)
+    summary = outcome.summary()
+    assert summary["duration_s"] == pytest.approx(1001.3)
+    assert summary["device_busy_pct"] == pytest.approx(100 * 2 / 1001.3)
+    assert summary["rows_mean"] < 0.01 and summary["page_use_mean_pct"] < 0.01
 
 
 def test_users_ask_again_once_they_are_answered() -> None:
@@ -384,7 +389,8 @@ def test_suggestions_put_the_best_first_and_the_rate_is_the_highest_that_holds()
     def jobs_at(rate: float) -> list[Job]:
         return make_jobs("azure-conv", 60, scale=64, rate=rate, max_model_len=64)
 
-    rate = highest_rate(base, Fixed(), jobs_at, slo)
+    rate, is_highest = highest_rate(base, Fixed(), jobs_at, slo)
+    assert is_highest
     shares = [
         Simulation(base, Fixed()).run(jobs_at(at)).summary(slo)["good_pct"]
         for at in (rate, 1.2 * rate)
@@ -488,7 +494,33 @@ def test_the_rate_that_no_slo_holds_at_is_none() -> None:
     def jobs_at(rate: float) -> list[Job]:
         return make_jobs("azure-conv", 4, scale=64, rate=rate, max_model_len=64)
 
-    assert highest_rate(SETTING, Fixed(), jobs_at, {"ttft": 1.0}) == 0
+    assert highest_rate(SETTING, Fixed(), jobs_at, {"ttft": 1.0}) == (0, True)
+
+
+def test_a_search_that_ends_at_its_highest_rate_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_questions, "MOST_RATE", 4.0)
+    slo = {"ttft": 1e9}
+    assert highest_rate(SETTING, Fixed(), lambda _: [job(8, 1)], slo) == (4.0, False)
+
+
+def test_loads_last_a_minute_at_any_rate() -> None:
+    assert [lasting(rate, 400) for rate in (0.1, 5.0, 20.0)] == [400, 400, 1200]
+
+
+def test_a_highest_rate_hardly_depends_on_the_requests_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that grows is found by loads that last, and not by a handful of requests."""
+    times, path, rates = small_table(tmp_path / "times.json"), tmp_path / "found.json", []
+    for requests in (10, 60):
+        words = f"suggest --times {times} --scale 16 --rate 9 --requests {requests} --slo ttft:900"
+        words += " --set max_num_seqs=4"
+        monkeypatch.setattr(sys, "argv", ["simulate.py", *words.split(), "--json", str(path)])
+        assert simulate.main() == 0
+        found = json.loads(path.read_text())
+        assert not found["highest_rate_is_least"]
+        rates.append(found["highest_rate"])
+    assert rates[0] == pytest.approx(rates[1], rel=0.2)
 
 
 def test_suggestions_are_written(
@@ -520,7 +552,7 @@ def small_table(path: Path) -> Path:
     """As `measure` writes it of an engine with 16 sequences and 128 tokens a step."""
     decode = [f"decode {n}, up to 2 steps" for n in (4, 16)]
     tokens = [f"{n} tokens, 16 rows" for n in (64, 128)]
-    base = {name: Line(1000.0 * (n + 1), 1.0) for n, name in enumerate(decode + tokens)}
+    base = {name: Line(20_000.0 * (n + 1), 20.0) for n, name in enumerate(decode + tokens)}
     none = dict.fromkeys(base, 0.0)
     limits = {"num_pages": 300, "max_model_len": 256, "max_steps": 2}
     Measured({}, limits, base, none, none, base).write(path)
@@ -614,6 +646,7 @@ def test_chance_is_by_how_much_runs_of_the_same_requests_differ(
     assert np.isnan(chance([Pair(slow, [], [], 0), *same[2:]])["p50_ttft_ms"])
     far = [served(5.0)]
     compare([Pair(slow, far, far), Pair(fast, far, far)])
+    assert json.dumps(compare([Pair(slow, far, far)]), allow_nan=False)
     assert "and so are real runs among themselves" in capsys.readouterr().out
 
 
