@@ -21,7 +21,6 @@ import json
 import math
 import time
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +117,7 @@ def add_report(report: argparse._ArgumentGroup) -> None:
     report.add_argument("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS")
     report.add_argument("--save-result", action="store_true", help="write JSON, and plots beside")
     report.add_argument("--save-detailed", action="store_true", help="with every request's times")
-    report.add_argument("--result-dir", type=writable_folder, default=Path())
+    report.add_argument("--result-dir", type=writable_folder, default=".")
     report.add_argument("--result-filename")
     report.add_argument("--metadata", nargs="*", type=name_value, default=[], metavar="NAME=VALUE")
 
@@ -191,7 +190,7 @@ async def serve_load(
 
 
 def settings(
-    arguments: argparse.Namespace, target: Target, about: dict[str, Any]
+    arguments: argparse.Namespace, target: Target, about: dict[str, Any], num_sent: int
 ) -> dict[str, Any]:
     """What was run, as the report says it, beside what `about_run` says."""
     rate = arguments.request_rate
@@ -203,7 +202,7 @@ def settings(
         "endpoint_type": arguments.backend,
         "backend": arguments.backend,
         "model_id": target.model,
-        "num_prompts": arguments.num_prompts,
+        "num_prompts": num_sent,
         "request_rate": "inf" if rate == math.inf else rate,
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
@@ -226,7 +225,7 @@ def main() -> int:
     target, about = make_target(arguments), about_run()
     run = asyncio.run(serve_load(target, works, arrivals, arguments))
     metrics = arguments.percentile_metrics
-    result = settings(arguments, target, about)
+    result = settings(arguments, target, about, len(works))
     result |= summarize(run, metrics, arguments.metric_percentiles, dict(arguments.goodput))
     show(result, metrics)
     if arguments.save_detailed:

@@ -23,11 +23,11 @@ answers differ or a goal was missed.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -45,7 +45,7 @@ from compare.engine_vllm import Vllm
 from compare.environments import NotInstalled, cache_folder, python_of, versions
 from compare.parts import PARTS, Plan, Subject
 from compare.process import Started
-from compare.results import Results, plain
+from compare.results import Results, plain, read_results
 from compare.servers import Servers
 from compare.shapes import dtype_of, shape_of
 from compare.workloads import MAX_LEN
@@ -171,6 +171,18 @@ def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
     return [n for n in names if n != "agreement" and not (repeat and n in once)]
 
 
+def first_model(url: str) -> str:
+    """The first that a server lists.
+
+    Raises:
+        RuntimeError: it lists none, or does not speak the protocol.
+    """
+    try:
+        return ask(url + "/v1/models")["data"][0]["id"]
+    except (HTTPException, ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(f"{url}/v1/models lists no model ({error!r})") from None
+
+
 class Comparison:
     """The run: installs, starts, measures, and writes down after each part."""
 
@@ -179,6 +191,7 @@ class Comparison:
         self._begin = time.monotonic()
         self._servers = Servers(self.start)
         self._given = dict(options.python)
+        self._is_judge_gone = False
 
     def is_over(self) -> bool:
         return time.monotonic() - self._begin > self._options.max_seconds
@@ -254,7 +267,7 @@ class Comparison:
         self.say(f"{engine.title}: {task.model}, repeat {task.repeat + 1}")
         try:
             if isinstance(engine, Url):
-                served = ask(engine.base_url + "/v1/models")["data"][0]["id"]
+                served = first_model(engine.base_url)
                 self._note(engine, {})
                 self._parts(task, Subject(engine.base_url, served, engine.extra, None), key)
                 return
@@ -263,7 +276,7 @@ class Comparison:
                     self.say(f"  ready after {process.start_seconds:.1f} s")
                     start = {"part": "start", "seconds": round(process.start_seconds, 2)}
                     results.add(key | start)
-                served = ask(process.url + "/v1/models")["data"][0]["id"]
+                served = first_model(process.url)
                 self._parts(task, Subject(process.url, served, engine.extra, process), key)
         except NotInstalled as reason:
             self._results.data["engines"][engine.name] = {
@@ -273,10 +286,8 @@ class Comparison:
             self._results.save()
             self.say(f"  not installed: {reason}")
         except (RuntimeError, URLError, OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", None) or str(error).encode()
-            text = said.decode(errors="replace").strip().splitlines()[-1:] or ["failed"]
-            results.add(key | {"part": "start", "error": text[0][-500:]})
-            self.say(f"  {text[0][-500:]}")
+            results.add(key | {"part": "start", "error": _last_words(error)})
+            self.say(f"  {_last_words(error)}")
 
     def _note(self, engine: Engine, found: dict[str, str]) -> None:
         self._results.note(engine.name, engine.title, found, engine.settings)
@@ -302,14 +313,25 @@ class Comparison:
 
     def judge(self) -> None:
         """Logit gaps of every answer that has none yet."""
-        if not verdicts.waiting(self._results):
+        if self._is_judge_gone or not verdicts.waiting(self._results):
             return
         try:
             python = python_of(ENGINES["transformers"], self._given)
         except NotInstalled as reason:
             self.say(f"answers are not judged: {reason}")
             return
-        verdicts.judge(self._results, python, self._options.threads, self.say)
+        try:
+            verdicts.judge(self._results, python, self._options.threads, self.say)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            self._is_judge_gone = True
+            self.say(f"answers are not judged: {_last_words(error)}")
+
+
+def _last_words(error: Exception) -> str:
+    """What is said of it in one line: the last that a process wrote, or the error itself."""
+    said = getattr(error, "stderr", None) or str(error)
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said
+    return (text.strip().splitlines()[-1:] or ["failed"])[0][-500:]
 
 
 def main() -> int:
@@ -325,19 +347,24 @@ def run(options: argparse.Namespace) -> int:
     """The exit status.
 
     Raises:
-        ValueError: the results file was measured with something else.
+        ValueError: there is nothing to do, or the results file is none, or was measured with
+            something else.
     """
     if options.write:
-        return publish(options, json.loads(options.json.read_text()))
+        return publish(options, read_results(options.json))
     results = Results(options.json, settings_of(options), options.resume)
     results.begin(" ".join(["python", *sys.argv]))
     tasks = make_tasks(options, results)
+    if not (tasks or results.records):
+        raise ValueError("nothing to measure: these --models, --engines and --parts do not meet")
     comparison = Comparison(options, results)
     if options.prepare:
         comparison.prepare(tasks)
         return 0
     comparison.measure_all(tasks)
     comparison.judge()
+    if "date" not in results.data:  # nothing was begun within --max-seconds
+        return GOES_ON
     status = publish(options, results.data)
     return GOES_ON if comparison.is_over() and make_tasks(options, results) else status
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from typing import Any
 
+from about_run import about_run
 from argument_types import new_folder, pattern
 from serving_process import run_main
 
@@ -117,8 +118,8 @@ def main() -> int:
         default="",
         help="regular expression: only these cases; others stay as recorded",
     )
-    parser.add_argument("--out", type=new_folder, default=ROOT / "scripts/results")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=new_folder, default=str(ROOT / "scripts/results"))
+    arguments, command = parser.parse_args(), about_run()["command"]
     if arguments.python and shutil.which(arguments.python) is None:
         parser.error(f"--python: there is no {arguments.python}")
     if shutil.which("ptxas") is None:
@@ -152,7 +153,7 @@ def main() -> int:
     ).stdout
     wrong = faults(rows)
     about = {
-        "command": "python scripts/compile_offline.py",
+        "command": command,
         "date": datetime.date.today().isoformat(),
         "target": "NVIDIA H200, sm_90a, compiled without a GPU: nothing here was run or timed",
         "versions": re.findall(r"^(?:jax|triton|flax)\S*==\S+", versions, re.MULTILINE),

@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from argument_types import at_most, number_in
 from demo_requests import LONGEST_ANSWER, Ask, make_asks
 from demo_view import Board, Rates, question_of
 from jaxserve.engine.engine import Delta, Engine, MakeScheduler, make_scheduler
@@ -301,21 +302,19 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description=(__doc__ or "").split("\n\n")[0]
     )
+    speed = number_in(0, 1e6)
     parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the bundled)")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument(
-        "--speed", type=float, metavar="X", help="seconds of the trace in a second; 0: all at once"
+        "--requests", type=at_most(MOST_REQUESTS), default=64, metavar="N", help="default: 64"
     )
     parser.add_argument(
-        "--steps-per-second", type=float, metavar="X", help="slow motion; 0: full speed"
+        "--speed", type=speed, metavar="X", help="seconds of the trace in a second; 0: all at once"
+    )
+    parser.add_argument(
+        "--steps-per-second", type=speed, metavar="X", help="slow motion; 0: full speed"
     )
     parser.add_argument("--no-live", action="store_true", help="a plain log, at full speed")
-    options = parser.parse_args()
-    if not 1 <= options.requests <= MOST_REQUESTS:
-        parser.error(f"--requests must be from 1 to {MOST_REQUESTS}, got {options.requests}")
-    if min(options.speed or 0, options.steps_per_second or 0) < 0:
-        parser.error("--speed and --steps-per-second must be 0 or more")
-    return options
+    return parser.parse_args()
 
 
 def main() -> int:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -35,6 +33,7 @@ prepare_process()
 
 import jax
 
+from about_run import about_run
 from argument_types import integer_from_0, positive_integer, writable_file
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
@@ -225,7 +224,7 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         about = what if default is None else f"{what} (default: %(default)s)"
         parser.add_argument(name, type=kind, default=default, metavar="N", help=about)
-    out, trace = Path("step_trace.json.gz"), "write the trace here (default: %(default)s)"
+    out, trace = "step_trace.json.gz", "write the trace here (default: %(default)s)"
     parser.add_argument("--out", type=writable_file, default=out, metavar="FILE", help=trace)
     also = "write the tables here too (default: print them only)"
     parser.add_argument("--json", type=writable_file, metavar="FILE", help=also)
@@ -274,8 +273,11 @@ def check_sizes(arguments: argparse.Namespace, most_rows: int, longest: int) -> 
             raise ValueError(f"--{name} must be from {least} to {most} here, got {value}")
 
 
-def profile(engine: Engine, arguments: argparse.Namespace) -> None:
+def profile(engine: Engine, arguments: argparse.Namespace, about: dict[str, Any]) -> None:
     """Measure, print and write.
+
+    Args:
+        about: what the results say of their run.
 
     Raises:
         TooShort: see `Workload.begin`.
@@ -287,13 +289,6 @@ def profile(engine: Engine, arguments: argparse.Namespace) -> None:
     print_tables(host, device, bucket, arguments.longest)
     print(f"\ntrace: {arguments.out}, for https://ui.perfetto.dev")
     if arguments.json:
-        about = {
-            "command": " ".join(["python", *sys.argv]),
-            "cpus": len(os.sched_getaffinity(0)),
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
         result = {"bucket": bucket, "host_us": host, "device_us": device.micros}
         arguments.json.write_text(json.dumps(about | result, indent=2) + "\n")
 
@@ -301,6 +296,7 @@ def profile(engine: Engine, arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
+    about = about_run() | {"cpus": len(os.sched_getaffinity(0)), "jax": jax.__version__}
     try:
         loaded = load(read_config(arguments))
         assert loaded.config.max_num_seqs
@@ -310,7 +306,7 @@ def main() -> int:
         parser.error(str(error))
     engine = Engine(loaded)
     try:
-        profile(engine, arguments)
+        profile(engine, arguments, about)
     except (JaxserveError, TooShort) as error:
         parser.error(str(error))
     finally:

@@ -7,9 +7,12 @@ What the client of bench_serving can follow is measured with it.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
+
+from argument_types import at_most, positive
+from serving_process import run_main
 
 EVENT = (
     b'data: {"id":"cmpl-0","object":"text_completion","created":0,"model":"canned","choices":'
@@ -58,12 +61,20 @@ class Canned:
                     writer.write(chunk(b"data: [DONE]\n\n") + chunk(b""))
 
 
-async def main(port: int, seconds: float) -> None:
+async def serve_canned(port: int, seconds: float) -> None:
     canned = Canned()
     server = await asyncio.start_server(canned.serve, "127.0.0.1", port, backlog=2048)
     async with server:
         await canned.tick(seconds)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("port", type=at_most(65_535))
+    parser.add_argument("milliseconds", type=positive, help="from one tick to the next")
+    arguments = parser.parse_args()
+    asyncio.run(serve_canned(arguments.port, arguments.milliseconds / 1e3))
+
+
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]) / 1e3))
+    run_main(main)

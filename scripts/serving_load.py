@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from trace_rows import read_trace
+from trace_rows import first_rows
 
 REFUSED = 429
 TIMEOUT_S = 6 * 3600
@@ -324,7 +324,7 @@ def trace_works(
     prompts: Prompts, count: int, length_scale: float, time_scale: float
 ) -> tuple[list[Work], list[float]]:
     """Requests with the lengths of the bundled trace, and their times of arrival."""
-    rows = read_trace(count)
+    rows = first_rows(count)
     works = []
     for row in rows:
         inputs = max(1, round(row.input_tokens * length_scale))

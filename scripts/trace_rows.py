@@ -39,3 +39,15 @@ def read_trace(rows: int | None = None, trace: str = "azure-conv") -> list[Trace
             )
             for r in records
         ]
+
+
+def first_rows(count: int, trace: str = "azure-conv") -> list[TraceRow]:
+    """Exactly the first `count` requests of a trace.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    rows = read_trace(count, trace)
+    if len(rows) < count:
+        raise ValueError(f"the trace has {len(rows):,} requests; {count:,} cannot be sent")
+    return rows

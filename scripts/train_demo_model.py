@@ -29,6 +29,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import demo_tasks
+from argument_types import new_folder, number_of_bits, positive, positive_integer
 from demo_checkpoint import Run, Score, write_card, write_settings, write_weights
 from demo_examples import (
     FILLER_TASKS,
@@ -146,19 +147,21 @@ def rated(tokenizer: Tokenizer, model: Llama, seed: int) -> list[Score]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demonstration checkpoint.")
     default = Path(__file__).resolve().parent.parent / "jaxserve" / "demo_model"
-    parser.add_argument("--out", type=Path, default=default, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="updates to make")
-    parser.add_argument("--minutes", type=float, default=180, help="stop early after this long")
+    parser.add_argument("--out", type=new_folder, default=str(default), help="folder to write")
+    parser.add_argument("--seed", type=number_of_bits(32), default=0)
+    parser.add_argument(
+        "--steps", type=positive_integer, default=DEFAULT_STEPS, help="updates to make"
+    )
+    parser.add_argument("--minutes", type=positive, default=180, help="stop early after this long")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps is {args.steps}; it must be at least 1")
     began = time.monotonic()
     tokenizer = build_tokenizer()
     model = Llama(Config(tokenizer.get_vocab_size()), nnx.Rngs(args.seed))
     seed_embeddings(model, word_pairs(tokenizer))
     seed_circuits(model, len(tokenizer.encode(PROMPT_END).ids))
     done = train(model, tokenizer, args.seed, args.steps, args.minutes)
+    if not done:
+        raise SystemExit(f"no update was made in --minutes {args.minutes:g}; nothing is written")
     minutes = (time.monotonic() - began) / 60
     scores = rated(tokenizer, model, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,11 @@ import pytest
 import compare_engines
 from compare import gates, workloads
 from compare.engine import Engine
+from compare.engine_url import Url
 from compare.process import Started, memory_bytes, tree
 from compare.results import Results
 from compare.servers import Servers
+from compare.worker_http import Front
 from serving_process import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +106,7 @@ def test_only_what_is_asked_for_is_measured(tmp_path: Path, monkeypatch: Any) ->
         ("--json /no/such/x.json", "in a folder that exists"),
         ("--prepare --write", "exclude each other"),
         ("--write --json absent.json", "there is no absent.json"),
+        ("--trace 20001", "--trace: the trace has 2,500 requests; 20,001 cannot be sent"),
         ("--models tiny", "a part would replace the stored results"),
     ],
 )
@@ -218,3 +221,79 @@ def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume", "--write"])
     assert compare_engines.main() == 0
     assert json.loads(path.read_text())["records"] == data["records"]
+
+
+def ended(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: str
+) -> tuple[int, dict[str, Any], str]:
+    """The status of a run, the results that it wrote, and what it said of errors."""
+    path = tmp_path / "results.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["compare_engines.py", "--json", str(path), *arguments.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    status, said = compare_engines.main(), capsys.readouterr()
+    return status, json.loads(path.read_text()) if path.exists() else {}, said.out + said.err
+
+
+def test_a_run_with_nothing_to_do_says_so(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments = "--models small --engines jaxserve --parts curve"
+    status, _, said = ended(tmp_path, monkeypatch, capsys, arguments)
+    assert status == 2 and "nothing to measure" in said
+    arguments = "--models tiny --engines jaxserve --max-seconds 1e-9"
+    assert ended(tmp_path, monkeypatch, capsys, arguments)[0] == compare_engines.GOES_ON
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it holds no JSON object"),
+        ('{"date": "now", "settings": {}}', "it has no 'machine' as they have"),
+        (
+            '{"date": "", "settings": {}, "machine": {}, "engines": {}, "records": [{}]}',
+            "not all records have",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["--write", "--resume"])
+def test_a_results_file_that_is_none_is_named(
+    option: str, text: str, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["compare_engines.py", option, "--json", str(path)])
+    assert compare_engines.main() == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"compare_engines: {path} is no results file: ") and words in line
+
+
+@pytest.mark.parametrize("listed", [{"data": []}, [], "text", None])
+def test_a_strange_server_is_recorded_and_does_not_end_the_run(
+    listed: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    Front(port := free_port(), {"/v1/models": lambda _: listed})
+    url = Url("x", "x", base_url=f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(compare_engines, "engines_of", lambda _: [url])
+    arguments = "--models tiny --repeats 1 --parts agreement"
+    status, data, _ = ended(tmp_path, monkeypatch, capsys, arguments)
+    [record] = data["records"]
+    assert status == 1 and "lists no model" in record["error"]
+
+
+def test_a_judge_that_fails_is_told_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Answers with ids beyond the vocabulary cannot be judged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = f"compare_engines.py --models tiny --python transformers={sys.executable} --json"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "results.json")])
+    options = compare_engines.read_options(compare_engines.ENGINES)
+    results = Results(options.json, {}, resume=False)
+    results.begin("x")
+    answers = [[99_999] * 2] * 8
+    key = {"model": "tiny", "engine": "x", "part": "agreement", "repeat": 0}
+    results.add(key | {"alone": answers, "together": answers})
+    comparison = compare_engines.Comparison(options, results)
+    for _ in range(2):
+        comparison.judge()
+    assert capsys.readouterr().out.count("answers are not judged: ") == 1

@@ -191,8 +191,10 @@ def read_or_end(screen: int) -> bytes:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--requests 0", "--requests must be from 1 to 2000, got 0"),
-        ("--speed -1", "must be 0 or more"),
+        ("--requests 0", "--requests: '0' must be an integer of at least 1"),
+        ("--speed -1", "'-1' must be a number from 0 to 1e+06"),
+        ("--speed nan", "--speed: 'nan' must be a number from 0 to 1e+06"),
+        ("--steps-per-second nan", "'nan' must be a number from 0 to 1e+06"),
         ("--model /no/such", "'/no/such' is not a folder"),
     ],
 )

@@ -18,6 +18,7 @@ from argument_types import (
 )
 from compare.parts import PARTS
 from compare.shapes import BFLOAT16, SHAPES
+from trace_rows import first_rows
 
 RESULTS = Path(__file__).parent.parent / "results" / "compare_engines.json"
 MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
@@ -123,7 +124,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         type=writable_file,
-        default=RESULTS,
+        default=str(RESULTS),
         help="the results file (default: the stored one)",
     )
     parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
@@ -164,6 +165,11 @@ def read_options(engines: Collection[str]) -> argparse.Namespace:
         parser.error("--url: name the one of --models that the server holds")
     if taken := [name for name, _ in options.url if name in engines]:
         parser.error(f"--url: {', '.join(taken)} is an engine's own name; take another")
+    for name in ("trace", "served"):
+        try:
+            first_rows(getattr(options, name))
+        except ValueError as error:
+            parser.error(f"--{name}: {error}")
     if options.json == RESULTS and _is_part(parser, options) and not options.prepare:
         parser.error("a part would replace the stored results; name another file with --json")
     if options.prepare and options.write:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -124,6 +125,9 @@ def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
     for run in (subject.load(works, most=1)[0], subject.load(works)[0]):
         ordered = sorted(run.outcomes, key=lambda one: one.input_tokens)
         answers.append([one.token_ids or _ids(one.text) for one in ordered])
+    known = range(plan.vocabulary)
+    if not all(ids and all(one in known for one in ids) for ids in itertools.chain(*answers)):
+        raise RuntimeError("answers are none of this model's: they have no ids of its vocabulary")
     return {"alone": answers[0], "together": answers[1]}
 
 

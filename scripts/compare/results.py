@@ -39,7 +39,7 @@ class Results:
             "records": [],
         }
         if resume and path.exists():
-            found = json.loads(path.read_text())
+            found = read_results(path)
             for name in ("settings", "machine"):
                 if found[name] != json.loads(json.dumps(self.data[name])):
                     raise ValueError(
@@ -95,6 +95,29 @@ class Results:
         partial = self._path.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(self._path)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What a results file holds.
+
+    Raises:
+        ValueError: it is none, with its name and what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no results file: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no results file: it holds no JSON object")
+    kinds = {"date": str, "settings": dict, "machine": dict, "engines": dict, "records": list}
+    kinds |= {"runs": list} if "runs" in found else {}
+    for name, kind in kinds.items():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"{path} is no results file: it has no {name!r} as they have")
+    keys = {"model", "engine", "part", "repeat"}
+    if not all(isinstance(one, dict) and keys <= one.keys() for one in found["records"]):
+        raise ValueError(f"{path} is no results file: not all records have {', '.join(keys)}")
+    return found
 
 
 def plain(text: str) -> str:

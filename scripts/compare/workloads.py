@@ -6,7 +6,7 @@ import numpy as np
 
 from compare.checkpoint import FIRST_ORDINARY_ID
 from serving_load import Work
-from trace_rows import read_trace
+from trace_rows import first_rows
 
 LENGTH_SCALE = 8
 MAX_LEN = 1024
@@ -39,7 +39,7 @@ def trace(vocabulary: int, count: int) -> list[Work]:
             max(1, row.input_tokens // LENGTH_SCALE),
             max(1, row.output_tokens // LENGTH_SCALE),
         )
-        for row in read_trace(count)
+        for row in first_rows(count)
     ]
 
 
