@@ -207,7 +207,7 @@ def test_rows_begin_anew_so_that_each_measured_launch_is_of_all(
     """120 launches take more tokens than a row has."""
     out, tables = tmp_path / "trace.json.gz", tmp_path / "tables.json"
     given = ["--rows=2", "--context=20", "--steps=30", f"--out={out}", f"--json={tables}"]
-    profile_step.profile(engine, profile_step.make_parser().parse_args(given))
+    profile_step.profile(engine, profile_step.make_parser().parse_args(given), {"command": "x"})
     found = json.loads(tables.read_text())
     assert found["bucket"].startswith("decode 2") and found["host_us"]["commit"] > 0
     assert found["device_us"][WEIGHTS] > 0 and found["device_us"][ATTENTION] > 0
@@ -217,4 +217,4 @@ def test_rows_begin_anew_so_that_each_measured_launch_is_of_all(
 def test_rows_that_would_end_at_once_are_refused(engine: Engine, tmp_path: Path) -> None:
     given = ["--rows=2", "--context=240", f"--out={tmp_path / 'trace.json.gz'}"]
     with pytest.raises(profile_step.TooShort, match="--rows 2, --context 240: the 16 tokens"):
-        profile_step.profile(engine, profile_step.make_parser().parse_args(given))
+        profile_step.profile(engine, profile_step.make_parser().parse_args(given), {"command": "x"})

@@ -132,3 +132,13 @@ def test_http_clients_that_fail_end_the_run(capfd: pytest.CaptureFixture[str]) -
     with Clients(free_port()) as clients, pytest.raises(RuntimeError, match="clients ended with 1"):
         asyncio.run(clients.stream(1, 1))
     assert "ConnectionRefusedError" in capfd.readouterr().err
+
+
+def test_training_that_made_no_update_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train_demo_model.py", "--minutes", "1e-12", "--out", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="no update was made"):
+        importlib.import_module("train_demo_model").main()
+    assert not (tmp_path / "model").exists()
