@@ -26,8 +26,6 @@ from pallas_kernels.arguments import Case
 from pallas_kernels.implementation import limit
 
 Item = tuple[str, Callable[[], dict[str, Any]]]
-CHAIN = 16
-"""Calls of a kernel inside one program: a single short call would measure Python instead."""
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3fn": 3e-2}
 
 
@@ -37,6 +35,7 @@ class Setting:
 
     dry_run: bool
     report: dict[str, Any]
+    item_seconds: float = tune_kernels.ITEM_SECONDS
 
     @property
     def kernel(self) -> str:
@@ -202,17 +201,6 @@ def bandwidth(setting: Setting) -> Iterator[Item]:
     yield "matmul bfloat16", matmul
 
 
-def _chained(function: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
-    """A program that runs an attention ``times`` times, each on the output of the one before."""
-
-    def program(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        for _ in range(times):
-            q = function(q, *rest)
-        return q
-
-    return jax.jit(program)
-
-
 def _time_attention(
     setting: Setting,
     made: Case,
@@ -229,8 +217,8 @@ def _time_attention(
         one = jnp.ones((made.K,), jnp.float32)
         scales = {"k_scale": one, "v_scale": one}
     function = _operation(made.op)
-    times = 2 if setting.dry_run else CHAIN
-    program = _chained(lambda *a: function(*a, **scales, implementation=name), times)
+    times = 2 if setting.dry_run else gpu_timing.CHAIN
+    program = gpu_timing.chained(lambda *a: function(*a, **scales, implementation=name), times)
     spread = gpu_timing.measure(program, tuple(arrays), rounds=2 if setting.dry_run else 5)
     seconds = spread["median_s"] / times
     lengths = np.asarray(arrays[-1], np.int64)
@@ -307,23 +295,21 @@ def prefill(setting: Setting) -> Iterator[Item]:
 
 
 def tuning_sweep(setting: Setting) -> Iterator[Item]:
-    """The sweep, a dtype and head dim at a time; every item adds its entries to the table."""
-    if setting.dry_run:
-        yield "bfloat16 h64", lambda: {"value": tune_kernels.sweep(("bfloat16",), (64,), tiny=True)}
-        return
+    """The sweep, a bucket at a time; every item puts its entry in the table."""
+    targets = tune_kernels.targets(("bfloat16",), (64,), tiny=True)
+    if not setting.dry_run:
+        dtypes, head_dims = ("bfloat16", "float8_e4m3fn"), (128, 64, 256)
+        targets = tune_kernels.targets(dtypes, head_dims)
 
-    def one(dtype: str, head_dim: int, op: str) -> dict[str, Any]:
-        entries = tune_kernels.sweep((dtype,), (head_dim,), (op,))
-        today = datetime.date.today().isoformat()
-        tune_kernels.merge(jax.devices()[0].device_kind, today, entries)
-        return {"value": len(entries), "unit": "entries", "entries": entries}
+    def one(target: tune_kernels.Target) -> dict[str, Any]:
+        swept = tune_kernels.sweep(target, setting.item_seconds, setting.dry_run)
+        if not setting.dry_run:
+            today = datetime.date.today().isoformat()
+            tune_kernels.merge(jax.devices()[0].device_kind, today, [swept["entry"]])
+        return swept
 
-    operations = ("decode", "ragged", "mosaic_ragged")
-    for head_dim, dtype, op in itertools.product(
-        (128, 64, 256), ("bfloat16", "float8_e4m3fn"), operations
-    ):
-        if op != "mosaic_ragged" or dtype == "bfloat16":
-            yield f"{op} {dtype} h{head_dim}", lambda d=dtype, h=head_dim, o=op: one(d, h, o)
+    for target in targets:
+        yield target.name, lambda t=target: one(t)
 
 
 def _time_step(setting: Setting, name: str, T: int, R: int, context: int) -> dict[str, Any]:
@@ -337,9 +323,9 @@ def _time_step(setting: Setting, name: str, T: int, R: int, context: int) -> dic
     def repeat(times: int) -> Callable[[], Any]:
         def run() -> Any:
             nonlocal state
-            output = None
-            for _ in range(times):
-                state, output = program(state, leaves, batch)
+            for _ in range(times - 1):
+                state, _ = program(state, leaves, batch)
+            state, output = program(state, leaves, batch)
             return output.token_ids
 
         return run

@@ -13,6 +13,9 @@ import numpy as np
 
 from pallas_kernels.arguments import Case
 
+CHAIN = 16
+"""Calls of a kernel inside one program: a single short call would measure Python instead."""
+
 
 def once(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float:
     """Seconds per call when ``repeats`` are queued back to back, so that the device never waits."""
@@ -50,6 +53,18 @@ def measure(
     repeats = max(1, min(500, int(budget / max(once(call, arrays, 2), 1e-6))))
     values = sorted(once(call, arrays, repeats) for _ in range(rounds))
     return {"median_s": statistics.median(values), "min_s": values[0], "max_s": values[-1]}
+
+
+def chained(function: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
+    """A program that runs an attention ``times`` times, each on the output of the one before."""
+    inner = jax.jit(function)  # is traced once
+
+    def program(q: jax.Array, *rest: jax.Array) -> jax.Array:
+        for _ in range(times):
+            q = inner(q, *rest)
+        return q
+
+    return jax.jit(program)
 
 
 def attention_arrays(

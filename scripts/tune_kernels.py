@@ -1,28 +1,37 @@
 """Find block sizes on the GPU at hand and write pallas_kernels/tuned/<device>.json.
 
-    python scripts/tune_kernels.py                 sweep on this GPU (about ten minutes)
+    python scripts/tune_kernels.py                 sweep on this GPU (about twenty minutes)
     python scripts/tune_kernels.py --dtypes bfloat16 --head-dims 128
-    python scripts/tune_kernels.py --defaults "NVIDIA H200"   write the defaults, no GPU needed
+    python scripts/tune_kernels.py --merge gpu_report.json    write what a report found (no GPU)
+    python scripts/tune_kernels.py --defaults "NVIDIA H200"   write the defaults (no GPU)
 
 For every dtype, head dim and bucket the candidates are timed in turn, interleaved, and the one
-with the smallest median is kept. A candidate that does not compile or run is left out.
+with the smallest median is kept; those most like the defaults come first, and when the bucket's
+time is over the best so far is taken. A candidate that does not compile or run is left out. The
+table is written after every bucket.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import datetime
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import gpu_timing
-from argument_types import some_of
+from argument_types import existing_file, positive, some_of
+from gpu_progress import ReportError, interruptible, read_report, save_text
 from pallas_kernels import hopper_ragged, triton_decode, triton_ragged, tuning
 from pallas_kernels.arguments import Case
 
@@ -34,6 +43,19 @@ DECODE_BUCKETS = ((1, 8192), (8, 4096), (64, 4096), (256, 2048))
 RAGGED_BUCKETS = ((512, 2), (2048, 1), (8192, 1))
 """(tokens, prompts they belong to) likewise."""
 UNMEASURED = "not measured: defaults"
+OPERATIONS = ("decode", "ragged", "mosaic_ragged")
+KEY = ("op", "dtype", "head_dim", "up_to")
+"""What names an entry of the table."""
+CALLS = {"decode": gpu_timing.CHAIN, "ragged": 4, "mosaic_ragged": 4}
+"""Calls that are timed as one program."""
+ITEM_SECONDS = 20.0
+"""Seconds for a bucket: the 51 of a sweep are to fit in twenty minutes."""
+WORKERS = min(8, os.cpu_count() or 1)
+"""Candidates that are compiled and timed together."""
+
+
+class NothingRan(Exception):
+    """No candidate could be timed; says why."""
 
 
 def candidates(op: str, case: Case) -> Iterator[Any]:
@@ -78,40 +100,109 @@ def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: i
     )
 
 
-def runner(op: str, case: Case, config: Any, interpret: bool) -> Callable[..., jax.Array]:
-    """A jitted call of one operation with one configuration."""
+def changes(config: Any, base: Any) -> dict[str, Any]:
+    """The fields in which a configuration differs from another."""
+    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(base)
+    return {name: value for name, value in ours.items() if value != theirs[name]}
+
+
+def ordered(op: str, case: Case) -> list[Any]:
+    """The defaults, then what differs from them in one field, then in two, and so on."""
+    base = tuning.defaults(tuning.CONFIGS[op], case)
+    found = dict.fromkeys([base, *candidates(op, case)])
+    return sorted(found, key=lambda config: len(changes(config, base)))
+
+
+def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
+    """A jitted program of `CALLS` calls of one operation with one configuration."""
     extra = {"interpret": True} if interpret else {}
     functions = {
         "decode": triton_decode.paged_decode_attention,
         "ragged": triton_ragged.ragged_paged_attention,
         "mosaic_ragged": hopper_ragged.ragged_paged_attention,
     }
-    return jax.jit(lambda *arrays: functions[op](*arrays, config=config, **extra))
+    function = functions[op]
+    times = 1 if interpret else CALLS[op]
+    return gpu_timing.chained(lambda *arrays: function(*arrays, config=config, **extra), times)
+
+
+def reason(error: Exception) -> str:
+    """What an exception says, in one line."""
+    lines = str(error).splitlines() or ["without a word"]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+Calls = dict[Any, Callable[..., jax.Array]]
+
+
+def compiled(
+    calls: Calls, arrays: tuple[jax.Array, ...], failed: collections.Counter[str]
+) -> Calls:
+    """The programs that compile and run, each on a thread; why the others do not is counted."""
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        jobs = {}
+        for config, call in calls.items():
+            try:
+                jobs[config] = pool.submit(call.lower(*arrays).compile)
+            except Exception as error:
+                failed[reason(error)] += 1
+        working = {}
+        for config, job in jobs.items():
+            try:
+                working[config] = job.result()
+                jax.block_until_ready(working[config](*arrays))
+            except Exception as error:
+                working.pop(config, None)
+                failed[reason(error)] += 1
+    return working
+
+
+@dataclasses.dataclass
+class Swept:
+    """What a sweep found: the fastest configuration, and how many were timed until time was over.
+
+    seconds: of the fastest, when it was last timed.
+    failed: how often which reason kept a candidate out.
+    """
+
+    best: Any
+    seconds: float
+    tried: int
+    failed: dict[str, int]
 
 
 def sweep_one(
-    op: str, case: Case, arrays: tuple[jax.Array, ...], limit: int | None, interpret: bool
-) -> tuple[dict[str, Any], float]:
-    """The fields in which the fastest configuration differs from the defaults, and its seconds."""
-    base = tuning.defaults(tuning.CONFIGS[op], case)
-    configs = list(dict.fromkeys([base, *candidates(op, case)]))[:limit]
-    timed = {}
-    for config in configs:
-        call = runner(op, case, config, interpret)
-        try:
-            jax.block_until_ready(call(*arrays))
-        except Exception as error:
-            print(f"  {config}: {str(error).splitlines()[0][:100]}")
+    configs: Sequence[Any],
+    make: Callable[[Any], Callable[..., jax.Array]],
+    arrays: tuple[jax.Array, ...],
+    budget: float,
+) -> Swept:
+    """Time configurations in order, until ``budget`` seconds have passed.
+
+    Args:
+        make: from a configuration to its program.
+
+    Raises:
+        NothingRan: no configuration could be timed.
+    """
+    until, tried = time.monotonic() + budget, 0
+    best: Calls = {}
+    seconds: dict[Any, float] = {}
+    failed: collections.Counter[str] = collections.Counter()
+    while tried < len(configs) and (not tried or time.monotonic() < until):
+        some = configs[tried : tried + WORKERS]
+        tried += len(some)
+        calls = {**best, **compiled({config: make(config) for config in some}, arrays, failed)}
+        if not calls:
             continue
-        timed[config] = call
-    seconds = gpu_timing.interleaved(timed, arrays)
-    best = min(seconds, key=seconds.__getitem__)
-    changed = {
-        field.name: getattr(best, field.name)
-        for field in dataclasses.fields(best)
-        if getattr(best, field.name) != getattr(base, field.name)
-    }
-    return changed, seconds[best]
+        seconds = gpu_timing.interleaved(calls, arrays)
+        first = min(seconds, key=seconds.__getitem__)
+        best = {first: calls[first]}
+    if not best:
+        said = "; ".join(f"{count} times {why}" for why, count in failed.most_common(3))
+        raise NothingRan(f"none of {tried} candidates ran: {said}")
+    [config] = best
+    return Swept(config, seconds[config], tried, dict(failed))
 
 
 def buckets(op: str, tiny: bool) -> list[tuple[int | None, int, int, int]]:
@@ -125,27 +216,62 @@ def buckets(op: str, tiny: bool) -> list[tuple[int | None, int, int, int]]:
     return [*found[:-1], (None, *found[-1][1:])]
 
 
-def sweep(
-    dtypes: tuple[str, ...],
-    head_dims: tuple[int, ...],
-    operations: tuple[str, ...] = ("decode", "ragged", "mosaic_ragged"),
-    tiny: bool = False,
-) -> list[dict[str, Any]]:
-    """Entries of a tuning table. ``tiny`` rehearses: small shapes, interpreted, two candidates."""
-    entries = []
-    for op, dtype, head_dim in itertools.product(operations, dtypes, head_dims):
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A bucket to find a configuration for: an entry of the table. ``pages``: per row."""
+
+    op: str
+    dtype: str
+    head_dim: int
+    up_to: int | None
+    tokens: int
+    rows: int
+    pages: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.dtype} h{self.head_dim} up to {self.up_to or 'any'}"
+
+
+def targets(
+    dtypes: Sequence[str], head_dims: Sequence[int], tiny: bool = False
+) -> Iterator[Target]:
+    """Every bucket of every operation that takes a dtype and head dim; in the order given."""
+    for dtype, head_dim, op in itertools.product(dtypes, head_dims, OPERATIONS):
         if op == "mosaic_ragged" and (tiny or dtype not in ("bfloat16", "float16")):
             continue
         if op == "mosaic_ragged" and head_dim not in (64, 128, 256):
             continue
-        for up_to, tokens, rows, pages in buckets(op, tiny):
-            case = case_of(op, dtype, head_dim, tokens, rows, pages)
-            arrays = gpu_timing.attention_arrays(case)
-            config, seconds = sweep_one(op, case, arrays, 2 if tiny else None, tiny)
-            print(f"{op} {dtype} h{head_dim} up to {up_to}: {seconds * 1e6:.1f} us {config}")
-            entry = {"op": op, "dtype": dtype, "head_dim": head_dim, "up_to": up_to}
-            entries.append({**entry, "config": config})
-    return entries
+        for bucket in buckets(op, tiny):
+            yield Target(op, dtype, head_dim, *bucket)
+
+
+def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> dict[str, Any]:
+    """The entry of a bucket, and how it was found; "partial" if time was over before the last.
+
+    ``tiny`` rehearses: interpreted, two candidates.
+
+    Raises:
+        NothingRan: no candidate could be timed.
+    """
+    op = target.op
+    case = case_of(op, target.dtype, target.head_dim, target.tokens, target.rows, target.pages)
+    arrays = gpu_timing.attention_arrays(case)
+    configs = ordered(op, case)[: 2 if tiny else None]
+    found = sweep_one(configs, lambda config: runner(op, config, tiny), arrays, budget)
+    base = tuning.defaults(tuning.CONFIGS[op], case)
+    entry = {key: getattr(target, key) for key in KEY}
+    result = {
+        "value": round(found.seconds / (1 if tiny else CALLS[op]) * 1e6, 1),
+        "unit": "us",
+        "entry": {**entry, "config": changes(found.best, base)},
+        "tried": found.tried,
+        "candidates": len(configs),
+        "failed": found.failed,
+    }
+    if found.tried < len(configs):
+        result |= {"partial": True, "note": f"partial: {found.tried} of {len(configs)} timed"}
+    return result
 
 
 def default_entries() -> list[dict[str, Any]]:
@@ -171,35 +297,89 @@ def write(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> Non
     lines = ",\n  ".join(json.dumps(entry) for entry in entries)
     head = f'{{"device_kind": {json.dumps(device_kind)},\n "measured": {json.dumps(measured)},\n'
     path = tuning.TABLES / tuning.table_name(device_kind)
-    path.write_text(f'{head} "entries": [\n  {lines}\n ]}}\n')
+    save_text(path, f'{head} "entries": [\n  {lines}\n ]}}\n')
     print(f"wrote {path}")
 
 
 def merge(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> None:
-    """Put measured entries in a device's table in place of those for the same calls."""
-    done = {(e["op"], e["dtype"], e["head_dim"]) for e in entries}
+    """Put measured entries in a device's table in place of those for the same buckets.
+
+    The first that fits is used, so the buckets of a call are written from small to any.
+    """
+
+    def bucket(entry: dict[str, Any]) -> float:
+        return math.inf if entry["up_to"] is None else entry["up_to"]
+
     known = tuning.read_entries(device_kind) or default_entries()
-    rest = [e for e in known if (e["op"], e["dtype"], e["head_dim"]) not in done]
-    write(device_kind, measured, entries + rest)
+    calls: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
+    for entry in [*known, *entries]:
+        calls.setdefault(tuple(entry[key] for key in KEY[:-1]), {})[bucket(entry)] = entry
+    merged = [call[size] for call in calls.values() for size in sorted(call)]
+    write(device_kind, measured, merged)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def merge_report(report: dict[str, Any]) -> None:
+    """Put what a report's tuning found in the table: it may have been on another machine."""
+    items = report["parts"].get("tuning", {}).values()
+    entries = [item["entry"] for item in items if "entry" in item]
+    if entries:
+        merge(report["about"]["device"], report["about"]["date"], entries)
+
+
+def tune(found: Iterable[Target], budget: float) -> int:
+    """Sweep, and write the table after each; 1 if nothing ran for one."""
+    status = 0
+    for target in found:
+        try:
+            result = sweep(target, budget)
+        except NothingRan as error:
+            print(f"{target.name}: {error}", flush=True)
+            status = 1
+            continue
+        print(f"{target.name}: {result}", flush=True)
+        today = datetime.date.today().isoformat()
+        merge(jax.devices()[0].device_kind, today, [result["entry"]])
+    return status
+
+
+def report_to_merge(text: str) -> dict[str, Any]:
+    """The type of reports of `gpu_report.py` that were made on a GPU."""
+    try:
+        report = read_report(existing_file(text))
+    except ReportError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if report["about"].get("dry_run", True):
+        raise argparse.ArgumentTypeError(f"{text!r} is of a dry run")
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--defaults", metavar="DEVICE", help="write untuned defaults for a device")
+    parser.add_argument(
+        "--merge", type=report_to_merge, metavar="REPORT", help="write what gpu_report.py found"
+    )
     parser.add_argument("--dtypes", type=some_of(DTYPES), default="bfloat16,float8_e4m3fn")
     sizes = some_of([str(size) for size in HEAD_DIMS])
-    parser.add_argument("--head-dims", type=sizes, default="64,128,256")
+    parser.add_argument("--head-dims", type=sizes, default="128,64,256")
+    parser.add_argument(
+        "--seconds-per-item",
+        type=positive,
+        default=ITEM_SECONDS,
+        help="a bucket ends after this with the best so far; default %(default)g",
+    )
     arguments = parser.parse_args()
     if arguments.defaults:
         write(arguments.defaults, UNMEASURED, default_entries())
-        return
+        return 0
+    if arguments.merge:
+        merge_report(arguments.merge)
+        return 0
     if jax.default_backend() != "gpu":
         raise SystemExit("no GPU: a sweep measures; --defaults DEVICE writes the untuned table")
-    dtypes = tuple(arguments.dtypes)
-    head_dims = tuple(int(h) for h in arguments.head_dims)
-    today = datetime.date.today().isoformat()
-    merge(jax.devices()[0].device_kind, today, sweep(dtypes, head_dims))
+    found = targets(arguments.dtypes, [int(h) for h in arguments.head_dims])
+    return tune(found, arguments.seconds_per_item)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(interruptible(main))
