@@ -35,6 +35,7 @@ from gpu_cases import (
     quantized_cases,
     quantized_grouped_cases,
 )
+from gpu_progress import interruptible
 
 DEVICE_KIND = "NVIDIA H200"
 TARGET = """
@@ -330,7 +331,9 @@ def compile_step(name: str, T: int, R: int, dumps: Dumps) -> dict[str, Any]:
 def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
     """The part that runs in the environment: compile everything, write after every case."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
-    jobs = [(case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()]
+    jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        (case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()
+    ]
     jobs += [(case.name, lambda c=case: compile_grouped(c, dumps)) for case in grouped_cases()]
     jobs += [(case.name, lambda c=case: compile_quantized(c, dumps)) for case in quantized_cases()]
     jobs += [
@@ -351,5 +354,10 @@ def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
         print(name, rows[-1].get("error", "")[:300], file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
+def main() -> int:
     run_inside(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(interruptible(main))
