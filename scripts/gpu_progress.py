@@ -161,5 +161,5 @@ def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathl
         faulthandler.cancel_dump_traceback_later()
     items[task.name] = {**result, "took_s": round(time.monotonic() - begin, 1)}
     save(path, report)
-    print(f"{task.part} / {task.name}: {items[task.name]}", flush=True)
     gc.collect()  # before the next item takes memory
+    print(f"{task.part} / {task.name}: {items[task.name]}", flush=True)

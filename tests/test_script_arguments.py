@@ -77,6 +77,8 @@ WRONG = [
     ("quantization_table", "--part x", "--part: invalid choice: 'x'"),
     ("tune_kernels", "--head-dims x", "--head-dims: there is no x; there are 64, 80, 96, 128, "),
     ("tune_kernels", "--dtypes int3", "--dtypes: there is no int3; there are bfloat16, "),
+    ("tune_kernels", "--merge pyproject.toml", "--merge: pyproject.toml is no report"),
+    ("tune_kernels", "--seconds-per-item 0", "-item: '0' must be a number above 0"),
     ("compile_offline", "--only (", "--only: '(' must be a regular expression: "),
     ("compile_offline", "--out /no/such/x", "--out: '/no/such/x' must be in a folder that"),
     ("compile_offline", "--python nope", "--python: there is no nope"),
