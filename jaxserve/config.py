@@ -19,8 +19,8 @@ QUANTIZATIONS = ("int8", "fp8", "int4", "awq", "gptq", "compressed-tensors")
 KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 
-# org/name, or org/name/FILE.gguf.
 MAX_SCHEDULER_STEPS = 1024
+# org/name, or org/name/FILE.gguf.
 HUB_NAME = re.compile(
     r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
 )
