@@ -20,7 +20,8 @@ from gpu_progress import ReportError, Task, open_report, run_tasks
 ROOT = Path(__file__).parent.parent
 ABOUT = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-01-31", "dry_run": False}
 FILL = """
-    import json, os, pathlib, sys, time
+    import json, os, pathlib, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
     from gpu_progress import Task, interruptible, run_tasks
 
     def abort():

@@ -120,6 +120,8 @@ def test_a_server_that_cannot_be_reached_is_said_in_one_sentence(model: str) -> 
 def test_an_interrupt_ends_a_script_with_a_word() -> None:
     code = (
         "import os, signal; from serving_process import run_main\n"
+        # A job of a shell's background is started with the signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"
     )
     command = [sys.executable, "-c", code]
