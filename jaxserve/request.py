@@ -117,7 +117,8 @@ class SamplingParams:
         top_p: smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: least probability kept, relative to the most likely token's, in [0, 1].
-        seed: 0 to 2**64 - 1; None draws one from the engine's seed.
+        seed: -2**63 to 2**64 - 1, of which -1 means none; other negative ones count modulo 2**64.
+            None draws one from the engine's seed.
         stop: string or strings that end the text (not part of it unless
             `include_stop_str_in_output`).
         stop_token_ids: token ids that end the sequence, besides the model's own.
@@ -237,7 +238,8 @@ class SamplingParams:
             put(name, value)
         put("top_k", max(0, exact_int(self.top_k, "top_k", -1, 2**31 - 1)))
         if self.seed is not None:
-            put("seed", exact_int(self.seed, "seed", 0, 2**64 - 1))
+            seed = exact_int(self.seed, "seed", -(2**63), 2**64 - 1)
+            put("seed", None if seed == -1 else seed % 2**64)
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.max_tokens is not None:

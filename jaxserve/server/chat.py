@@ -15,7 +15,7 @@ from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.completions import truncated
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import check_stream, sampling_params
+from jaxserve.server.fields import check_sizes, check_stream, sampling_params
 from jaxserve.server.generation import Choice, Generation, Part
 from jaxserve.server.logprobs import ChatLogprobs, TokenTexts
 from jaxserve.server.protocol import (
@@ -88,11 +88,11 @@ def _text_of(message: ChatMessage) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
+        if part.words is None:
             raise InvalidRequest(
                 f"content of type {part.type[:40]!r} is not supported: only text is", "messages"
             )
-    return "".join(part.text or "" for part in content)
+    return "".join(part.words or "" for part in content)
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
@@ -171,6 +171,7 @@ def chat_sampling(
     Raises:
         InvalidRequest: naming the field.
     """
+    check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(
         body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
     )

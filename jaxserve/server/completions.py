@@ -14,7 +14,7 @@ from jaxserve.request import SamplingParams, exact_int
 from jaxserve.server.answers import DONE, event, respond
 from jaxserve.server.call import Call
 from jaxserve.server.errors import ApiError
-from jaxserve.server.fields import check_stream, sampling_params
+from jaxserve.server.fields import check_sizes, check_stream, sampling_params
 from jaxserve.server.generation import Choice, Generation, Part
 from jaxserve.server.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
 from jaxserve.server.protocol import (
@@ -68,17 +68,21 @@ async def completions(request: Request) -> Response:
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         scored = max(body.logprobs, -1 if scored is None else scored)
+    check_sizes(body, model.limits.vocab_size)
     sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, scored)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     call.admit(model, len(prompts) * sampling.n)
     requests: list[EngineRequest] = []
+    texts: list[str] = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            prompt = await model.encode(prompt, body.add_special_tokens is not False)
-        prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-        requests.append(await call.request(model, prompt, sampling, body))
-    texts = [_text(model, one) if body.echo else "" for one in prompts]
+        ids = prompt
+        if isinstance(ids, str):
+            ids = await model.encode(ids, body.add_special_tokens is not False)
+        kept = truncated(ids, body.truncate_prompt_tokens, model.limits.max_model_len)
+        requests.append(await call.request(model, kept, sampling, body))
+        whole = prompt if len(kept) == len(ids) else kept
+        texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
     form = CompletionForm(body, texts, sampling, model.llm.get_tokenizer())
     return await respond(request, Generation(model, requests), form, bool(body.stream))
 
@@ -95,8 +99,10 @@ def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[i
     return prompt[-(max_model_len - 1 if keep == -1 else keep) :]
 
 
-def _text(model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer().decode(prompt)
+def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return model.tokenizer().decode(prompt, skip_special_tokens)
 
 
 def is_echo_only(body: CompletionRequest) -> bool:

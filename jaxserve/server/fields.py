@@ -85,6 +85,13 @@ def sampling_params(
     )
 
 
+def check_sizes(request: Sampling, vocab_size: int) -> None:
+    """Raises InvalidRequest for lists that are too long to be looked at one by one."""
+    name = "allowed_token_ids"
+    if len(request.allowed_token_ids or ()) > vocab_size:
+        raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
+
+
 def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
     """OpenAI's keys are texts."""
     if asked is None:

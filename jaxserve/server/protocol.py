@@ -97,10 +97,18 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """Part of a message's content; only text is served."""
+    """Part of a message's content; only text is served, a refusal's included."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What it says; None where it is no text."""
+        if self.type == "refusal":
+            return self.text if self.refusal is None else self.refusal
+        return self.text if self.type in ("text", "input_text", "output_text") else None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):

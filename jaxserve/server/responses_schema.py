@@ -268,7 +268,7 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
 def _text(content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text or "" for part in content)
+    return "".join(part.words or "" for part in content)
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

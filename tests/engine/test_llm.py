@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "1"},
     {"temperature": None}, {"top_p": 0}, {"top_p": -1}, {"top_p": 2}, {"top_p": float("nan")},
     {"top_k": -2}, {"top_k": 2**63}, {"top_k": 1.5}, {"min_p": -0.1}, {"min_p": 1.1},
-    {"seed": 2**64}, {"seed": -1}, {"seed": 0.5}, {"stop": ""}, {"stop": ["a", ""]},
+    {"seed": 2**64}, {"seed": -(2**63) - 1}, {"seed": 0.5}, {"stop": ""}, {"stop": ["a", ""]},
     {"stop": ["s"] * 1000}, {"stop": "x" * 2**20}, {"stop": [1]}, {"stop": 5},
     {"stop_token_ids": [-1]}, {"stop_token_ids": [1.0]}, {"stop_token_ids": "ab"},
     {"stop_token_ids": np.array(5)}, {"allowed_token_ids": np.array(5)},
@@ -259,6 +260,13 @@ def test_bad_sampling_params_name_their_field(fields: dict[str, Any]) -> None:
         SamplingParams(**fields)
     assert caught.value.parameter in fields
     assert len(str(caught.value)) < 300
+
+
+def test_a_seed_may_be_negative_as_vllms() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-7).seed == 2**64 - 7
+    assert SamplingParams(seed=-(2**63)).seed == 2**63
+    assert replace(SamplingParams(seed=5), seed=-1).seed is None
 
 
 @pytest.mark.parametrize(

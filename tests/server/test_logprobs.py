@@ -78,6 +78,30 @@ def check_offsets(choice: dict[str, Any], text: str) -> None:
             assert text[offset : offset + len(token)] == token
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_echo_shows_special_tokens_where_texts_do(
+    server: Server, tokenizer: Any, skip: bool
+) -> None:
+    ids = [1, 2, 60, 61, 3]
+    body = {"prompt": ids, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+    # A drawn end is in no text.
+    asked = body | {"max_tokens": 2, "allowed_token_ids": [60, 61], "return_token_ids": True}
+    [choice] = server.request(TEXT, asked).json()["choices"]
+    text = tokenizer.decode(ids + choice["token_ids"], skip_special_tokens=skip)
+    check_offsets(choice, text)
+    assert ("<|" in text) is not skip
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_an_echo_is_what_is_left_of_a_prompt(server: Server, tokenizer: Any, is_text: bool) -> None:
+    prompt = PROMPT if is_text else tokenizer.encode(PROMPT)
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "truncate_prompt_tokens": 2}
+    asked = body | {"max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    [choice] = server.request(TEXT, asked).json()["choices"]
+    assert len(choice["prompt_token_ids"]) == 2
+    check_offsets(choice, tokenizer.decode(choice["prompt_token_ids"] + choice["token_ids"]))
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_echo_alone_draws_nothing_that_shows(server: Server, n: int) -> None:
     body = {"prompt": [PROMPT, "ab"], "echo": True, "max_tokens": 0, "n": n, "logprobs": 1}

@@ -101,7 +101,7 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *((TEXT, {"top_p": value}) for value in (0, -1, 2)),
     *((TEXT, {"min_p": value}) for value in (-0.1, 1.1)),
     *((TEXT, {"top_k": value}) for value in (-2, 2**63)),
-    *((TEXT, {"seed": value}) for value in (-1, 2**64)),
+    *((TEXT, {"seed": value}) for value in (-(2**63) - 1, 2**64)),
     *((TEXT, {"priority": value}) for value in (2**40, -(2**40))),
     *((TEXT, {"stop": value}) for value in ("", [""], ["a"] * 17, "a" * 1_000_000)),
     *((TEXT, {"stop_token_ids": value}) for value in ([-1], [VOCABULARY], [5] * 100, ["a"])),
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {str(token): -100 for token in range(301)},
         [5],
     ),
-    "allowed_token_ids": ([], [-1], [VOCABULARY], [2**31], ["5"]),
+    "allowed_token_ids": ([], [-1], [VOCABULARY], [2**31], ["5"], [5] * (VOCABULARY + 1)),
     "bad_words": ([""], ["x" * 10_000], ["a"] * 10_001, "a"),
     "response_format": (
         *(
@@ -402,3 +402,30 @@ def test_what_leads_nowhere_is_named_as_it_was_asked(server: Server) -> None:
     streamed = server.request(CHAT, GOOD[CHAT] | asked | {"stream": True})
     last = streamed.error if streamed.status == 400 else streamed.events[-2]["error"]
     assert last == error
+
+
+def test_seeds_may_be_negative(server: Server) -> None:
+    drawn = {"max_tokens": 12, "temperature": 1.0}
+    texts = [
+        server.request(TEXT, GOOD[TEXT] | drawn | {"seed": seed}).json()["choices"][0]["text"]
+        for seed in (-7, 2**64 - 7)
+    ]
+    assert texts[0] == texts[1]
+    assert server.request(CHAT, GOOD[CHAT] | {"seed": -1}).status == 200
+
+
+def test_refusals_are_text_of_the_history(server: Server) -> None:
+    said = "I will not."
+
+    def usage(path: str, name: str, part: dict[str, Any]) -> int:
+        history = [*USER, {"role": "assistant", "content": [part]}, *USER]
+        answer = server.request(path, GOOD[path] | {name: history})
+        assert answer.status == 200, answer.body
+        usage = answer.json()["usage"]
+        return usage.get("prompt_tokens", usage.get("input_tokens"))
+
+    refusal = {"type": "refusal", "refusal": said}
+    for path, name, kind in ((CHAT, "messages", "text"), ("/v1/responses", "input", "output_text")):
+        assert usage(path, name, refusal) == usage(path, name, {"type": kind, "text": said})
+    empty = [{"role": "assistant", "content": [{"type": "refusal"}]}]
+    assert refuse(server, CHAT, {"messages": [*USER, *empty]})["param"] == "messages"
