@@ -21,7 +21,8 @@ _PACKAGES = Path(__file__).parent.parent.parent
 # The files that programs are traced from.
 _SOURCES = (
     *("pallas_kernels", "jaxserve/execution", "jaxserve/models", "jaxserve/weights"),
-    *("jaxserve/request.py", "jaxserve/scheduling/slot_table.py"),
+    "jaxserve/request.py",
+    *(f"jaxserve/scheduling/{name}.py" for name in ("slot_table", "settings", "scores")),
 )
 # Settings that no program depends on beyond what its name and its arguments' shapes say.
 _NOT_COMPILED = (

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.execution import compilation
 from jaxserve.execution.programs import ProgramStore, make_private
 
 pytestmark = pytest.mark.usefixtures("no_jax_cache")
@@ -51,6 +52,29 @@ def folder(tmp_path: Path) -> Path:
     assert run(first.get("one", lower)) == [3, 4, 5, 6]
     assert (first.num_built, first.num_loaded) == (1, 0)
     return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "is_traced"),
+    [
+        *((f"jaxserve/scheduling/{one}.py", True) for one in ("settings", "scores", "slot_table")),
+        *((name, True) for name in ("jaxserve/request.py", "jaxserve/execution/step.py")),
+        ("jaxserve/scheduling/scheduler.py", False),
+        ("jaxserve/engine/engine.py", False),
+    ],
+)
+def test_kept_programs_depend_on_the_source_that_they_are_traced_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_traced: bool
+) -> None:
+    for package in ("jaxserve", "pallas_kernels"):
+        for path in (compilation._PACKAGES / package).rglob("*.py"):
+            copied = tmp_path / path.relative_to(compilation._PACKAGES)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(path.read_bytes())
+    monkeypatch.setattr(compilation, "_PACKAGES", tmp_path)
+    before = compilation._source_digest()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"# more")
+    assert (compilation._source_digest() != before) == is_traced
 
 
 def files(folder: Path) -> dict[str, Path]:
