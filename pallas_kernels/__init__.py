@@ -10,7 +10,7 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 And three over weights: ``quantized_matmul``, which never makes a quantized weight whole,
 ``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts, and on
 CPU ``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own
-at the memory's speed.
+at the memory's speed. And ``row_sums``, for norms, which on CPU have one order.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
@@ -28,6 +28,7 @@ from pallas_kernels.ops import (
     quantized_panel_product,
     ragged_paged_attention,
     restore_kernels,
+    row_sums,
     rows_in_panels,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
@@ -48,5 +49,6 @@ __all__ = [
     "quantized_panel_product",
     "ragged_paged_attention",
     "restore_kernels",
+    "row_sums",
     "rows_in_panels",
 ]

@@ -50,6 +50,11 @@ def target_platform() -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def has_llvm() -> bool:
+    """Whether what is compiled can call the kernels for CPU."""
+    return target_platform() == "cpu" and find_spec("llvmlite") is not None
+
+
 def target_device_kind() -> str:
     """Name of the device being compiled for, for example "NVIDIA H200"."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

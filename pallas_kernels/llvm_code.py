@@ -22,6 +22,7 @@ POINTER = ir.PointerType()
 VOID = ir.VoidType()
 LOG2_E = math.log2(math.e)
 LINE = 64  # bytes of the cache
+PIECE = 16  # bytes of a vector that swap places at least cost
 
 
 def const(value: int) -> ir.Constant:
@@ -120,10 +121,15 @@ class Code(ir.IRBuilder):
     def read(self, pointer: Any, index: Any, element: ir.Type) -> Any:
         return self.load(self.at(pointer, index, element), typ=element)
 
-    def read_vector(self, pointer: Any, index: Any, element: ir.Type, lanes: int) -> Any:
-        """`lanes` elements from element `index` on, which need not be aligned."""
+    def read_vector(
+        self, pointer: Any, index: Any, element: ir.Type, lanes: int, align: int | None = None
+    ) -> Any:
+        """`lanes` elements from element `index` on, which need not be aligned.
+
+        `align` says what the address is a multiple of, where that is not the element's size.
+        """
         address = self.at(pointer, index, element)
-        size = element_bytes(element)
+        size = align or element_bytes(element)
         return self.load(address, typ=ir.VectorType(element, lanes), align=size)
 
     def write_vector(self, value: Any, pointer: Any, index: Any) -> None:
@@ -159,13 +165,13 @@ class Code(ir.IRBuilder):
 
     def lane_sum(self, vector: Any) -> Any:
         """The sum of a vector's lanes, halves added to halves."""
-        return self._folded(vector, self.fadd)
+        return self.lanes_folded(vector, self.fadd)
 
     def lane_max(self, vector: Any) -> Any:
         """The largest of a vector's lanes."""
-        return self._folded(vector, self.larger)
+        return self.lanes_folded(vector, self.larger)
 
-    def _folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def lanes_folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """A vector's lanes made one, the lower half combined with the upper."""
         lanes = vector.type.count
         while lanes > 1:
@@ -180,36 +186,40 @@ class Code(ir.IRBuilder):
         """A vector of some lanes of two; those of b are counted after those of a."""
         return self.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
-    def lane_sums(self, make: Callable[[int], Sequence[Any]], count: int) -> list[Any]:
-        """Lane sums of many vectors: of what `make(0)` to `make(count - 1)` give, place by place.
+    def columns(self, read: Callable[[int, int, int], Any], word: int, lanes: int) -> list[Any]:
+        """The columns of as many rows as a vector has lanes, words of so many bytes.
 
-        The sum of `make(i)[j]` is lane i of vector j of the result. It is rounded as `lane_sum`
-        rounds it, with an eighth of the instructions. `count` is a power of two, at most the lanes.
+        `read(row, first, count)` gives words of a row. Rows are read in pieces of 16 bytes, several
+        of them a vector, so that all swaps are within pieces, which processors do fastest.
         """
+        size = min(lanes, PIECE // word)
+        found = []
+        for first in range(0, lanes, size):
+            pieces = (
+                [read(row + at, first, size) for at in range(0, lanes, size)] for row in range(size)
+            )
+            vectors = [self._joined(some) for some in pieces]
+            for _ in range(size.bit_length() - 1):
+                pairs = zip(vectors[: size // 2], vectors[size // 2 :], strict=True)
+                vectors = [self._woven(a, b, size, half) for a, b in pairs for half in (0, 1)]
+            found += vectors
+        return found
 
-        def folded(a: Any, b: Any, width: int) -> Any:
-            lanes = a.type.count
-            low = [at for at in range(2 * lanes) if at % width < width // 2]
-            if b is None:
-                low = low[: lanes // 2]
-            other = a if b is None else b
-            high = [at + width // 2 for at in low]
-            return self.fadd(self.lanes_of(a, other, low), self.lanes_of(a, other, high))
+    def _joined(self, vectors: Sequence[Any]) -> Any:
+        """One vector of several, whose number is a power of two."""
+        while len(vectors) > 1:
+            lanes = range(2 * vectors[0].type.count)
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.lanes_of(a, b, lanes) for a, b in pairs]
+        return vectors[0]
 
-        def tree(start: int, number: int) -> tuple[list[Any], int]:
-            """Vectors of `number` segments, and the lanes of a segment."""
-            if number == 1:
-                vectors = list(make(start))
-                return vectors, vectors[0].type.count
-            left, width = tree(start, number // 2)
-            right, _ = tree(start + number // 2, number // 2)
-            pairs = zip(left, right, strict=True)
-            return [folded(a, b, width) for a, b in pairs], width // 2
-
-        vectors, width = tree(0, count)
-        while width > 1:
-            vectors, width = [folded(vector, None, width) for vector in vectors], width // 2
-        return vectors
+    def _woven(self, a: Any, b: Any, size: int, half: int) -> Any:
+        """The lower or upper halves of the pieces of two vectors, lanes of both in turns."""
+        lanes = a.type.count
+        halves = (range(at, at + size // 2) for at in range(half * size // 2, lanes, size))
+        return self.lanes_of(
+            a, b, [one for some in halves for at in some for one in (at, at + lanes)]
+        )
 
     def larger(self, a: Any, b: Any) -> Any:
         """b where it is greater than a, else a: a NaN in b is passed over."""

@@ -5,8 +5,10 @@ softmax so far (FlashAttention, Dao et al. 2022), then the weighted sum of the b
 in registers. Pages lie anywhere, so the processor cannot guess where the next one is; while one is
 computed, the kernel asks for the next, past the end of a block and of a pair too.
 
-Every sum is over a pair's own tokens in blocks counted from position 0: a row's result is the same
-to the bit whatever rows are beside it and however many threads share the work.
+Keys are turned in registers, tokens side by side: a score is added up number by number. Every sum
+is over a pair's own tokens in blocks counted from position 0: a row's result is the same to the bit
+whatever rows are beside it and however many threads share the work. It is that of the last query of
+a longer row, too, whose kernel (`llvm_ragged.py`) adds in this order.
 """
 
 from __future__ import annotations
@@ -40,12 +42,11 @@ from pallas_kernels.llvm_code import (
     widened,
 )
 
-BLOCK_TOKENS = 128
+BLOCK = 64  # tokens
 MOST_PARTS = 64
 WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # what a pair costs besides its tokens
-BYTES_AHEAD = 8192
-MOST_PRODUCTS = 512  # of vectors, written one after the other
+BYTES_AHEAD = 4096
 PAGES_FARTHER = 2  # whose first line is asked for, so that their translation is known in time
 ENDLESS = 2**31 - 1
 
@@ -183,13 +184,15 @@ class _Pair:
         self.lanes = math.gcd(self.H, most)  # of keys and values
         self.vectors = self.H // self.lanes
         self.width = most  # lanes of scores
-        vectors = self.vectors * self.G
-        most = min(self.lanes, 1 << (max(1, MOST_PRODUCTS // vectors).bit_length() - 1))
-        self.tokens = math.gcd(self.S, most)  # whose scores are summed at once
-        self.block = self.S * max(1, BLOCK_TOKENS // self.S)
-        self.room = -(-self.block // self.width) * self.width
-        piece = self.S * self.H * element_bytes(self.stored)
-        self.ahead = min(max(1, BYTES_AHEAD // piece), self.block // self.S)
+        size = element_bytes(self.stored)
+        self.packed = math.gcd(self.vectors, element_bytes(self.real) // size)
+        self.word = ir.IntType(8 * size * self.packed)  # of several numbers of a key
+        self.tokens = math.gcd(self.S, self.lanes)  # of a square of words
+        self.most_scores = self.cpu.registers // 2 - 2  # vectors of them in registers
+        two = self.S % (2 * self.tokens) == 0 and self.most_scores // 2 >= self.G
+        self.squares = 2 if two else 1  # whose sums do not wait for one another
+        piece = self.S * self.H * size
+        self.ahead = min(max(1, BYTES_AHEAD // piece), max(1, BLOCK // self.S))
         self.farther = self.ahead + PAGES_FARTHER
 
     def function(self, module: ir.Module) -> ir.Function:
@@ -204,19 +207,17 @@ class _Pair:
         code = Code(function)
         self.q, self.k, self.v, self.table, sinks, self.cap, out, *others = function.args
         self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others
-        self.scores = code.room(self.real, self.G * self.room)
+        self.scores = code.room(self.real, self.G * BLOCK)
         self.sums = code.room(self.real, self.G * self.H)
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.G) for _ in range(3))
         self._begin(code, sinks)
-        start = code.mul(code.sdiv(self.first, const(self.block)), const(self.block))
-        with code.loop(start, self.stop, self.block) as (block, _):
-            end = code.smaller_int(code.add(block, const(self.block)), self.stop)
+        start = code.mul(code.sdiv(self.first, const(BLOCK)), const(BLOCK))
+        with code.loop(start, self.stop, BLOCK) as (block, _):
+            end = code.smaller_int(code.add(block, const(BLOCK)), self.stop)
             begin = code.larger_int(block, self.first)
-            page = code.sdiv(begin, const(self.S))
-            after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
-            self._scores(code, block, page, after)
+            self._scores(code, block, begin, end)
             self._softmax(code, code.sub(begin, block), code.sub(end, block))
-            self._values(code, block, page, after)
+            self._values(code, block, begin, end)
         self._finish(code, out)
         code.ret_void()
         return function
@@ -258,60 +259,97 @@ class _Pair:
         base = code.select(ended, self.next_k, code.select(more, self.v, self.k))
         return self._page(code, base, entry)
 
-    def _within(self, code: Code, page: Any) -> tuple[Any, Any]:
-        """The tokens of a page that are seen, from and to before."""
-        start = code.mul(page, const(self.S))
-        low = code.larger_int(code.sub(self.first, start), const(0))
-        return low, code.smaller_int(code.sub(self.stop, start), const(self.S))
+    def _pages(self, code: Code, begin: Any, end: Any) -> tuple[Any, Any]:
+        """The pages that hold the tokens from `begin` to before `end`, from and to before."""
+        after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
+        return code.sdiv(begin, const(self.S)), after
 
-    def _look_ahead(self, code: Code, address: Any, token: Any, tokens: int) -> None:
-        size = element_bytes(self.stored)
-        for at in range(0, tokens * self.H, LINE // size):
-            place = code.add(code.mul(token, const(self.H)), const(at))
-            code.prefetch(code.at(address, place, self.stored))
+    def _within(self, code: Code, page: Any, begin: Any, end: Any) -> tuple[Any, Any]:
+        """Which tokens of a page lie from `begin` to before `end`, from and to before."""
+        start = code.mul(page, const(self.S))
+        low = code.larger_int(code.sub(begin, start), const(0))
+        return low, code.smaller_int(code.sub(end, start), const(self.S))
+
+    def _look_ahead(self, code: Code, address: Any, start: Any, count: int) -> None:
+        """Ask for so many numbers from number `start` of a page on."""
+        for at in range(0, count, LINE // element_bytes(self.stored)):
+            code.prefetch(code.at(address, code.add(start, const(at)), self.stored))
 
     def _read(self, code: Code, address: Any, token: Any, vector: int) -> Any:
         at = code.add(code.mul(token, const(self.H)), const(vector * self.lanes))
         return widened(code, code.read_vector(address, at, self.stored, self.lanes), self.real)
 
-    def _scores(self, code: Code, block: Any, page: Any, after: Any) -> None:
-        """Products of the queries with the keys of the pages of a block."""
+    def _scores(self, code: Code, block: Any, begin: Any, end: Any) -> None:
+        """Products of the queries with the keys of a block."""
+        page, after = self._pages(code, begin, end)
+        step = self.squares * self.tokens
         with code.loop(page, after) as (at, _):
             keys = self._page(code, self.k, code.at(self.table, at, I32))
             ahead = self._after_key(code, at, page, after, self.ahead)
             code.prefetch(self._after_key(code, at, page, after, self.farther))
-            low, high = self._within(code, at)
-            low = code.sub(low, code.srem(low, const(self.tokens)))
+            low, high = self._within(code, at, begin, end)
+            low = code.sub(low, code.srem(low, const(step)))
             place = code.sub(code.mul(at, const(self.S)), block)
-            with code.loop(low, high, self.tokens) as (token, _):
-                self._look_ahead(code, ahead, token, self.tokens)
-                for some in _groups(self.G, self.cpu.registers // 2 // self.vectors):
-                    sums = code.lane_sums(self._products(code, keys, token, some), self.tokens)
-                    for g, scores in zip(some, sums, strict=True):
-                        to = code.add(code.add(place, token), const(g * self.room))
-                        code.write_vector(scores, self.scores, to)
+            with code.loop(low, high, step) as (token, _):
+                for some in _groups(self.G, self.most_scores // self.squares):
+                    scores = self._products(code, keys, ahead, token, some)
+                    for nth, vector in enumerate(scores):
+                        square, which = divmod(nth, len(some))
+                        to = const(some[which] * BLOCK + square * self.tokens)
+                        to = code.add(code.add(place, token), to)
+                        vector = code.lanes_of(vector, vector, range(self.tokens))
+                        code.write_vector(vector, self.scores, to)
 
-    def _products(self, code: Code, keys: Any, token: Any, queries: range) -> Any:
-        """Of a token's key with some queries: for each a vector, its lanes still to be summed."""
+    def _products(self, code: Code, keys: Any, ahead: Any, token: Any, queries: range) -> list[Any]:
+        """Of the keys of some squares with some queries: a vector for each square and query.
 
-        def of(nth: int) -> list[Any]:
-            here = code.add(token, const(nth))
-            key = [self._read(code, keys, here, vector) for vector in range(self.vectors)]
-            found = []
-            for g in queries:
-                total = None
-                for vector, part in enumerate(key):
-                    at = const(g * self.H + vector * self.lanes)
-                    query = code.read_vector(self.q, at, self.real, self.lanes)
-                    total = (
-                        code.fmul(query, part)
-                        if total is None
-                        else code.multiply_add(query, part, total)
-                    )
-                found.append(total)
-            return found
+        Squares hold words of the keys; turned, a vector has the same word of all tokens.
+        """
+        zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
+        sums = [zero] * (self.squares * len(queries))
+        step = self.lanes * self.packed
+        tokens = self.squares * self.tokens
+        with code.loop(const(0), const(self.H), step, carry=sums) as (at, inner):
+            if queries.start == 0:  # a part in each turn: the processor waits for few at once
+                start = code.add(code.mul(token, const(self.H)), code.mul(at, const(tokens)))
+                self._look_ahead(code, ahead, start, tokens * step)
+            for square in range(self.squares):
+                words = self._turned(code, keys, code.add(token, const(square * self.tokens)), at)
+                numbers = (
+                    self._unpacked(code, word, part)
+                    for word in words
+                    for part in range(self.packed)
+                )
+                for nth, key in enumerate(numbers):
+                    for which, g in enumerate(queries, square * len(queries)):
+                        place = code.add(at, const(g * self.H + nth))
+                        query = code.splat(code.read(self.q, place, self.real), self.lanes)
+                        inner[which] = code.multiply_add(query, key, inner[which])
+        return inner
 
-        return of
+    def _turned(self, code: Code, keys: Any, token: Any, number: Any) -> list[Any]:
+        """Words of the keys of a square from `number` on: of each, those of all tokens."""
+        size = element_bytes(self.stored)
+
+        def read(row: int, first: int, count: int) -> Any:
+            if row >= self.tokens:
+                return filled(ir.VectorType(self.word, count), 0)
+            at = code.add(code.mul(code.add(token, const(row)), const(self.H)), number)
+            address = code.at(keys, code.add(at, const(first * self.packed)), self.stored)
+            return code.read_vector(address, const(0), self.word, count, align=size)
+
+        return code.columns(read, element_bytes(self.word), self.lanes)
+
+    def _unpacked(self, code: Code, words: Any, part: int) -> Any:
+        """Number `part` of each word."""
+        size = 8 * element_bytes(self.stored)
+        bits = ir.VectorType(ir.IntType(size), self.lanes)
+        if part:
+            words = code.lshr(words, filled(words.type, size * part))
+        if bits != words.type:
+            words = code.trunc(words, bits)
+        stored = ir.VectorType(self.stored, self.lanes)
+        return widened(code, code.bitcast(words, stored), self.real)
 
     def _softmax(self, code: Code, begin: Any, end: Any) -> None:
         """Scores from `begin` to `end` of a block become weights; others zero, or are not read."""
@@ -323,7 +361,7 @@ class _Pair:
         begins, ends = (code.splat(at, self.width) for at in (begin, end))
         cap = code.splat(code.load(self.cap, typ=self.real), self.width)
         with code.loop(const(0), const(self.G)) as (g, _):
-            row = code.at(self.scores, code.mul(g, const(self.room)), self.real)
+            row = code.at(self.scores, code.mul(g, const(BLOCK)), self.real)
             old = code.splat(code.read(self.tops, g, self.real), self.width)
             with code.loop(start, end, self.width, carry=[old]) as (at, tops):
                 scores = code.read_vector(row, at, self.real, self.width)
@@ -351,8 +389,9 @@ class _Pair:
             total = code.fadd(total, code.lane_sum(sums[0]))
             code.store(total, code.at(self.totals, g, self.real))
 
-    def _values(self, code: Code, block: Any, page: Any, after: Any) -> None:
+    def _values(self, code: Code, block: Any, begin: Any, end: Any) -> None:
         """Adds the block's values, by their weights, to the sums so far."""
+        page, after = self._pages(code, begin, end)
         for some in _groups(self.G, self.cpu.registers * 3 // 4 // self.vectors):
             places = [g * self.H + at for g in some for at in range(0, self.H, self.lanes)]
             shrinks = [
@@ -369,14 +408,14 @@ class _Pair:
                 values = self._page(code, self.v, code.at(self.table, at, I32))
                 ahead = self._after_value(code, at, after, self.ahead)
                 code.prefetch(self._after_value(code, at, after, self.farther))
-                low, high = self._within(code, at)
+                low, high = self._within(code, at, begin, end)
                 place = code.sub(code.mul(at, const(self.S)), block)
                 with code.loop(low, high, carry=sums) as (token, inner):
                     if some.start == 0:
-                        self._look_ahead(code, ahead, token, 1)
+                        self._look_ahead(code, ahead, code.mul(token, const(self.H)), self.H)
                     value = [self._read(code, values, token, at) for at in range(self.vectors)]
                     for nth, g in enumerate(some):
-                        which = code.add(code.add(place, token), const(g * self.room))
+                        which = code.add(code.add(place, token), const(g * BLOCK))
                         weight = code.read(self.scores, which, self.real)
                         weight = code.splat(weight, self.lanes)
                         for vector, part in enumerate(value):

@@ -36,9 +36,8 @@ from pallas_kernels.llvm_code import (
     stored_type,
     widened,
 )
-from pallas_kernels.llvm_decode import PagedKernel, attend, decode
+from pallas_kernels.llvm_decode import BLOCK, PagedKernel, attend, decode
 
-BLOCK = 64  # tokens
 TILE = 96  # queries times heads
 ROWS = 6  # of a product whose sums are in registers
 MOST_PARTS = 64
@@ -264,29 +263,21 @@ class _Tile:
                 code.write_vector(widened(code, vector, self.real), target, at)
 
     def _turn(self, code: Code) -> None:
-        """The copied keys with tokens side by side, by squares (Eklundh's transposition, 1972)."""
+        """The copied keys with tokens side by side, by squares."""
         n = self.lanes
         with (
             code.loop(const(0), const(BLOCK), n) as (token, _),
             code.loop(const(0), const(self.H), n) as (h, _),
         ):
-            square = []
-            for i in range(n):
-                at = code.add(code.mul(code.add(token, const(i)), const(self.H)), h)
-                square.append(code.read_vector(self.copied, at, self.real, n))
-            step = n // 2
-            while step:
-                upper = [j if not j & step else n + j - step for j in range(n)]
-                lower = [j + step if not j & step else n + j for j in range(n)]
-                for i in range(n):
-                    if not i & step:
-                        a, b = square[i], square[i + step]
-                        square[i] = code.lanes_of(a, b, upper)
-                        square[i + step] = code.lanes_of(a, b, lower)
-                step //= 2
-            for i in range(n):
+
+            def read(row: int, first: int, count: int, token: Any = token, h: Any = h) -> Any:
+                at = code.add(code.mul(code.add(token, const(row)), const(self.H)), h)
+                at = code.add(at, const(first))
+                return code.read_vector(self.copied, at, self.real, count)
+
+            for i, column in enumerate(code.columns(read, element_bytes(self.real), n)):
                 at = code.add(code.mul(code.add(h, const(i)), const(BLOCK)), token)
-                code.write_vector(square[i], self.turned, at)
+                code.write_vector(column, self.turned, at)
 
     def _product(
         self, module: ir.Module, name: str, vectors: int, lanes: int, across: int, columns: int

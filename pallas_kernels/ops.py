@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import xla, xla_grouped_matmul
 from pallas_kernels.arguments import attention_case, grouped_case, kv_write_case
-from pallas_kernels.implementation import choose, target_platform
+from pallas_kernels.implementation import choose, has_llvm, target_platform
 
 
 def _later(module: str, function: str, **options: bool) -> Callable[..., Any]:
@@ -57,6 +57,7 @@ panel_product = _later("llvm_product", "panel_product")
 quantized_panel_product = _later("llvm_quantized", "quantized_panel_product")
 inputs_in_panels = _later("llvm_transpose", "inputs_in_panels")
 rows_in_panels = _later("llvm_transpose", "rows_in_panels")
+_row_sums = _later("llvm_sums", "row_sums")
 kernel_code = _later("llvm_calls", "code_of")
 restore_kernels = _later("llvm_calls", "restore")
 
@@ -234,3 +235,23 @@ def grouped_matmul(
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     run = GROUPED[choose(implementation, grouped_case(target_platform(), x, w, group_sizes))]
     return run(x, w, group_sizes)
+
+
+def row_sums(x: jax.Array, of: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
+    """Sums over the last axis; on CPU in an order that depends on its length alone.
+
+    So a row's sum is the same to the bit however many rows there are, which XLA does not promise.
+
+    Args:
+        x: [..., D], bfloat16, float16, float32 or float64.
+        of: what is summed: the numbers, their squares, or exp(number - greatest of the row).
+
+    Returns:
+        [...] of x's dtype, float32 at least.
+    """
+    if has_llvm() and x.size:
+        return _row_sums(x, of)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if of == "exps":
+        x = jnp.exp(x - x.max(axis=-1, keepdims=True))
+    return jnp.sum(jnp.square(x) if of == "squares" else x, axis=-1)

@@ -12,11 +12,13 @@ from jax import lax
 from jaxserve.execution.sampling import LANES, in_groups
 from jaxserve.request import MAX_LOGPROBS, Ask
 from jaxserve.scheduling.scores import Scores
+from pallas_kernels import row_sums
 
 Array = Any
 
 _BLOCK = 32
 _ONE_LEVEL = 2048
+_VECTOR = 16
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
@@ -41,12 +43,18 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
 def score(logits: Array, tokens: Array) -> Scores:
     """Scores of one token a row under its logits [N, V], i32[N]."""
-    total = jax.nn.logsumexp(logits, axis=1)
+    total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_own = jnp.arange(logits.shape[1]) == tokens[:, None]
     own = jnp.where(is_own, logits, 0).sum(axis=1, keepdims=True)
     rank = 1 + (logits > own).sum(axis=1, dtype=jnp.int32)
     values, ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     return Scores(own[:, 0] - total, rank, ids, values - total[:, None])
+
+
+def _log(x: Array) -> Array:
+    """Natural logarithms [R], in whole vectors: XLA on CPU rounds those of a rest otherwise."""
+    whole = lax.optimization_barrier(jnp.pad(x, (0, -len(x) % _VECTOR), constant_values=1))
+    return lax.optimization_barrier(jnp.log(whole))[: len(x)]
 
 
 def no_scores(count: int, vocab_size: int, dtype: Any) -> Scores:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -14,6 +15,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, padded_beyond
+from pallas_kernels import row_sums
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -77,13 +79,24 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise in at least float32; then, as Llama does, round to x's dtype, then scale."""
         scale, exact = self.scale[...], accumulator(x.dtype)
-        y, last = x.astype(exact), tuple(range(-self.over, 0))
+        y = x.astype(exact)
         if self.design.norm_centered:
-            y = y - jnp.mean(y, axis=last, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=last, keepdims=True) + self.eps)
+            y = y - self._mean(x)
+            squares = self._mean(y, "squares")
+        else:
+            squares = self._mean(x, "squares")
+        y = y * jax.lax.rsqrt(squares + self.eps)
         if self.design.norm_rounds_last:
             return (y * (scale.astype(exact) + self.design.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
+
+    def _mean(
+        self, x: Float[Array, "... D"], of: Literal["numbers", "squares"] = "numbers"
+    ) -> Float[Array, "... 1"]:
+        """Over the last dimensions, in at least float32."""
+        size = prod(x.shape[-self.over :])
+        sums = row_sums(x.reshape(*x.shape[: -self.over], size), of)
+        return sums.reshape(*sums.shape, *(1,) * self.over) / size
 
 
 class Embedding(nnx.Module):

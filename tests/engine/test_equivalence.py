@@ -1,11 +1,13 @@
-"""Runs `tests.equivalence` in a process of its own, since it computes in float64 throughout."""
+"""Runs `tests.equivalence` in processes of their own, since float64 is set for a whole process."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def schedules_equal_the_oracle(count: int, *options: str) -> None:
+
+def schedules_equal(count: int, what: str, *options: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.equivalence", "--schedules", str(count), *options],
         cwd=Path(__file__).parents[2],
@@ -14,16 +16,21 @@ def schedules_equal_the_oracle(count: int, *options: str) -> None:
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} schedules equal the oracle" in done.stdout
+    assert f"{count} schedules equal {what}" in done.stdout
 
 
 def test_500_random_schedules_equal_the_oracle() -> None:
-    schedules_equal_the_oracle(500)
+    schedules_equal(500, "the oracle")
 
 
 def test_random_schedules_of_experts_equal_the_oracle() -> None:
-    schedules_equal_the_oracle(20, "--experts")
+    schedules_equal(20, "the oracle", "--experts")
 
 
 def test_random_schedules_with_a_cache_in_fp8_equal_the_oracle() -> None:
-    schedules_equal_the_oracle(25, "--kv-cache-dtype", "fp8")
+    schedules_equal(25, "the oracle", "--kv-cache-dtype", "fp8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
+    schedules_equal(25, "each request alone", "--dtype", dtype)

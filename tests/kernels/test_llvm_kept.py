@@ -20,6 +20,7 @@ from pallas_kernels.llvm_decode import PagedDecode
 from pallas_kernels.llvm_panels import in_panels
 from pallas_kernels.llvm_product import PanelProduct
 from pallas_kernels.llvm_ragged import PagedTiles
+from pallas_kernels.llvm_sums import RowSums
 
 KERNELS: list[Kernel] = [
     PanelProduct("float32", "bfloat16"),
@@ -29,6 +30,8 @@ KERNELS: list[Kernel] = [
     PagedDecode("float32", "float32", 16, 3, 64, capped=False),
     PagedDecode("float64", "float64", 8, 1, 32, capped=True),
     PagedTiles("float32", "float32", 16, 3, 64, capped=False),
+    RowSums("float32", "squares"),
+    RowSums("bfloat16", "exps"),
 ]
 LATER = """
 import sys

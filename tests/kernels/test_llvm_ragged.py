@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged_cases import PagedCall, assert_close, paged_call
+from test_llvm_decode import SETUPS as DECODE_SETUPS
 from test_llvm_decode import STATIC, parts_of
 
 from pallas_kernels import ragged_paged_attention, reference
@@ -93,15 +94,27 @@ def cut(call: PagedCall, rows: list[tuple[int, int, int]]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("setup", [{}, {"dtype": jnp.bfloat16, "window": 90, "sinks": True}])
 def test_a_query_is_the_same_to_the_bit_however_its_prompt_is_cut(setup: dict) -> None:
-    """Alone, behind other rows, and in chunks of any size from two queries on."""
+    """Alone, behind other rows, and in chunks of any size."""
     call = paged_call([(40, 40), (300, 700), (64, 900)], heads=6, **setup)
     starts = np.asarray(call.query_start)
     whole = np.split(np.asarray(llvm(*call.ragged, **call.options)), starts[1:-1])
     for row, size in enumerate((40, 300, 64)):
         np.testing.assert_array_equal(cut(call, [(row, 0, size)])[0], whole[row])
-    chunks = [(1, 0, 37), (0, 0, 40), (1, 37, 2), (2, 0, 64), (1, 39, 261)]
+    chunks = [(1, 0, 37), (0, 0, 40), (1, 37, 2), (2, 0, 64), (1, 39, 1), (1, 40, 260)]
     for (row, first, number), found in zip(chunks, cut(call, chunks), strict=True):
         np.testing.assert_array_equal(found, whole[row][first : first + number])
+
+
+@pytest.mark.parametrize("name", DECODE_SETUPS)
+def test_a_query_of_a_chunk_is_what_decode_gives_it_to_the_bit(name: str) -> None:
+    setup = DECODE_SETUPS[name]
+    sizes = (70, 3, 2, 9)
+    with jax.enable_x64(setup.get("dtype") is jnp.float64):
+        spans = [(size, size + before) for size, before in zip(sizes, (0, 150, 0, 55), strict=True)]
+        call = paged_call(spans, **setup)
+        together = llvm(*call.ragged, **call.options)
+        singles = [(row, at, 1) for row, size in enumerate(sizes) for at in range(size)]
+        np.testing.assert_array_equal(np.concatenate(cut(call, singles)), np.asarray(together))
 
 
 def test_large_work_is_many_parts_and_several_threads_at_once() -> None:

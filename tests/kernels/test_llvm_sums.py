@@ -1,0 +1,87 @@
+"""Sums of rows: right, and the same to the bit however many rows there are."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import llvm_sums, ops, row_sums
+from pallas_kernels.llvm_sums import RowSums
+
+OF = ("numbers", "squares", "exps")
+SIZES = (1, 3, 8, 31, 32, 33, 64, 100, 768, 2053)
+Of = Literal["numbers", "squares", "exps"]
+
+
+def exact(x: np.ndarray, of: Of) -> np.ndarray:
+    """Terms of the sum, in float64."""
+    wide = x.astype(np.float64)
+    if of == "exps":
+        return np.exp(wide - wide.max(axis=-1, keepdims=True))
+    return np.square(wide) if of == "squares" else wide
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_rows_of_any_length(dtype: str, of: Of) -> None:
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        for size in SIZES:
+            x = 3 * rng.standard_normal((5, size)).astype(jnp.dtype(dtype))
+            found = np.asarray(row_sums(jnp.asarray(x), of))
+            assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
+            terms = exact(x, of)
+            bound = (1e-14 if dtype == "float64" else 1e-6) * np.abs(terms).sum(axis=-1)
+            assert (np.abs(found - terms.sum(axis=-1)) <= bound).all(), (size, found)
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_is_the_same_to_the_bit_among_any_number(dtype, of: Of) -> None:
+    rng = np.random.default_rng(1)
+    for size in (33, 768):
+        x = jnp.asarray(rng.standard_normal((600, size)), dtype)
+        together = np.asarray(row_sums(x, of))
+        for count in (1, 2, 3, 4, 8, 300):
+            some = [row_sums(x[at : at + count], of) for at in range(0, 600, max(count, 60))]
+            beside = np.concatenate(
+                [together[at : at + count] for at in range(0, 600, max(count, 60))]
+            )
+            np.testing.assert_array_equal(np.concatenate(some), beside)
+
+
+def test_dimensions_in_front_stay_and_nothing_is_no_error() -> None:
+    x = jnp.arange(24.0, dtype=jnp.float32).reshape(2, 3, 4)
+    np.testing.assert_array_equal(row_sums(x), x.sum(axis=-1))
+    assert row_sums(x[:0]).shape == (0, 3)
+    np.testing.assert_array_equal(row_sums(x[..., :0]), np.zeros((2, 3)))
+
+
+def test_what_is_not_finite_spoils_its_own_row_only() -> None:
+    x = np.ones((3, 40), np.float32)
+    x[0, 35], x[1, 7] = np.nan, -np.inf
+    assert np.isnan(np.asarray(row_sums(jnp.asarray(x)))[0])
+    np.testing.assert_array_equal(row_sums(jnp.asarray(x), "squares")[1:], [np.inf, 40])
+    np.testing.assert_allclose(row_sums(jnp.asarray(x), "exps")[1:], [39, 40])
+
+
+@pytest.mark.parametrize("of", OF)
+def test_plain_jax_gives_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch, of: Of) -> None:
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 100)), jnp.bfloat16)
+    native = row_sums(x, of)
+    monkeypatch.setattr(ops, "has_llvm", lambda: False)
+    plain = row_sums(x, of)
+    assert plain.dtype == native.dtype
+    np.testing.assert_allclose(plain, native, rtol=1e-5, atol=1e-5)
+
+
+def test_large_work_is_shared_by_threads() -> None:
+    """Parts begin and end at rows."""
+    x = np.random.default_rng(3).standard_normal((1013, 700)).astype(np.float32)
+    jitted = jax.jit(functools.partial(llvm_sums.run, RowSums("float32", "squares")))
+    np.testing.assert_allclose(jitted(x), np.square(x).sum(axis=1), rtol=1e-5)
