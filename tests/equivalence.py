@@ -363,6 +363,8 @@ def main() -> int:
     types = ("float64", "float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float64")
     arguments = parser.parse_args()
+    if arguments.experts and arguments.dtype != "float64":
+        parser.error("experts are compared in float64 only: XLA's products of routers may round")
     jax.config.update("jax_enable_x64", arguments.dtype == "float64")
     bench = Bench(arguments.experts, arguments.kv_cache_dtype, arguments.dtype)
     totals: Counter[str] = Counter()
