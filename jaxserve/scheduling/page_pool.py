@@ -159,10 +159,11 @@ class PagePool:
             return
         self.num_changes += 1
         cached = self.is_cached[idle]
-        blank = idle[~cached]
-        self._add_blank(blank)
-        if len(blank) < len(idle):
-            self._make_evictable(idle[cached][::-1])
+        if not np.count_nonzero(cached):
+            self._add_blank(idle)
+            return
+        self._add_blank(idle[~cached])
+        self._make_evictable(idle[cached][::-1])
 
     def publish(self, pages: np.ndarray, keys: np.ndarray) -> None:
         """Offer full, computed pages, i32[n], to later prefixes under their keys, u64[n, WORDS].

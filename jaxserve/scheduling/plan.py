@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ class StepPlan:
         generations: int64[R]; a slot whose generation has changed since belongs to another
             sequence now, and the row's result to nobody.
         num_steps: decode steps of the launch.
-        total_tokens: tokens of one step.
+        total_tokens: tokens of one step; counted here where that is not given.
     """
 
     slots: np.ndarray
@@ -42,11 +42,12 @@ class StepPlan:
     samples: np.ndarray
     generations: np.ndarray
     num_steps: int = 1
-    total_tokens: int = field(init=False)
+    total_tokens: int = -1
 
     def __post_init__(self) -> None:
-        several = self.num_steps > 1
-        self.total_tokens = len(self.slots) if several else int(self.num_tokens.sum())
+        if self.total_tokens < 0:
+            several = self.num_steps > 1
+            self.total_tokens = len(self.slots) if several else int(self.num_tokens.sum())
 
     def __len__(self) -> int:
         return len(self.slots)

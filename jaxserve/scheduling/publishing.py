@@ -59,6 +59,8 @@ class Publisher:
         if np.count_nonzero(well) < len(well):
             slots, ends = slots[well], ends[well]
         table.num_committed[slots] = ends
+        if not self.enabled:
+            return
         self._steps += plan.num_steps
         if self._steps >= _STEPS:
             self._steps = 0

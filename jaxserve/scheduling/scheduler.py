@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Ask, FinishReason
-from jaxserve.scheduling.fitting import fitted
+from jaxserve.scheduling.fitting import Shares, fitted, shared
 from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -140,23 +140,25 @@ class Scheduler:
             max_steps: decode steps that one launch may take where nobody could come in now.
         """
         if max_steps > 1 and (draws := self._draws_ahead(max_steps)):
-            return self._plan(*draws, int(draws[1].max()))
-        take, preempted = self._grow_running()
+            return self._plan(*draws, len(draws[0]), int(draws[1].max()))
+        take, total, preempted = self._grow_running()
         if not preempted and self.slots.num_free and self.waiting:
-            take = self._admit(take, self.max_num_batched_tokens - int(take.sum()))
+            take, total = self._admit(take, total)
         if len(self.token_sizes):
-            take = self._fitted(take)
+            take, total = self._fitted(take, total)
         slots, rows = self._running, take.nonzero()[0]
         if len(rows) < len(take):
             slots, take = slots[rows], take[rows]
         if not len(slots) or would_part(self.slots, self._running, slots, take):
             return None
-        return self._plan(slots, take, 1)
+        return self._plan(slots, take, total)
 
-    def _fitted(self, take: np.ndarray) -> np.ndarray:
-        return fitted(take, self.token_sizes)
+    def _fitted(self, take: np.ndarray, total: int) -> Shares:
+        return fitted(take, total, self.token_sizes)
 
-    def _plan(self, slots: np.ndarray, take: np.ndarray, num_steps: int) -> StepPlan:
+    def _plan(
+        self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
+    ) -> StepPlan:
         """A plan of these rows; from now on they count as computed."""
         table = self.slots
         starts = table.num_computed[slots]
@@ -169,7 +171,7 @@ class Scheduler:
             samples = ends == length
             table.length[slots] = length + samples
         table.num_computed[slots] = ends
-        return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps)
+        return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps, total)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Slots, and how many tokens each draws in one launch, its pages reserved.
@@ -214,19 +216,19 @@ class Scheduler:
         table.num_pages[slots] = last
         return True
 
-    def _grow_running(self) -> tuple[np.ndarray, bool]:
-        """Tokens for each running row, int32, with the pages they need; preempts if it must."""
+    def _grow_running(self) -> tuple[np.ndarray, int, bool]:
+        """Shares, with the pages that they need, and whether somebody was preempted for them."""
         preempted = False
         while True:
-            take = self._share_budget()
+            take, total = self._share_budget()
             running = self._running
             if self._grow(running, self.slots.num_computed[running] + take):
-                return take, preempted
+                return take, total, preempted
             self._preempt(int(running[-1]))
             preempted = True
 
-    def _share_budget(self) -> np.ndarray:
-        """Tokens for each running row: one for each that lacks any, the rest best rank first."""
+    def _share_budget(self) -> Shares:
+        """One token for each running row that lacks any, the rest best rank first."""
         running, table = self._running, self.slots
         length = table.length[running]
         need = length - table.num_computed[running]
@@ -234,16 +236,10 @@ class Scheduler:
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
             need[awaits_token(table, running)] = 0
-        if int(need.sum()) <= min(self.max_row_tokens, self.max_num_batched_tokens):
-            return need
-        need = np.minimum(need, self.max_row_tokens)
-        if int(need.sum()) <= self.max_num_batched_tokens:
-            return need
-        extra = np.maximum(need - 1, 0)
-        before = np.cumsum(extra) - extra
-        spare = self.max_num_batched_tokens - int(np.count_nonzero(need))
-        granted = np.minimum(np.maximum(spare - before, 0), extra)
-        return need - extra + granted
+        total = int(need.sum())
+        if total <= min(self.max_row_tokens, self.max_num_batched_tokens):
+            return need, total
+        return shared(np.minimum(need, self.max_row_tokens), self.max_num_batched_tokens)
 
     def _preempt(self, slot: int) -> None:
         """Send a running sequence back to wait; it will recompute, or hit its own pages."""
@@ -260,8 +256,9 @@ class Scheduler:
             self._preempt(slot)
         return sequences
 
-    def _admit(self, take: np.ndarray, budget: int) -> np.ndarray:
-        """Admit waiting sequences while slots, pages and budget last; returns `take` for all."""
+    def _admit(self, take: np.ndarray, total: int) -> Shares:
+        """Admit waiting sequences while slots, pages and budget last; returns all shares."""
+        budget = self.max_num_batched_tokens - total
         slots: list[int] = []
         counts: list[int] = []
         while budget > 0 and self.slots.num_free:
@@ -283,14 +280,14 @@ class Scheduler:
             counts.append(count)
             budget -= count
         if not slots:
-            return take
+            return take, total
         self._running = np.concatenate([self._running, np.array(slots, np.intp)])
         take = np.concatenate([take, np.array(counts, np.int32)])
         if self.waiting.by_priority:
             ranks = [self.waiting.rank(sequence) for sequence in self.running_sequences()]
             order = sorted(range(len(ranks)), key=ranks.__getitem__)
             self._running, take = self._running[order], take[order]
-        return take
+        return take, total + sum(counts)
 
     def _fits(self, known: int, hits: np.ndarray, num_running: int) -> bool:
         """Whether all known tokens have pages now, with one page more for each that runs.
@@ -298,18 +295,19 @@ class Scheduler:
         Without that reserve a sequence would be admitted only to be preempted a few steps
         later. With nothing running every page is free, and `add` made sure that it fits.
         """
-        hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
-        needed = self._most_pages(known) - len(hits)
-        free = self.pool.num_free - self.pool.num_evictable(hits)
+        needed, free = self._most_pages(known), self.pool.num_free
+        if len(hits):
+            hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
+            needed, free = needed - len(hits), free - self.pool.num_evictable(hits)
         return needed + num_running <= free or num_running == 0
 
     def _place(self, sequence: Sequence, hits: np.ndarray, cached: int, end: int) -> int:
         """Give a waiting sequence a slot, the cached pages and pages for its tokens < end."""
-        outside = self.slots.num_outside(cached)
-        self.pool.share(hits[outside:])
         slot = self.slots.acquire(sequence)
         fresh = -(-end // self.pool.page_size) - len(hits)
         if len(hits):
+            outside = self.slots.num_outside(cached)
+            self.pool.share(hits[outside:])
             self.slots.append_pages(slot, hits)
             self.slots.drop_pages(slot, outside)
             self.slots.num_computed[slot] = cached
@@ -353,13 +351,13 @@ class Scheduler:
         table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed
         last = draws.is_last.nonzero()[0]
-        self.publisher.note(plan, well, self._running, slots[last])
+        leaving = slots[last]
+        self.publisher.note(plan, well, self._running, leaving)
         if table.window is not None:
             self._give_back(plan.slots[well])
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
-        for index in last.tolist():
-            slot, is_stop = slots[index], draws.is_stop[index]
+        for slot, is_stop in zip(leaving.tolist(), draws.is_stop[last].tolist(), strict=True):
             sequence = table.sequences[slot]
             if is_stop:
                 sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])

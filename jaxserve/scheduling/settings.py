@@ -28,17 +28,19 @@ _PARTS = (
 
 # W, words a row.
 WIDTH = sum(max(1, words) for _, words in _PARTS)
-_ROW = struct.Struct(
-    "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS)
+# Of a row, all but the last part.
+_HEAD = struct.Struct(
+    "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS[:-1])
 )
 
 
-def put_settings(words: np.ndarray, row: int, *values: float) -> None:
-    """Write a row of i32[R, W] from its W values, in the order of `Settings`.
+def put_settings(words: memoryview, row: int, *values: float) -> None:
+    """Write a row of i32[R, W], in the order of `Settings`, but for its stop_token_ids.
 
-    At once: a number at a time costs numpy more than the rest of what a new sequence takes.
+    At once, and through a view made before: a number at a time costs numpy more than the rest of
+    what a new sequence takes, and so does such a view.
     """
-    _ROW.pack_into(words.data, row * _ROW.size, *values)
+    _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
 
 
 class Settings(NamedTuple):

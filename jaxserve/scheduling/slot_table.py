@@ -76,6 +76,7 @@ class SlotTable:
         self.key_state = column(LANES, dtype=np.uint64)
         self.generation = column(dtype=np.int64)
         self.settings = column(WIDTH)
+        self._settings_words = self.settings.data
         views = Settings.of(self.settings)
         self.stop_length, self.min_length = views.stop_length, views.min_length
         self.temperature, self.top_p, self.min_p = views.temperature, views.top_p, views.min_p
@@ -143,7 +144,7 @@ class SlotTable:
             self.scores_prompts = True
         self.max_stops = max(self.max_stops, len(stops))
         put_settings(
-            self.settings,
+            self._settings_words,
             slot,
             request.max_length,
             sequence.num_prompt + sampling.min_tokens,
@@ -157,9 +158,10 @@ class SlotTable:
             sampling.frequency_penalty,
             sampling.presence_penalty,
             asks,
-            *stops,
-            *_NO_STOPS[len(stops) :],
         )
+        # Most requests have few, and what is right of the used columns never changes.
+        if used := self.max_stops:
+            self.stop_token_ids[slot, :used] = (*stops, *_NO_STOPS[len(stops) : used])
 
     def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
         """Write token ids that are known now: tokens[i] to position where[i] of slots[i]."""
@@ -230,7 +232,8 @@ class SlotTable:
             sequence.token_ids = self.tokens[slot, :known].copy()
             sequence.slot = NO_SLOT
             held.append(self.pages(slot))
-        self.num_guided -= int(np.count_nonzero(self.is_guided[leaving]))
+        if self.num_guided:
+            self.num_guided -= int(np.count_nonzero(self.is_guided[leaving]))
         self.sequences[leaving] = None
         self.num_pages[leaving] = 0
         self.generation[leaving] = 0

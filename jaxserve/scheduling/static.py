@@ -6,10 +6,9 @@ that a comparison shows the schedule alone. For benchmarks and the demonstration
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import numpy as np
 
+from jaxserve.scheduling.fitting import Shares
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -82,15 +81,15 @@ class StaticScheduler(Scheduler):
             return plan
         return padding if plan is None else _joined(plan, padding)
 
-    def _fitted(self, take: np.ndarray) -> np.ndarray:
-        return take
+    def _fitted(self, take: np.ndarray, total: int) -> Shares:
+        return take, total
 
     def _most_pages(self, length: int) -> int:
         return -(-length // self.pool.page_size)
 
-    def _admit(self, take: np.ndarray, budget: int) -> np.ndarray:
+    def _admit(self, take: np.ndarray, total: int) -> Shares:
         if self.num_running:
-            return take
+            return take, total
         self._start_batch()
         return self._share_budget()
 
@@ -113,7 +112,7 @@ class StaticScheduler(Scheduler):
         self._prompt[self._running] = prompts
         self._padding[self._running] = self._padded_length - prompts
 
-    def _share_budget(self) -> np.ndarray:
+    def _share_budget(self) -> Shares:
         """As the base class, except that a padded batch first computes all of its prompts."""
         running = self._running
         prompt = np.maximum(self._prompt[running] - self.slots.num_computed[running], 0)
@@ -124,7 +123,7 @@ class StaticScheduler(Scheduler):
         before = np.cumsum(wanted) - wanted
         take = np.clip(self.max_num_batched_tokens - before, 0, wanted).reshape(-1, 2)
         self._padding_now[running] = take[:, 1]
-        return take[:, 0]
+        return take[:, 0], int(take[:, 0].sum())
 
     def _prompt_padding(self) -> StepPlan:
         """Rows for this step's share of what the prompts lack to the longest."""
@@ -152,9 +151,6 @@ class StaticScheduler(Scheduler):
         )
 
 
-def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
-    def both(name: str) -> np.ndarray:
-        return np.concatenate([getattr(first, name), getattr(second, name)])
-
-    names = (field.name for field in fields(StepPlan) if field.init and field.name != "num_steps")
-    return replace(first, **{name: both(name) for name in names})
+def _joined(*plans: StepPlan) -> StepPlan:
+    names = ("slots", "starts", "num_tokens", "samples", "generations")
+    return StepPlan(*(np.concatenate([getattr(plan, name) for plan in plans]) for name in names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.scheduling.seeded_pool_bugs import (
     BATCH,
+    FITTING,
     POOL,
     POOL_BUGS,
     PUBLISHING,
@@ -89,8 +90,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "self._running, slots[last])",
-        "self._running, slots[:0])",
+        "self._running, leaving)",
+        "self._running, leaving[:0])",
         only_slow=True,
     ),
     Bug(
@@ -145,15 +146,15 @@ SCHEDULE_BUGS = (
     ),
     Bug(
         "a long prompt takes the whole budget",
-        SCHEDULER,
-        "return need - extra + granted",
-        "return np.clip(self.max_num_batched_tokens - (np.cumsum(need) - need), 0, need)",
+        FITTING,
+        "take = need - extra + np.minimum(np.maximum(spare - before, 0), extra)",
+        "take = np.clip(budget - (np.cumsum(need) - need), 0, need)",
     ),
     Bug(
         "the budget is exceeded by one",
-        SCHEDULER,
-        "spare = self.max_num_batched_tokens - int",
-        "spare = self.max_num_batched_tokens + 1 - int",
+        FITTING,
+        "spare = budget - int",
+        "spare = budget + 1 - int",
     ),
     Bug(
         "a page is missing at a page's end",
@@ -170,8 +171,8 @@ SCHEDULE_BUGS = (
     Bug(
         "admission counts hits as free pages",
         SCHEDULER,
-        "free = self.pool.num_free - self.pool.num_evictable(hits)",
-        "free = self.pool.num_free",
+        "free - self.pool.num_evictable(hits)",
+        "free",
     ),
     Bug(
         "admission does not look at free pages",
@@ -372,8 +373,8 @@ TABLE_BUGS = (
     Bug(
         "stop tokens of the slot's last sequence stay",
         SLOTS,
-        "*_NO_STOPS[len(stops) :],",
-        "*self.stop_token_ids[slot, len(stops) :].tolist(),",
+        "*_NO_STOPS[len(stops) : used]",
+        "*self.stop_token_ids[slot, len(stops) : used].tolist()",
     ),
     Bug(
         "a page of two that leave at once is let go of once",
@@ -387,6 +388,18 @@ TABLE_BUGS = (
         WAITING,
         "if sequence.finish_reason is None:\n                return sequence",
         "if True:\n                return sequence",
+    ),
+    Bug(
+        "a preempted sequence goes to the end of the line",
+        WAITING,
+        "if not self._line or entry > self._line[-1]:",
+        "if True:",
+    ),
+    Bug(
+        "who may jump the line waits for its end",
+        WAITING,
+        "self._heap[0] < self._line[0]",
+        "False",
     ),
     Bug("priority is ignored", WAITING, "sequence.request.priority if self.by_priority", "0 if 0"),
 )
@@ -407,8 +420,8 @@ OTHER_BUGS = (
     Bug(
         "a static batch is refilled",
         STATIC,
-        "        if self.num_running:\n            return take\n",
-        "        if self.num_running == self.batch_size:\n            return take\n",
+        "        if self.num_running:\n            return take, total\n",
+        "        if self.num_running == self.batch_size:\n            return take, total\n",
     ),
     Bug(
         "a static batch holds pages for its prompts only",

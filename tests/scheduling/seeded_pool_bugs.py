@@ -23,6 +23,7 @@ POOL = "scheduling/page_pool.py"
 INDEX = "scheduling/page_index.py"
 KEYS = "scheduling/page_keys.py"
 SCHEDULER = "scheduling/scheduler.py"
+FITTING = "scheduling/fitting.py"
 RESULTS = "scheduling/results.py"
 PUBLISHING = "scheduling/publishing.py"
 RAGGED = "scheduling/ragged.py"
@@ -106,7 +107,13 @@ POOL_BUGS = (
         "idle = pages[left == 0]",
         "idle = pages[left <= 1]",
     ),
-    Bug("release loses blank pages", POOL, "        self._add_blank(blank)\n", ""),
+    Bug("release loses blank pages", POOL, "        self._add_blank(idle[~cached])\n", ""),
+    Bug(
+        "what is cached is lost beside blank pages",
+        POOL,
+        "if not np.count_nonzero(cached):",
+        "if not cached.all():",
+    ),
     Bug(
         "match jumps over a missing page",
         POOL,

@@ -67,7 +67,8 @@ def test_the_budget_is_kept_and_every_running_row_advances(lag):
 )
 def test_chunks_are_cut_to_the_nearer_size_below(take, sizes, cut):
     taken = np.array(take, np.int32)
-    assert fitted(taken, np.array(sizes, np.int64)).tolist() == cut
+    cut_take, total = fitted(taken, int(taken.sum()), np.array(sizes, np.int64))
+    assert cut_take.tolist() == cut and total == sum(cut)
     assert taken.tolist() == take
 
 
