@@ -10,7 +10,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 And three over weights: ``quantized_matmul``, which never makes a quantized weight whole,
 ``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts, and on
 CPU ``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own
-at the memory's speed. And ``row_sums``, for norms, which on CPU have one order.
+at the memory's speed. And ``row_sums``, for norms, ``softmax`` and ``sigmoid``, for routers: on CPU
+a row's result does not depend on how many others there are.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs is decided by the table in ``implementation``.
@@ -30,6 +31,8 @@ from pallas_kernels.ops import (
     restore_kernels,
     row_sums,
     rows_in_panels,
+    sigmoid,
+    softmax,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
@@ -51,4 +54,6 @@ __all__ = [
     "restore_kernels",
     "row_sums",
     "rows_in_panels",
+    "sigmoid",
+    "softmax",
 ]

@@ -225,6 +225,10 @@ class Code(ir.IRBuilder):
         """b where it is greater than a, else a: a NaN in b is passed over."""
         return self.select(self.fcmp_ordered(">", b, a), b, a)
 
+    def smaller(self, a: Any, b: Any) -> Any:
+        """b where it is less than a, else a, a NaN too."""
+        return self.select(self.fcmp_ordered("<", b, a), b, a)
+
     def smaller_int(self, a: Any, b: Any) -> Any:
         return self.select(self.icmp_signed("<", a, b), a, b)
 

@@ -1,9 +1,10 @@
-"""Sums of rows on CPU, each in one order.
+"""Sums of rows on CPU, each in one order, and softmax and sigmoid, which are alike in every row.
 
 XLA adds up a few rows in another order than many, so a norm's last bits would tell a row how many
 others are beside it; and its exponentials differ in the last bit where a loop's end is no whole
-vector. Here a row's numbers go to the lanes of a few vectors in turns, whose sums are added at the
-end: the order depends on the row's length alone, and the additions overlap.
+vector, or where it takes a loop number by number. Here a row's numbers go to the lanes of a few
+vectors in turns, whose sums are added at the end: the order depends on the row's length alone, and
+the additions overlap. Exponentials are the same in vectors and alone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from pallas_kernels.llvm_code import (
 )
 
 Summed = Literal["numbers", "squares", "exps"]
+Shared = Literal["softmax", "sigmoid"]
 Fold = Callable[[Any, Any], Any]
 
+MOST_EXPONENT = 100.0  # of 2, for which `Code.exp2` is made
 CHAINS = 4  # of additions that wait for one another
 MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # numbers
@@ -85,7 +88,11 @@ class RowSums:
         )
         with code.loop(begin, end) as (row, _):
             first = code.at(x, code.mul(row, size), stored_type(self.dtype))
-            code.store(self._sum(code, first, size), code.at(sums, row, float_type(self.sums)))
+            self.row(code, first, size, sums, row)
+
+    def row(self, code: Code, x: Any, size: Any, sums: Any, row: Any) -> None:
+        """Write one row's result."""
+        code.store(self._sum(code, x, size), code.at(sums, row, float_type(self.sums)))
 
     def _sum(self, code: Code, x: Any, size: Any) -> Any:
         """The sum of one row."""
@@ -95,13 +102,16 @@ class RowSums:
             return self._folded(
                 code, x, size, 0.0, lambda total, x: code.multiply_add(x, x, total), code.fadd
             )
+        return self.exps(code, x, size)[1]
+
+    def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
+        """The greatest number of a row, and the sum of the exponentials of the distances to it."""
         top = self._folded(code, x, size, -math.inf, code.larger, code.larger)
 
         def with_exp(total: Any, x: Any) -> Any:
-            distance = code.fsub(x, code.splat(top, x.type.count))
-            return code.fadd(total, code.exp2(code.fmul(distance, filled(x.type, LOG2_E))))
+            return code.fadd(total, _exp(code, x, top))
 
-        return self._folded(code, x, size, 0.0, with_exp, code.fadd)
+        return top, self._folded(code, x, size, 0.0, with_exp, code.fadd)
 
     def _folded(
         self, code: Code, x: Any, size: Any, start: float, with_one: Fold, together: Fold
@@ -133,9 +143,54 @@ class RowSums:
         return code.extract_element(rest[0], const(0))
 
 
+def _exp(code: Code, x: Any, top: Any) -> Any:
+    """exp(x - top) of a vector x."""
+    distance = code.fsub(x, code.splat(top, x.type.count))
+    return code.exp2(code.fmul(distance, filled(x.type, LOG2_E)))
+
+
+@dataclass(frozen=True)
+class RowShares(RowSums):
+    """The kernel for softmax of rows, or for the sigmoid of every number, of one dtype.
+
+    Attributes:
+        dtype: "float64" or "float32".
+        shared: what is computed.
+    """
+
+    shared: Shared = "softmax"
+
+    @property
+    def name(self) -> str:
+        return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
+
+    def row(self, code: Code, x: Any, size: Any, sums: Any, row: Any) -> None:
+        y = code.at(sums, code.mul(row, size), float_type(self.sums))
+        lanes = self.cpu.vector_bytes // self.sums.itemsize
+        vectors = code.sub(size, code.srem(size, const(lanes)))
+        top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
+        for begin, end, count in ((const(0), vectors, lanes), (vectors, size, 1)):
+            with code.loop(begin, end, count) as (at, _):
+                read = code.read_vector(x, at, stored_type(self.dtype), count)
+                code.write_vector(self._shares(code, read, top, total), y, at)
+
+    def _shares(self, code: Code, x: Any, top: Any, total: Any) -> Any:
+        if self.shared == "softmax":
+            return code.fdiv(_exp(code, x, top), code.splat(total, x.type.count))
+        exponent = code.fmul(x, filled(x.type, -LOG2_E))
+        exponent = code.smaller(exponent, filled(x.type, MOST_EXPONENT))
+        one = filled(x.type, 1.0)
+        return code.fdiv(one, code.fadd(one, code.exp2(exponent)))
+
+
 @cache
 def _for_this_host(dtype: str, of: Summed) -> RowSums:
     return RowSums(dtype, of)  # asking what the host can do takes a while
+
+
+@cache
+def _shares_for_this_host(dtype: str, shared: Shared) -> RowShares:
+    return RowShares(dtype, shared=shared)
 
 
 def row_sums(x: jax.Array, of: Summed = "numbers") -> jax.Array:
@@ -150,3 +205,15 @@ def run(kernel: RowSums, x: jax.Array) -> jax.Array:
         rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape[:-1])
+
+
+def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
+    """See `pallas_kernels.softmax` and `pallas_kernels.sigmoid`."""
+    return run_shares(_shares_for_this_host(np.dtype(x.dtype).name, shared), x)
+
+
+def run_shares(kernel: RowShares, x: jax.Array) -> jax.Array:
+    """`row_shares` by this kernel."""
+    rows = x.reshape(-1, x.shape[-1])
+    shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)

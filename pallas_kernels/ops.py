@@ -58,6 +58,7 @@ quantized_panel_product = _later("llvm_quantized", "quantized_panel_product")
 inputs_in_panels = _later("llvm_transpose", "inputs_in_panels")
 rows_in_panels = _later("llvm_transpose", "rows_in_panels")
 _row_sums = _later("llvm_sums", "row_sums")
+_row_shares = _later("llvm_sums", "row_shares")
 kernel_code = _later("llvm_calls", "code_of")
 restore_kernels = _later("llvm_calls", "restore")
 
@@ -255,3 +256,19 @@ def row_sums(x: jax.Array, of: Literal["numbers", "squares", "exps"] = "numbers"
     if of == "exps":
         x = jnp.exp(x - x.max(axis=-1, keepdims=True))
     return jnp.sum(jnp.square(x) if of == "squares" else x, axis=-1)
+
+
+def softmax(x: jax.Array) -> jax.Array:
+    """Softmax over the last axis of [..., D], float32 or float64.
+
+    On CPU a row's result is the same to the bit however many rows there are.
+    """
+    return _row_shares(x, "softmax") if has_llvm() and x.size else jax.nn.softmax(x, axis=-1)
+
+
+def sigmoid(x: jax.Array) -> jax.Array:
+    """1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
+
+    On CPU a number's result is the same to the bit wherever it stands.
+    """
+    return _row_shares(x, "sigmoid") if has_llvm() and x.size else jax.nn.sigmoid(x)

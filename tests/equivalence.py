@@ -3,6 +3,7 @@
     python -m tests.equivalence --schedules 2000 --seed 1
     python -m tests.equivalence --schedules 200 --experts     a mixture of experts
     python -m tests.equivalence --dtype bfloat16              to the bit, on CPU
+    python -m tests.equivalence --dtype float32 --case gemma2_caps      of another family
 
 Random schedules of an adversarial workload run through the whole engine in float64 and are compared
 with the oracle: all fields of a request in any mix, structured outputs of every form among them;
@@ -12,7 +13,7 @@ programs and the cache's contents carry over from schedule to schedule, so that 
 
 In other types the answers are compared with those of the same engine to each request alone, with
 one page size, one step a launch, nothing cached and whole prompts: tokens and log-probabilities are
-equal to the bit.
+equal to the bit. So are those of every family, whose cases `tests.models.cases` lists.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import argparse
 import random
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,7 @@ from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
 from jaxserve.weights.placing import use_panels
 from tests.letters import END, TEXTS, VOCAB, letter_tokenizer
+from tests.models.cases import CASES, transformers_model
 from tests.oracle import Answer, Form, Oracle, Score
 from tests.workloads import Ask, adversarial_workload
 
@@ -73,8 +76,21 @@ TINY = {
     "hidden_act": "silu",
 }
 
-# XLA's exponentials differ in the last bit where a row is no whole number of vectors.
-WHOLE_VECTORS = {"intermediate_size": 32, "head_dim": 32}
+# XLA's exponentials differ in the last bit where a row is no whole number of vectors, and some of
+# its sums only where rows are long.
+WHOLE_VECTORS = {
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 96,
+    "head_dim": 32,
+}
+LATENT = {
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 16,
+}
 
 # One dense layer and one of experts, of which a third is chosen.
 EXPERTS = TINY | {
@@ -101,23 +117,39 @@ class Got:
     times_prompt: int = 0
 
 
+def fields_of_case(case: str) -> dict[str, Any]:
+    """The configuration of one of `tests.models.cases`, all sizes whole vectors."""
+    model = transformers_model(case)
+    fields = model.config.to_dict()
+    own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
+    if "kv_lora_rank" in fields:  # a head is what is rotated
+        return with_sizes(fields | own, WHOLE_VECTORS | LATENT)
+    return with_sizes(fields | own, WHOLE_VECTORS)
+
+
+def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """A configuration with other sizes, those that it has."""
+    return {name: sizes.get(name, value) for name, value in fields.items()}
+
+
 class Bench:
     """Compiled engines, one a page size, and the oracle of their model.
 
     Args:
-        experts: the model has experts; pages have one size, to compile less.
-        kv_cache_dtype: of the cache; in fp8 pages have one size too.
-        dtype: of the engine; only in float64 there is an oracle.
+        fields: the model's configuration.
+        page_sizes: of the engines; fewer compile less.
+        kv_cache_dtype: of the caches.
+        dtype: of the engines; only in float64 there is an oracle.
     """
 
     def __init__(
         self,
-        experts: bool = False,
+        fields: Mapping[str, Any],
+        page_sizes: tuple[int, ...] = (1, 4, 16),
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
     ) -> None:
-        sizes = {} if dtype == "float64" else WHOLE_VECTORS
-        model_config = ModelConfig.from_dict((EXPERTS if experts else TINY) | sizes)
+        model_config = ModelConfig.from_dict(dict(fields))
         model = random_weights(model_config, jnp.dtype(dtype), seed=3)
         self.oracle = Oracle(model_config, model, kv_cache_dtype) if dtype == "float64" else None
         use_panels(model)
@@ -128,7 +160,7 @@ class Bench:
         self._vocabulary = llguidance.LLTokenizer(
             self.tokenizer.backend.to_str(), n_vocab=VOCAB, eos_token=[END]
         )
-        for page in (4,) if experts or kv_cache_dtype == "fp8" else (1, 4, 16):
+        for page in page_sizes:
             config = EngineConfig(
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype,
@@ -359,14 +391,21 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--experts", action="store_true", help="of a mixture of experts")
+    parser.add_argument("--case", choices=(*CASES,), metavar="CASE", help="of tests.models.cases")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     types = ("float64", "float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float64")
     arguments = parser.parse_args()
-    if arguments.experts and arguments.dtype != "float64":
-        parser.error("experts are compared in float64 only: XLA's products of routers may round")
+    if arguments.case and arguments.dtype == "float64":
+        parser.error("the oracle reads no --case: ask for --dtype float32 or bfloat16")
     jax.config.update("jax_enable_x64", arguments.dtype == "float64")
-    bench = Bench(arguments.experts, arguments.kv_cache_dtype, arguments.dtype)
+    fields = EXPERTS if arguments.experts else TINY
+    if arguments.dtype != "float64":
+        fields = with_sizes(fields, WHOLE_VECTORS)
+        fields = fields_of_case(arguments.case) if arguments.case else fields
+    is_special = arguments.experts or arguments.case or arguments.kv_cache_dtype != "auto"
+    page_sizes = (4,) if is_special else (1, 4, 16)
+    bench = Bench(fields, page_sizes, arguments.kv_cache_dtype, arguments.dtype)
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)

@@ -7,6 +7,7 @@ dropless, as in Gale et al. 2022).
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import jax
@@ -89,8 +90,9 @@ class SparseMLP(nnx.Module):
         hidden = self._activated(_biased(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
         rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
-        rows = rows.astype(weights.dtype)
-        return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
+        # One after the other: XLA on CPU adds up otherwise for a few tokens than for many.
+        weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(each))
+        return reduce(jnp.add, weighted).astype(x.dtype)
 
     def _activated(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
         gate, up = rows[:, 0], rows[:, 1]

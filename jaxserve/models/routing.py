@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.expert_fields import Experts
+from pallas_kernels import row_sums, sigmoid, softmax
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -22,7 +22,7 @@ def route(
     kind: Router,
     correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "T C"], Int32[Array, "T C"]]:
-    """Weights of the C chosen experts of each token, and their numbers.
+    """Weights of the C chosen experts of each token, and their numbers: by its own scores alone.
 
     Args:
         scores: of the router, in at least float32.
@@ -34,18 +34,18 @@ def route(
     """
     if kind == "chosen":
         best, chosen = lax.top_k(scores, experts.chosen)
-        return jax.nn.softmax(best, axis=-1), chosen
+        return softmax(best), chosen
     if kind == "softmax":
-        choice = shares = jax.nn.softmax(scores, axis=-1)
+        choice = shares = softmax(scores)
         choice = _in_best_groups(choice, experts, best=1)
     else:
-        shares = jax.nn.sigmoid(scores)
+        shares = sigmoid(scores)
         choice = shares if correction is None else shares + correction
         choice = _in_best_groups(choice, experts, best=2)
     _, chosen = lax.top_k(choice, experts.chosen)
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if experts.normalize:
-        total = weights.sum(axis=-1, keepdims=True)
+        total = row_sums(weights)[..., None]
         weights = weights / (total + 1e-20 if kind == "sigmoid" else total)
     return weights * experts.scaling, chosen
 

@@ -152,5 +152,13 @@ class StaticScheduler(Scheduler):
 
 
 def _joined(*plans: StepPlan) -> StepPlan:
-    names = ("slots", "starts", "num_tokens", "samples", "generations")
-    return StepPlan(*(np.concatenate([getattr(plan, name) for plan in plans]) for name in names))
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(plan, name) for plan in plans])
+
+    return StepPlan(
+        slots=column("slots"),
+        starts=column("starts"),
+        num_tokens=column("num_tokens"),
+        samples=column("samples"),
+        generations=column("generations"),
+    )

@@ -74,16 +74,16 @@ def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
 
 
 def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
-    """The axes of a parameter that is multiplied by; routers stay as they are.
+    """The axes of a parameter that is multiplied by.
 
-    So does a table of embeddings, but one of 16 bits: what looks its rows up within a loop would
-    have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
+    A table of embeddings stays as it is, but one of 16 bits: what looks its rows up within a loop
+    would have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
     if names in EXPERTS:
         return (1,), tuple(range(2, len(names)))
-    contract = 1 if names == ("embed", "vocab") else PROJECTIONS.get(names)
+    contract = 1 if names in (("embed", "vocab"), ("embed", "experts")) else PROJECTIONS.get(names)
     if contract is None:
         return None
     return tuple(range(contract)), tuple(range(contract, len(names)))

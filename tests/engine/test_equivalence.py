@@ -34,3 +34,13 @@ def test_random_schedules_with_a_cache_in_fp8_equal_the_oracle() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_schedules_equal_each_request_alone_to_the_bit(dtype: str) -> None:
     schedules_equal(25, "each request alone", "--dtype", dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_schedules_of_experts_equal_each_request_alone_to_the_bit(dtype: str) -> None:
+    schedules_equal(25, "each request alone", "--experts", "--dtype", dtype)
+
+
+@pytest.mark.parametrize("case", ["gemma2_caps", "gpt_oss_alternate", "deepseek_v3_groups"])
+def test_random_schedules_of_other_families_equal_each_request_alone_to_the_bit(case: str) -> None:
+    schedules_equal(8, "each request alone", "--dtype", "float32", "--case", case)

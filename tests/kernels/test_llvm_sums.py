@@ -1,4 +1,4 @@
-"""Sums of rows: right, and the same to the bit however many rows there are."""
+"""Sums of rows, softmax and sigmoid: right, and the same to the bit however many rows there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import llvm_sums, ops, row_sums
+from pallas_kernels import llvm_sums, ops, row_sums, sigmoid, softmax
 from pallas_kernels.llvm_sums import RowSums
 
 OF = ("numbers", "squares", "exps")
@@ -85,3 +85,64 @@ def test_large_work_is_shared_by_threads() -> None:
     x = np.random.default_rng(3).standard_normal((1013, 700)).astype(np.float32)
     jitted = jax.jit(functools.partial(llvm_sums.run, RowSums("float32", "squares")))
     np.testing.assert_allclose(jitted(x), np.square(x).sum(axis=1), rtol=1e-5)
+
+
+def sigmoid_of(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax_of(x: np.ndarray) -> np.ndarray:
+    exps = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exps / exps.sum(axis=-1, keepdims=True)
+
+
+SHARES = pytest.mark.parametrize(
+    ("function", "plain"), [(softmax, softmax_of), (sigmoid, sigmoid_of)]
+)
+
+
+@SHARES
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_shares_of_rows_of_any_length(function, plain, dtype: str) -> None:
+    rng, bound = np.random.default_rng(0), {"float32": 4e-6, "float64": 1e-14}[dtype]
+    with jax.enable_x64(True):
+        for size in (*SIZES, 1000):
+            x = (5 * rng.standard_normal((7, size))).astype(dtype)
+            found = np.asarray(function(jnp.asarray(x)))
+            assert found.dtype == dtype and found.shape == x.shape
+            np.testing.assert_allclose(found, plain(x.astype(np.float64)), rtol=bound)
+
+
+@SHARES
+def test_shares_are_the_same_to_the_bit_beside_any_rows(function, plain) -> None:
+    rng = np.random.default_rng(1)
+    for size in (6, 8, 60, 128):
+        x = jnp.asarray(3 * rng.standard_normal((515, size)), jnp.float32)
+        together = np.asarray(jax.jit(function)(x))
+        np.testing.assert_allclose(together, plain(np.asarray(x, np.float64)), rtol=4e-6)
+        for count in (1, 2, 3, 4, 7, 8, 64):
+            some = jax.jit(function)
+            for at in range(0, 515 - count, 37):
+                beside = together[at : at + count]
+                np.testing.assert_array_equal(some(x[at : at + count]), beside)
+
+
+def test_shares_of_what_is_far_apart_and_not_finite() -> None:
+    x = np.zeros((4, 40), np.float32)
+    x[0, 3], x[1, 35], x[2, :], x[3, ::2] = 200, np.nan, -1e30, -np.inf
+    shares = np.asarray(softmax(jnp.asarray(x)))
+    np.testing.assert_array_equal(shares[0], np.arange(40) == 3)
+    assert np.isnan(shares[1]).all()
+    np.testing.assert_allclose(shares[2], 1 / 40, rtol=1e-6)
+    np.testing.assert_allclose(shares[3], (np.arange(40) % 2) / 20, rtol=1e-6)
+    found = np.asarray(sigmoid(jnp.asarray([-np.inf, -1e30, -50.0, 0.0, 50.0, np.inf, np.nan])))
+    np.testing.assert_allclose(found, [0, 0, 2e-22, 0.5, 1, 1, np.nan], rtol=0.1, atol=1e-29)
+
+
+@SHARES
+def test_plain_jax_gives_the_same_shares(monkeypatch: pytest.MonkeyPatch, function, plain) -> None:
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 100)), jnp.float32)
+    native = function(x)
+    monkeypatch.setattr(ops, "has_llvm", lambda: False)
+    np.testing.assert_allclose(function(x), native, rtol=1e-5)
+    assert function(x[:, :0]).shape == (4, 0)

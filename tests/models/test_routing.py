@@ -1,0 +1,36 @@
+"""Routers: which experts a token goes to, whoever is beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models.expert_fields import Experts
+from jaxserve.models.routing import Router, route
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize(
+    ("count", "chosen", "groups"), [(6, 2, 1), (8, 2, 1), (60, 4, 1), (64, 6, 8), (128, 8, 1)]
+)
+def test_a_token_is_routed_alike_to_the_bit_beside_any_others(
+    kind: Router, count: int, chosen: int, groups: int
+) -> None:
+    experts = Experts(
+        count=count,
+        size=16,
+        chosen=chosen,
+        layers=(True,),
+        groups=groups,
+        kept_groups=max(1, groups // 2),
+    )
+    correction = jnp.linspace(-0.1, 0.1, count) if kind == "sigmoid" else None
+    routed = jax.jit(lambda scores: route(scores, experts, kind, correction))
+    scores = jnp.asarray(3 * np.random.default_rng(0).standard_normal((515, count)), jnp.float32)
+    weights, numbers = map(np.asarray, routed(scores))
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+    for rows in (1, 2, 3, 4, 7, 8, 64):
+        for at in range(0, 515 - rows, 37):
+            some, their = routed(scores[at : at + rows])
+            np.testing.assert_array_equal(some, weights[at : at + rows])
+            np.testing.assert_array_equal(their, numbers[at : at + rows])
