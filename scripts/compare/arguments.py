@@ -141,7 +141,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--write-readme",
         action="store_true",
-        help="put the tables of scripts/results between README's markers",
+        help="when all is measured, or at once with --write, put the stored tables into README",
     )
     return parser
 
