@@ -2,9 +2,9 @@
 
 XLA adds up a few rows in another order than many, so a norm's last bits would tell a row how many
 others are beside it; and its exponentials differ in the last bit where a loop's end is no whole
-vector, or where it takes a loop number by number. Here a row's numbers go to the lanes of a few
-vectors in turns, whose sums are added at the end: the order depends on the row's length alone, and
-the additions overlap. Exponentials are the same in vectors and alone.
+vector, those of distances to a row's greatest number even where it is. Here a row's numbers go to
+the lanes of a few vectors in turns, whose sums are added at the end: the order depends on the row's
+length alone, and the additions overlap. Exponentials are the same in vectors and alone.
 """
 
 from __future__ import annotations

@@ -262,13 +262,25 @@ def softmax(x: jax.Array) -> jax.Array:
     """Softmax over the last axis of [..., D], float32 or float64.
 
     On CPU a row's result is the same to the bit however many rows there are.
+
+    Raises:
+        ValueError: x is of another type.
     """
-    return _row_shares(x, "softmax") if has_llvm() and x.size else jax.nn.softmax(x, axis=-1)
+    return _row_shares(x, "softmax") if _has_kernel(x) else jax.nn.softmax(x, axis=-1)
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
 
     On CPU a number's result is the same to the bit wherever it stands.
+
+    Raises:
+        ValueError: x is of another type.
     """
-    return _row_shares(x, "sigmoid") if has_llvm() and x.size else jax.nn.sigmoid(x)
+    return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
+
+
+def _has_kernel(x: jax.Array) -> bool:
+    if x.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"x is {x.dtype}; allowed: float32, float64")
+    return has_llvm() and x.size > 0

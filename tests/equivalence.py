@@ -84,6 +84,7 @@ WHOLE_VECTORS = {
     "moe_intermediate_size": 96,
     "head_dim": 32,
 }
+# Of latent attention, where a head's size is that of what is rotated.
 LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
@@ -122,9 +123,8 @@ def fields_of_case(case: str) -> dict[str, Any]:
     model = transformers_model(case)
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
-    if "kv_lora_rank" in fields:  # a head is what is rotated
-        return with_sizes(fields | own, WHOLE_VECTORS | LATENT)
-    return with_sizes(fields | own, WHOLE_VECTORS)
+    sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
+    return with_sizes(fields | own, sizes)
 
 
 def with_sizes(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -390,8 +390,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    parser.add_argument("--experts", action="store_true", help="of a mixture of experts")
-    parser.add_argument("--case", choices=(*CASES,), metavar="CASE", help="of tests.models.cases")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--experts", action="store_true", help="of a mixture of experts")
+    model.add_argument("--case", choices=(*CASES,), metavar="CASE", help="of tests.models.cases")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     types = ("float64", "float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default="float64")
@@ -400,9 +401,10 @@ def main() -> int:
         parser.error("the oracle reads no --case: ask for --dtype float32 or bfloat16")
     jax.config.update("jax_enable_x64", arguments.dtype == "float64")
     fields = EXPERTS if arguments.experts else TINY
-    if arguments.dtype != "float64":
+    if arguments.case:
+        fields = fields_of_case(arguments.case)
+    elif arguments.dtype != "float64":
         fields = with_sizes(fields, WHOLE_VECTORS)
-        fields = fields_of_case(arguments.case) if arguments.case else fields
     is_special = arguments.experts or arguments.case or arguments.kv_cache_dtype != "auto"
     page_sizes = (4,) if is_special else (1, 4, 16)
     bench = Bench(fields, page_sizes, arguments.kv_cache_dtype, arguments.dtype)

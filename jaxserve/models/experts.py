@@ -90,7 +90,8 @@ class SparseMLP(nnx.Module):
         hidden = self._activated(_biased(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
         rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
-        # One after the other: XLA on CPU adds up otherwise for a few tokens than for many.
+        # One after the other: in bfloat16 what is added to XLA's sum over this axis has other bits
+        # for few tokens than for many.
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(each))
         return reduce(jnp.add, weighted).astype(x.dtype)
 

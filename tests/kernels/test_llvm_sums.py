@@ -146,3 +146,9 @@ def test_plain_jax_gives_the_same_shares(monkeypatch: pytest.MonkeyPatch, functi
     monkeypatch.setattr(ops, "has_llvm", lambda: False)
     np.testing.assert_allclose(function(x), native, rtol=1e-5)
     assert function(x[:, :0]).shape == (4, 0)
+
+
+@SHARES
+def test_shares_of_16_bits_are_refused(function, plain) -> None:
+    with pytest.raises(ValueError, match="bfloat16; allowed: float32, float64"):
+        function(jnp.zeros((2, 8), jnp.bfloat16))
