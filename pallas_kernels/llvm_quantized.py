@@ -176,6 +176,7 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
     kind = ir.FunctionType(VOID, [POINTER] * addresses + [I64] * 4 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
+    function.attributes.add("noinline")  # within the loops around it, registers ran out
     code = Code(function)
     x, codes, *steps, y, count, run, inputs, outputs, begins = function.args
     between = code.mul(inputs, const(kernel.reads))

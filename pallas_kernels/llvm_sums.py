@@ -10,6 +10,7 @@ length alone, and the additions overlap. Exponentials are the same in vectors an
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,35 +45,27 @@ WORK_OF_A_PART = 1 << 16  # numbers
 
 
 @dataclass(frozen=True)
-class RowSums:
-    """The kernel for rows of one dtype.
+class Rows(ABC):
+    """A kernel that goes over rows of one dtype.
 
     Attributes:
-        dtype: of the numbers: "float64", "float32", "bfloat16" or "float16"; the sums of those of
-            16 bits are float32.
-        of: what is summed: the "numbers", their "squares", or the "exps" of their distances to the
-            greatest.
+        dtype: of the numbers.
         cpu: that the code is made for.
     """
 
     dtype: str
-    of: Summed = "numbers"
-    cpu: Host = field(default_factory=host)
+    cpu: Host = field(default_factory=host, kw_only=True)
 
     operands = 1
 
     @property
-    def name(self) -> str:
-        return f"{NAMES}sums_{self.dtype}_{self.of}_{self.cpu.vector_bytes}"
-
-    @property
     def sums(self) -> np.dtype:
-        """Dtype of the sums."""
+        """Dtype of sums."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, sums; rows, numbers of a row."""
+        """x, results; rows, numbers of a row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
@@ -82,38 +75,28 @@ class RowSums:
         return code.larger_int(parts, const(1))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        x, sums, rows, size = fields
+        x, results, rows, size = fields
         begin, end = (
             code.sdiv(code.mul(rows, at), parts) for at in (index, code.add(index, const(1)))
         )
         with code.loop(begin, end) as (row, _):
             first = code.at(x, code.mul(row, size), stored_type(self.dtype))
-            self.row(code, first, size, sums, row)
+            self.row(code, first, size, results, row)
 
-    def row(self, code: Code, x: Any, size: Any, sums: Any, row: Any) -> None:
-        """Write one row's result."""
-        code.store(self._sum(code, x, size), code.at(sums, row, float_type(self.sums)))
-
-    def _sum(self, code: Code, x: Any, size: Any) -> Any:
-        """The sum of one row."""
-        if self.of == "numbers":
-            return self._folded(code, x, size, 0.0, code.fadd, code.fadd)
-        if self.of == "squares":
-            return self._folded(
-                code, x, size, 0.0, lambda total, x: code.multiply_add(x, x, total), code.fadd
-            )
-        return self.exps(code, x, size)[1]
+    @abstractmethod
+    def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
+        """Write one row's result, to its place among all."""
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
         """The greatest number of a row, and the sum of the exponentials of the distances to it."""
-        top = self._folded(code, x, size, -math.inf, code.larger, code.larger)
+        top = self.folded(code, x, size, -math.inf, code.larger, code.larger)
 
         def with_exp(total: Any, x: Any) -> Any:
             return code.fadd(total, _exp(code, x, top))
 
-        return top, self._folded(code, x, size, 0.0, with_exp, code.fadd)
+        return top, self.folded(code, x, size, 0.0, with_exp, code.fadd)
 
-    def _folded(
+    def folded(
         self, code: Code, x: Any, size: Any, start: float, with_one: Fold, together: Fold
     ) -> Any:
         """A row made one number: `with_one` takes vectors of it in, `together` joins what they are
@@ -150,8 +133,38 @@ def _exp(code: Code, x: Any, top: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RowShares(RowSums):
-    """The kernel for softmax of rows, or for the sigmoid of every number, of one dtype.
+class RowSums(Rows):
+    """The kernel for sums of rows.
+
+    Attributes:
+        dtype: "float64", "float32", "bfloat16" or "float16"; the sums of those of 16 bits are
+            float32.
+        of: what is summed: the "numbers", their "squares", or the "exps" of their distances to the
+            greatest.
+    """
+
+    of: Summed = "numbers"
+
+    @property
+    def name(self) -> str:
+        return f"{NAMES}sums_{self.dtype}_{self.of}_{self.cpu.vector_bytes}"
+
+    def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
+        code.store(self._sum(code, x, size), code.at(results, row, float_type(self.sums)))
+
+    def _sum(self, code: Code, x: Any, size: Any) -> Any:
+        if self.of == "numbers":
+            return self.folded(code, x, size, 0.0, code.fadd, code.fadd)
+        if self.of == "squares":
+            return self.folded(
+                code, x, size, 0.0, lambda total, x: code.multiply_add(x, x, total), code.fadd
+            )
+        return self.exps(code, x, size)[1]
+
+
+@dataclass(frozen=True)
+class RowShares(Rows):
+    """The kernel for softmax of rows, or for the sigmoid of every number.
 
     Attributes:
         dtype: "float64" or "float32".
@@ -164,8 +177,8 @@ class RowShares(RowSums):
     def name(self) -> str:
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
-    def row(self, code: Code, x: Any, size: Any, sums: Any, row: Any) -> None:
-        y = code.at(sums, code.mul(row, size), float_type(self.sums))
+    def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
+        y = code.at(results, code.mul(row, size), float_type(self.sums))
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         vectors = code.sub(size, code.srem(size, const(lanes)))
         top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
@@ -190,7 +203,7 @@ def _for_this_host(dtype: str, of: Summed) -> RowSums:
 
 @cache
 def _shares_for_this_host(dtype: str, shared: Shared) -> RowShares:
-    return RowShares(dtype, shared=shared)
+    return RowShares(dtype, shared)
 
 
 def row_sums(x: jax.Array, of: Summed = "numbers") -> jax.Array:
