@@ -237,7 +237,8 @@ def test_two_models_in_one_process_and_an_orderly_end() -> None:
             assert f'model_name="{name}",num_gpu_blocks="{pages}"' in text
 
         short = server.open_stream(STREAM | {"model": "a", "max_tokens": 400})
-        long = server.open_stream(STREAM | {"model": "b", "max_tokens": 400, "n": 16})
+        unread = WORDY | {"model": "b", "max_tokens": 400, "n": 16}  # waits for its reader
+        long = server.open_stream(unread)
         idle, fresh = server.connect(), server.connect()
         idle.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert status_of(idle.recv(1 << 16)) == 200
