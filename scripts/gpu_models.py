@@ -100,8 +100,9 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
     return unpack(words, T, R)
 
 
-def full_batch(T: int, R: int, context: int) -> StepBatch:
-    """A batch of R rows of T / R tokens each that end at position ``context``; greedy."""
+def full_batch(T: int, R: int, context: int, draws: bool = False) -> StepBatch:
+    """A batch of R rows of T / R tokens each that end at position ``context``; greedy, or drawn
+    with top_k 50 and top_p 0.9."""
     each, rng = T // R, np.random.default_rng(0)
     batch = empty_batch(T, R, context)
     pages = batch.page_table.shape[1]
@@ -117,15 +118,25 @@ def full_batch(T: int, R: int, context: int) -> StepBatch:
         slots=np.arange(R, dtype=np.int32),
         sample_index=((np.arange(R) + 1) * each - 1).astype(np.int32),
         sample_slots=np.arange(R, dtype=np.int32),
+        temperature=np.full(R, 1.0 if draws else 0.0, np.float32),
+        top_k=np.full(R, 50 if draws else 0, np.int32),
+        top_p=np.full(R, 0.9 if draws else 1.0, np.float32),
     )
 
 
 def step_call(
-    model: ModelShape, T: int, R: int, context: int, dtype: Any, implementation: str = "auto"
+    model: ModelShape,
+    T: int,
+    R: int,
+    context: int,
+    dtype: Any,
+    implementation: str = "auto",
+    draws: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
     """The engine's compiled program of one bucket, as a function of arrays alone.
 
-    Decode steps are the greedy ones: those that draw hold the sampler besides.
+    Args:
+        draws: of a decode step, take the program that holds the sampler. Others always do.
 
     Returns:
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
@@ -149,7 +160,7 @@ def step_call(
             state,
             batch,
             decode_only=T == R,
-            greedy=T == R,
+            greedy=T == R and not draws,
             implementation=implementation,
         )
 

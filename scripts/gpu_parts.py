@@ -314,12 +314,19 @@ def tuning_sweep(setting: Setting) -> Iterator[Item]:
         yield target.name, lambda t=target: one(t)
 
 
-def _time_step(setting: Setting, name: str, T: int, R: int, context: int) -> dict[str, Any]:
-    """Time of the engine's compiled step on random weights, against its floor."""
+def _time_step(
+    setting: Setting, name: str, T: int, R: int, context: int, sampler: str = ""
+) -> dict[str, Any]:
+    """Time of the engine's compiled step on random weights, against its floor.
+
+    Decodes have no sampler, or one that is "drawing", or "idle": no row needs it.
+    """
     model = gpu_models.MODELS[name]
-    step, shapes = gpu_models.step_call(model, T, R, context, jnp.bfloat16, setting.auto)
+    step, shapes = gpu_models.step_call(
+        model, T, R, context, jnp.bfloat16, setting.auto, draws=bool(sampler)
+    )
     state, leaves = gpu_models.random_arrays(shapes[:2])
-    batch = jax.device_put(gpu_models.full_batch(T, R, context))
+    batch = jax.device_put(gpu_models.full_batch(T, R, context, sampler == "drawing"))
     program = jax.jit(step, donate_argnums=0)
 
     def repeat(times: int) -> Callable[[], Any]:
@@ -352,6 +359,7 @@ def steps(setting: Setting) -> Iterator[Item]:
     """Decode steps at context 1024, and prefills, of whole models."""
     if setting.dry_run:
         yield "tiny decode B=2", lambda: _time_step(setting, "tiny", 2, 2, 64)
+        yield "tiny decode B=2, drawing", lambda: _time_step(setting, "tiny", 2, 2, 64, "drawing")
         yield "tiny prefill 32", lambda: _time_step(setting, "tiny", 32, 1, 32)
         return
     for name, batch in itertools.product(("8b", "1b", "0.6b"), (1, 32, 128, 256)):
@@ -359,6 +367,12 @@ def steps(setting: Setting) -> Iterator[Item]:
             f"{name} decode B={batch}",
             lambda n=name, b=batch: _time_step(setting, n, b, b, 1024),
         )
+    for name, batch in (("8b", 32), ("8b", 256), ("0.6b", 256)):
+        for sampler in ("drawing", "idle"):
+            yield (
+                f"{name} decode B={batch}, {sampler}",
+                lambda n=name, b=batch, s=sampler: _time_step(setting, n, b, b, 1024, s),
+            )
     for name, tokens in itertools.product(("8b", "0.6b"), (2048, 8192)):
         yield (
             f"{name} prefill {tokens}",

@@ -72,7 +72,7 @@ class BucketSet:
         decode_sizes, token_sizes: padded sizes; None for the defaults. The largest of each
             must reach the limit.
         greedy_decode: have programs of their own for decode steps that are greedy in every row.
-            Skipping the sampler at run time costs a GPU a round trip to the host in every step;
+            Skipping the sampler at run time costs a GPU conditional nodes in every step's graph;
             a CPU nothing, where each program costs seconds to compile.
         num_steps: most decode steps of one launch.
     """

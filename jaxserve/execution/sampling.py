@@ -19,6 +19,7 @@ from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.request import Ask
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from pallas_kernels.implementation import target_platform
 
 Array = Any
 
@@ -64,39 +65,48 @@ def _ordered_bits(x: Array) -> Array:
 def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     """The greatest key t with mass(keys >= t) >= target, for each row; exact, and no sort.
 
-    Built from its highest bit down: one pass over the vocabulary a bit.
+    Built from its highest bits down, a few in every pass over the vocabulary.
     """
     bits = keys.dtype.itemsize * 8
+    # On a GPU one reading of the keys serves 15 trials, and passes lie one after the other: a loop
+    # would keep the step from being one graph. On CPU neither helps.
+    is_gpu = target_platform() == "gpu"
+    width = 4 if is_gpu else 1
 
-    def try_bit(step: Array, found: Array) -> Array:
-        bit = jnp.array(1, keys.dtype) << (bits - 1 - step).astype(keys.dtype)
-        trial = found | bit
-        reached = jnp.where(keys >= trial[:, None], mass, 0).sum(axis=1)
-        return jnp.where(reached >= target, trial, found)
+    def try_digits(step: Array, found: Array) -> Array:
+        shift = jnp.asarray(bits - width * (step + 1)).astype(keys.dtype)
+        trials = [found | (jnp.array(digit, keys.dtype) << shift) for digit in range(1, 1 << width)]
+        masses = tuple(jnp.where(keys >= trial[:, None], mass, 0) for trial in trials)
+        zeros = (jnp.zeros((), mass.dtype),) * len(trials)
+        sums = lax.reduce(masses, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+        digit = sum((reached >= target).astype(keys.dtype) for reached in sums)
+        return found | digit << shift
 
-    return lax.fori_loop(0, bits, try_bit, jnp.zeros(keys.shape[0], keys.dtype))
+    none = jnp.zeros(keys.shape[0], keys.dtype)
+    return lax.fori_loop(0, bits // width, try_digits, none, unroll=is_gpu)
 
 
 def _truncated(probs: Array, keys: Array, batch: Any) -> Array:
     """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
     but the smallest set of likely ones whose share of the rest reaches top_p.
-
-    Both are turns of one loop: it runs for what a row asks, and is compiled once.
     """
-    vocabulary = probs.shape[1]
-    count = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocabulary), vocabulary)
-    top_p = batch.top_p.astype(probs.dtype)
+    counts, cuts = batch.top_k > 0, batch.top_p < 1
+    # XLA on GPU computes both branches of a condition unless one of them only returns what it got.
+    none = lax.optimization_barrier(jnp.zeros(keys.shape[0], keys.dtype))
 
-    def narrow(turn: Array, probs: Array) -> Array:
-        counts = turn == 0
-        target = jnp.where(counts, count.astype(probs.dtype), top_p * probs.sum(axis=1))
-        least = _threshold(keys, jnp.where(counts, 1, probs), target)
-        keeps_all = jnp.where(counts, batch.top_k <= 0, top_p >= 1)
-        return jnp.where((keys >= least[:, None]) | keeps_all[:, None], probs, 0)
+    def by_count(least: Array) -> Array:
+        count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
+        return jnp.where(counts, _threshold(keys, jnp.ones_like(probs), count), least)
 
-    first = jnp.where(jnp.any(batch.top_k > 0), 0, 1)
-    last = jnp.where(jnp.any(batch.top_p < 1), 2, 1)
-    return lax.fori_loop(first, last, narrow, probs)
+    def by_share(least: Array) -> Array:
+        likely = jnp.where(keys >= least[:, None], probs, 0)
+        target = batch.top_p.astype(probs.dtype) * likely.sum(axis=1)
+        # Where rounding finds no share that large, top_k counts still.
+        return jnp.maximum(least, jnp.where(cuts, _threshold(keys, likely, target), 0))
+
+    least = lax.cond(jnp.any(counts), by_count, lambda least: least, none)
+    least = lax.cond(jnp.any(cuts), by_share, lambda least: least, least)
+    return jnp.where(keys >= least[:, None], probs, 0)
 
 
 def _draw(probs: Array, uniform: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,10 +52,46 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
     )
 
 
-@jax.jit
-def sample(logits: Any, batch: StepBatch) -> Any:
+def as_for(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for this machine as it would be for a platform."""
+
+    def call(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "target_platform", lambda: platform)
+            return function(*arguments)
+
+    return jax.jit(call)
+
+
+def draw(logits: Any, batch: StepBatch) -> Any:
     """Draws of requests that ask for no edits."""
     return device.sample(logits, batch, make_sampler_state(1, logits.shape[1]))
+
+
+PLATFORMS = ("cpu", "gpu")
+SAMPLE = {platform: as_for(platform, draw) for platform in PLATFORMS}
+THRESHOLD = {platform: as_for(platform, device._threshold) for platform in PLATFORMS}
+sample = SAMPLE["cpu"]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_a_threshold_is_the_greatest_key_with_enough_at_or_above_it(
+    platform: str, dtype: type
+) -> None:
+    """Exactly: masses are whole numbers. Keys are equal in part, and of every size."""
+    rng, greatest = np.random.default_rng(3), np.iinfo(dtype).max
+    for upper in (2, 32, greatest // 2, greatest):
+        keys = rng.integers(0, upper, (64, 200), dtype)
+        keys[:, :3] = [0, 1, greatest]
+        mass = rng.integers(0, 5, keys.shape).astype(np.float32 if dtype is np.uint32 else float)
+        target = np.ceil(rng.uniform(0, 1, 64) * mass.sum(axis=1)).astype(mass.dtype)
+        with jax.enable_x64(dtype is np.uint64):
+            found = np.asarray(THRESHOLD[platform](keys, mass, target))
+        reached = np.where(keys >= found[:, None], mass, 0).sum(axis=1)
+        beyond = np.where(keys > found[:, None], mass, 0).sum(axis=1)
+        assert np.all((beyond < target) & (target <= reached))
+        assert found.dtype == dtype and np.all((keys == found[:, None]).any(axis=1))
 
 
 @settings(max_examples=150)
@@ -72,15 +109,17 @@ def test_argmax_is_numpys(seed: int, vocabulary: int) -> None:
     st.sampled_from([0, 1, 2, 17, 200, 10**6]),
     st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    st.sampled_from(PLATFORMS),
 )
 def test_draws_come_from_the_oracles_set(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, platform: str
 ) -> None:
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = rng.normal(0, 3, (1, 200)).astype(np.float32)
     rows = np.repeat(logits, ROWS, axis=0)
-    tokens, ok = sample(rows, batch([params] * ROWS, list(range(ROWS)), np.arange(ROWS)))
+    asked = batch([params] * ROWS, list(range(ROWS)), np.arange(ROWS))
+    tokens, ok = SAMPLE[platform](rows, asked)
     assert np.all(ok)
     kept = kept_tokens(logits[0].astype(np.float64), params)
     # A set that ends within rounding of top_p may hold one token more or less.
@@ -93,7 +132,8 @@ def test_draws_come_from_the_oracles_set(
     assert np.all((kept[tokens] > 0) | (edge[tokens] > 0))
 
 
-def test_mixed_settings_equal_each_alone() -> None:
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_mixed_settings_equal_each_alone(platform: str) -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (ROWS, 300)).astype(np.float32)
     params = [
@@ -105,10 +145,10 @@ def test_mixed_settings_equal_each_alone() -> None:
         SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01),
     ]
     seeds = [2**64 - 1, 1, 2**40, 0, 9, 7]
-    together, _ = sample(logits, batch(params, seeds, 11))
+    together, _ = SAMPLE[platform](logits, batch(params, seeds, 11))
     for row in range(ROWS):
         again = [params[row]] * ROWS
-        alone, _ = sample(
+        alone, _ = SAMPLE[platform](
             np.repeat(logits[row : row + 1], ROWS, 0), batch(again, [seeds[row]] * 6, 11)
         )
         assert np.all(alone == together[row])
