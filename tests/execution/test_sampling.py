@@ -74,12 +74,8 @@ THRESHOLD = {platform: as_for(platform, device._threshold) for platform in PLATF
 sample = SAMPLE["cpu"]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_a_threshold_is_the_greatest_key_with_enough_at_or_above_it(
-    platform: str, dtype: type
-) -> None:
-    """Exactly: masses are whole numbers. Keys are equal in part, and of every size."""
+def check_thresholds(find: Callable[..., Any], dtype: type) -> None:
+    """Thresholds are exact: masses are whole numbers, keys are equal in part, and of every size."""
     rng, greatest = np.random.default_rng(3), np.iinfo(dtype).max
     for upper in (2, 32, greatest // 2, greatest):
         keys = rng.integers(0, upper, (64, 200), dtype)
@@ -87,11 +83,19 @@ def test_a_threshold_is_the_greatest_key_with_enough_at_or_above_it(
         mass = rng.integers(0, 5, keys.shape).astype(np.float32 if dtype is np.uint32 else float)
         target = np.ceil(rng.uniform(0, 1, 64) * mass.sum(axis=1)).astype(mass.dtype)
         with jax.enable_x64(dtype is np.uint64):
-            found = np.asarray(THRESHOLD[platform](keys, mass, target))
+            found = np.asarray(find(keys, mass, target))
         reached = np.where(keys >= found[:, None], mass, 0).sum(axis=1)
         beyond = np.where(keys > found[:, None], mass, 0).sum(axis=1)
         assert np.all((beyond < target) & (target <= reached))
         assert found.dtype == dtype and np.all((keys == found[:, None]).any(axis=1))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_a_threshold_is_the_greatest_key_with_enough_at_or_above_it(
+    platform: str, dtype: type
+) -> None:
+    check_thresholds(THRESHOLD[platform], dtype)
 
 
 @settings(max_examples=150)
