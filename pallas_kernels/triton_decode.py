@@ -52,13 +52,21 @@ def owner(ends: jax.Array, items: int) -> jax.Array:
 
 
 def split_plan(
-    kv_len: jax.Array, case: Case, window: int | None, config: DecodeConfig
+    kv_len: jax.Array,
+    token: jax.Array,
+    take: jax.Array,
+    case: Case,
+    window: int | None,
+    config: DecodeConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Divide the rows' blocks into work items.
 
+    What both kernels must know lies in two arrays: every layer's are the same, so XLA makes them
+    once a step, where it would make a plain range of numbers once a layer.
+
     Returns:
-        (items i32[I, 3]: row, first block, last block (exclusive); starts i32[R+1]: row r owns
-        items starts[r]:starts[r+1]).
+        (items i32[I, 4]: row, first block, last block (exclusive), the row's token;
+        rows i32[R+1, 3]: first item, token, take; row r owns items rows[r, 0]:rows[r+1, 0]).
     """
     block, rows = config.block_tokens, kv_len.shape[0]
     most = -(-case.M * case.S // block)
@@ -81,8 +89,11 @@ def split_plan(
     parts = jnp.maximum(splits[row], 1)
     begin = first[row] + lax.div(index * blocks[row], parts)
     end = first[row] + lax.div((index + 1) * blocks[row], parts)
-    items = jnp.stack([row, jnp.where(live, begin, 0), jnp.where(live, end, 0)], axis=1)
-    return items, starts
+    begin, end = jnp.where(live, begin, 0), jnp.where(live, end, 0)
+    items = jnp.stack([row, begin, end, token[row]], axis=1)
+    return items, jnp.stack(
+        [starts, *(jnp.pad(column, (0, 1)) for column in (token, take))], axis=1
+    )
 
 
 def _split_kernel(
@@ -90,7 +101,6 @@ def _split_kernel(
     k_ref: Any,
     v_ref: Any,
     table_ref: Any,
-    token_ref: Any,
     len_ref: Any,
     item_ref: Any,
     *rest: Any,
@@ -111,7 +121,7 @@ def _split_kernel(
     index = jnp.arange(spec.tile_rows)
     head = kv_head * group + index
     valid = (index < group) & live
-    token = jnp.broadcast_to(token_ref[row], index.shape)
+    token = jnp.broadcast_to(item_ref[item, 3], index.shape)
     queries = load_queries(q_ref, token, head, valid, spec)
     positions = jnp.broadcast_to(position, index.shape)
     key_scale = k_scale_ref[kv_head] if scaled else None
@@ -129,9 +139,7 @@ def _split_kernel(
 def _merge_kernel(
     acc_ref: Any,
     stats_ref: Any,
-    starts_ref: Any,
-    token_ref: Any,
-    take_ref: Any,
+    rows_ref: Any,
     *rest: Any,
     head_dim: int,
     splits: int,
@@ -141,7 +149,7 @@ def _merge_kernel(
     sink_ref: Any = rest[0] if sinks else None
     out_ref = rest[-1]
     row, head = pl.program_id(0), pl.program_id(1)
-    begin, end = starts_ref[row], starts_ref[row + 1]
+    begin, end = rows_ref[row, 0], rows_ref[row + 1, 0]
     pieces = head_parts(head_dim)
 
     def step(i: jax.Array, carry: tuple) -> tuple:
@@ -179,7 +187,7 @@ def _merge_kernel(
         shrink = jnp.exp2(top - new_top)
         acc = tuple(part * shrink for part in acc)
         total = total * shrink + jnp.exp2(sink - new_top)
-    token, take = token_ref[row], take_ref[row]
+    token, take = rows_ref[row, 1], rows_ref[row, 2]
     for (start, size), part in zip(pieces, acc, strict=True):
         value = part / jnp.where(total == 0, 1.0, total)
         shape = (size,)
@@ -220,9 +228,8 @@ def split_and_merge(
         [T,N,H].
     """
     spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, scale, window, soft_cap)
-    items, starts = split_plan(kv_len, case, window, config)
-    scaled = k_scale is not None
-    count, rows = items.shape[0], kv_len.shape[0]
+    items, rows = split_plan(kv_len, token, take, case, window, config)
+    scaled, count = k_scale is not None, items.shape[0]
     acc, stats = pl.pallas_call(
         functools.partial(_split_kernel, spec=spec, group=case.group, scaled=scaled),
         grid=(count, case.K),
@@ -240,12 +247,11 @@ def split_and_merge(
         k_pages,
         v_pages,
         page_table,
-        token,
         kv_len,
         items,
         *((k_scale, v_scale) if scaled else ()),
     )
-    operands = [acc, stats, starts, token, take]
+    operands = [acc, stats, rows]
     if sinks is not None:
         operands.append(sinks.astype(jnp.float32))
     aliases = {}
@@ -259,7 +265,7 @@ def split_and_merge(
             splits=config.merge_splits,
             sinks=sinks is not None,
         ),
-        grid=(rows, case.N),
+        grid=(kv_len.shape[0], case.N),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases=aliases,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),

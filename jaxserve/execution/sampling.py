@@ -75,6 +75,8 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
 
     def try_digits(step: Array, found: Array) -> Array:
         shift = jnp.asarray(bits - width * (step + 1)).astype(keys.dtype)
+        # Behind this all passes are the same kernels, compiled once.
+        found, shift = lax.optimization_barrier((found, shift))
         trials = [found | (jnp.array(digit, keys.dtype) << shift) for digit in range(1, 1 << width)]
         masses = tuple(jnp.where(keys >= trial[:, None], mass, 0) for trial in trials)
         zeros = (jnp.zeros((), mass.dtype),) * len(trials)

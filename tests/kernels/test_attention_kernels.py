@@ -180,10 +180,13 @@ def test_work_is_divided_evenly_and_completely() -> None:
         "decode", "gpu", *call.decode[:4], None, call.decode[4], **call.options
     )
     config = DecodeConfig(block_tokens=16, target_programs=24, min_blocks=2)
-    items, starts = triton_decode.split_plan(call.kv_len, case, None, config)
+    token, take = jnp.array([7, 5, 3, 9]), jnp.array([1, 0, 1, 1])
+    items, rows = triton_decode.split_plan(call.kv_len, token, take, case, None, config)
     covered = [[] for _ in range(4)]
-    for row, first, last in items.tolist():
+    for row, first, last, at in items.tolist():
         covered[row] += list(range(first, last))
+        assert at == token[row]
         assert last - first <= -(-(63 + 2 + 21) // 12)
     assert [sorted(blocks) for blocks in covered] == [list(range(n)) for n in (63, 0, 2, 21)]
-    assert starts.tolist()[-1] <= items.shape[0]
+    assert rows[-1, 0] <= items.shape[0]
+    assert rows[:-1, 1].tolist() == token.tolist() and rows[:-1, 2].tolist() == take.tolist()
