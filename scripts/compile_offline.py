@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 JAX = "0.11.2"
 REQUIRED = (
     r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
-    r"|^kv_write|^step|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
+    r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
 )
 """Cases that may not spill and may not copy KV."""
 ONE_GRAPH = "step 8b decode"

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
-from jaxserve.execution.step import model_step
+from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import StepPlan
@@ -100,20 +100,26 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
     return unpack(words, T, R)
 
 
-def full_batch(T: int, R: int, context: int, draws: bool = False) -> StepBatch:
-    """A batch of R rows of T / R tokens each that end at position ``context``; greedy, or drawn
-    with top_k 50 and top_p 0.9."""
+def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> StepBatch:
+    """A batch of R rows of T / R tokens each.
+
+    Args:
+        context: tokens of each row after the last step.
+        draws: with top_k 50 and top_p 0.9; else greedy.
+        num_steps: of a launch.
+    """
     each, rng = T // R, np.random.default_rng(0)
     batch = empty_batch(T, R, context)
     pages = batch.page_table.shape[1]
-    start = context - each + np.tile(np.arange(each, dtype=np.int32), R)
+    known = context - num_steps + 1
+    start = known - each + np.tile(np.arange(each, dtype=np.int32), R)
     return dataclasses.replace(
         batch,
         tokens=rng.integers(0, 200, T, dtype=np.int32),
         positions=start.astype(np.int32),
         row_of_token=np.repeat(np.arange(R, dtype=np.int32), each),
         query_start=(np.arange(R + 1) * each).astype(np.int32),
-        kv_len=np.full(R, context, np.int32),
+        kv_len=np.full(R, known, np.int32),
         page_table=1 + rng.permutation(R * pages).astype(np.int32).reshape(R, pages),
         slots=np.arange(R, dtype=np.int32),
         sample_index=((np.arange(R) + 1) * each - 1).astype(np.int32),
@@ -121,6 +127,8 @@ def full_batch(T: int, R: int, context: int, draws: bool = False) -> StepBatch:
         temperature=np.full(R, 1.0 if draws else 0.0, np.float32),
         top_k=np.full(R, 50 if draws else 0, np.int32),
         top_p=np.full(R, 0.9 if draws else 1.0, np.float32),
+        stop_length=np.full(R, 2 * context, np.int32),
+        num_steps=np.int32(num_steps),
     )
 
 
@@ -132,11 +140,13 @@ def step_call(
     dtype: Any,
     implementation: str = "auto",
     draws: bool = False,
+    num_steps: int = 1,
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
     """The engine's compiled program of one bucket, as a function of arrays alone.
 
     Args:
         draws: of a decode step, take the program that holds the sampler. Others always do.
+        num_steps: of a launch; more than one of decodes alone.
 
     Returns:
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
@@ -152,17 +162,14 @@ def step_call(
     pages = R * -(-context // PAGE_SIZE) + 1
     state = jax.eval_shape(functools.partial(make_state, config, pages, PAGE_SIZE, R, dtype))
 
+    options = {"greedy": T == R and not draws, "implementation": implementation}
+    if num_steps == 1:
+        program = functools.partial(model_step, decode_only=T == R, **options)
+    else:
+        program = functools.partial(decode_steps, most=num_steps, **options)
+
     def step(state, leaves, batch):
-        return model_step(
-            graphdef,
-            treedef,
-            leaves,
-            state,
-            batch,
-            decode_only=T == R,
-            greedy=T == R and not draws,
-            implementation=implementation,
-        )
+        return program(graphdef, treedef, leaves, state, batch)
 
     return step, (state, leaves, batch)
 

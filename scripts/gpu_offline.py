@@ -317,10 +317,14 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, dumps: Dumps) -> dict[
     return dict(as_row(case.name, analyse(executable, dumps, shape, ("quantized_grouped_matmul",))))
 
 
-def compile_step(name: str, T: int, R: int, draws: bool, dumps: Dumps) -> dict[str, Any]:
+def compile_step(
+    name: str, T: int, R: int, draws: bool, num_steps: int, dumps: Dumps
+) -> dict[str, Any]:
     """Compile the engine's whole step for Llama-3.1-8B in bfloat16, contexts of 4096."""
     model = gpu_models.MODELS["8b"]
-    step, shapes = gpu_models.step_call(model, T, R, 4096, jnp.bfloat16, draws=draws)
+    step, shapes = gpu_models.step_call(
+        model, T, R, 4096, jnp.bfloat16, draws=draws, num_steps=num_steps
+    )
     dumps.clear()
     executable = compile_for_h200(step, shapes, donate=(0,))
     kernels = ("paged_decode", "ragged_attention", "kv_write")
@@ -340,12 +344,13 @@ def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
         (case.name, lambda c=case: compile_quantized_grouped(c, dumps))
         for case in quantized_grouped_cases()
     ]
-    for name, tokens, draws in (
-        ("step 8b decode 64 rows", 64, False),
-        ("step 8b decode 64 rows, drawn", 64, True),
-        ("step 8b mixed 2048 tokens", 2048, True),
+    for name, *call in (
+        ("step 8b decode 64 rows", 64, 64, False, 1),
+        ("step 8b decode 64 rows, drawn", 64, 64, True, 1),
+        ("step 8b mixed 2048 tokens", 2048, 64, True, 1),
+        ("launch of 8 steps 8b decode 64 rows", 64, 64, True, 8),
     ):
-        jobs.append((name, lambda n=name, t=tokens, d=draws: compile_step(n, t, 64, d, dumps)))
+        jobs.append((name, lambda n=name, c=call: compile_step(n, *c, dumps)))
     rows: list[dict[str, Any]] = []
     for name, job in jobs:
         if not re.search(only, name):

@@ -315,18 +315,25 @@ def tuning_sweep(setting: Setting) -> Iterator[Item]:
 
 
 def _time_step(
-    setting: Setting, name: str, T: int, R: int, context: int, sampler: str = ""
+    setting: Setting,
+    name: str,
+    T: int,
+    R: int,
+    context: int,
+    sampler: str = "",
+    num_steps: int = 1,
 ) -> dict[str, Any]:
     """Time of the engine's compiled step on random weights, against its floor.
 
-    Decodes have no sampler, or one that is "drawing", or "idle": no row needs it.
+    Decodes have no sampler, or one that is "drawing", or "idle": no row needs it. Of launches of
+    several steps it is the time of one of them.
     """
     model = gpu_models.MODELS[name]
     step, shapes = gpu_models.step_call(
-        model, T, R, context, jnp.bfloat16, setting.auto, draws=bool(sampler)
+        model, T, R, context, jnp.bfloat16, setting.auto, bool(sampler), num_steps
     )
     state, leaves = gpu_models.random_arrays(shapes[:2])
-    batch = jax.device_put(gpu_models.full_batch(T, R, context, sampler == "drawing"))
+    batch = jax.device_put(gpu_models.full_batch(T, R, context, sampler == "drawing", num_steps))
     program = jax.jit(step, donate_argnums=0)
 
     def repeat(times: int) -> Callable[[], Any]:
@@ -341,6 +348,9 @@ def _time_step(
 
     times = 2 if setting.dry_run else (20 if T == R else 5)
     spread = gpu_timing.measure(repeat(times), (), rounds=5, budget=0)
+    times *= num_steps
+    if not program(state, leaves, batch)[1].ok.all():
+        raise RuntimeError("a row ended before its last step, or its logits were not finite")
     seconds = spread["median_s"] / times
     floor = model.floor(
         R, T // R, context, setting.ceiling("copy"), setting.ceiling("matmul bfloat16")
@@ -360,6 +370,7 @@ def steps(setting: Setting) -> Iterator[Item]:
     if setting.dry_run:
         yield "tiny decode B=2", lambda: _time_step(setting, "tiny", 2, 2, 64)
         yield "tiny decode B=2, drawing", lambda: _time_step(setting, "tiny", 2, 2, 64, "drawing")
+        yield "tiny decode B=2, launches of 4", lambda: _time_step(setting, "tiny", 2, 2, 64, "", 4)
         yield "tiny prefill 32", lambda: _time_step(setting, "tiny", 32, 1, 32)
         return
     for name, batch in itertools.product(("8b", "1b", "0.6b"), (1, 32, 128, 256)):
@@ -373,6 +384,11 @@ def steps(setting: Setting) -> Iterator[Item]:
                 f"{name} decode B={batch}, {sampler}",
                 lambda n=name, b=batch, s=sampler: _time_step(setting, n, b, b, 1024, s),
             )
+    for name, batch in (("8b", 1), ("0.6b", 1), ("0.6b", 32)):
+        yield (
+            f"{name} decode B={batch}, launches of 8",
+            lambda n=name, b=batch: _time_step(setting, n, b, b, 1024, "", 8),
+        )
     for name, tokens in itertools.product(("8b", "0.6b"), (2048, 8192)):
         yield (
             f"{name} prefill {tokens}",
