@@ -8,6 +8,7 @@ nor a restart change it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     """
     bits = keys.dtype.itemsize * 8
     # On a GPU one reading of the keys serves 15 trials, and passes lie one after the other: a loop
-    # would keep the step from being one graph. On CPU neither helps.
+    # would keep the step from being one graph. XLA on CPU takes five times as long that way.
     is_gpu = target_platform() == "gpu"
     width = 4 if is_gpu else 1
 
@@ -92,22 +93,24 @@ def _truncated(probs: Array, keys: Array, batch: Any) -> Array:
     """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
     but the smallest set of likely ones whose share of the rest reaches top_p.
     """
-    counts, cuts = batch.top_k > 0, batch.top_p < 1
-    # XLA on GPU computes both branches of a condition unless one of them only returns what it got.
+    # XLA computes both branches of a condition that holds element-wise work and sums alone, as
+    # thresholds are on a GPU, unless one branch is no constant and only returns what it got.
     none = lax.optimization_barrier(jnp.zeros(keys.shape[0], keys.dtype))
 
-    def by_count(least: Array) -> Array:
-        count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
-        return jnp.where(counts, _threshold(keys, jnp.ones_like(probs), count), least)
+    def raised(least: Array, asked: Array, wanted: Callable[[Array], tuple[Array, Array]]) -> Array:
+        """The least key that stays, where rows ask for more; `wanted`: mass and target."""
 
-    def by_share(least: Array) -> Array:
-        likely = jnp.where(keys >= least[:, None], probs, 0)
-        target = batch.top_p.astype(probs.dtype) * likely.sum(axis=1)
-        # Where rounding finds no share that large, top_k counts still.
-        return jnp.maximum(least, jnp.where(cuts, _threshold(keys, likely, target), 0))
+        def narrowed(least: Array) -> Array:
+            mass, target = wanted(jnp.where(keys >= least[:, None], probs, 0))
+            # Never lower: rounding may find no share as large as top_p.
+            return jnp.maximum(least, jnp.where(asked, _threshold(keys, mass, target), 0))
 
-    least = lax.cond(jnp.any(counts), by_count, lambda least: least, none)
-    least = lax.cond(jnp.any(cuts), by_share, lambda least: least, least)
+        return lax.cond(jnp.any(asked), narrowed, lambda least: least, least)
+
+    count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
+    top_p = batch.top_p.astype(probs.dtype)
+    least = raised(none, batch.top_k > 0, lambda _: (jnp.ones_like(probs), count))
+    least = raised(least, batch.top_p < 1, lambda likely: (likely, top_p * likely.sum(axis=1)))
     return jnp.where(keys >= least[:, None], probs, 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from jaxserve.cli import main
 from jaxserve.engine.engine import Engine
@@ -14,17 +15,17 @@ from jaxserve.engine.engine import Engine
 SECONDS = 0.01
 
 
-def slow_down() -> None:
-    """Let each step of every engine of this process take its time."""
-    step = Engine.step
+def slow_down(engine: Any, seconds: float) -> None:
+    """Let each step of an engine, or of all where it is their class, take `seconds` more."""
+    step = engine.step
 
-    def slow_step(engine: Engine) -> None:
-        time.sleep(SECONDS)
-        step(engine)
+    def slow_step(*arguments: Any) -> None:
+        time.sleep(seconds)
+        step(*arguments)
 
-    Engine.step = slow_step
+    engine.step = slow_step
 
 
 if __name__ == "__main__":
-    slow_down()
+    slow_down(Engine, SECONDS)
     sys.exit(main())

@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx2
@@ -22,6 +21,7 @@ from jaxserve.server.process import Process
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.start import StartReport, Stop
+from tests.server.slow import slow_down
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +44,6 @@ def app(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
     llm = AsyncLLM(loaded)
     yield App(Models([ServedModel(["demo"], "demo", llm, config, b"secret")]), config)
     llm.close()
-
-
-def slow_down(app: App, seconds: float) -> None:
-    """Every launch takes `seconds` more: what a test sees of a request hangs on no processor."""
-    engine = app.models.all[0].llm.thread.engine
-    step = engine.step
-
-    def slow_step() -> None:
-        time.sleep(seconds)
-        step()
-
-    engine.step = slow_step
 
 
 async def get(app: App, path: str) -> tuple[int, dict]:
@@ -101,7 +89,7 @@ def test_a_dead_engine_ends_the_process(app: App) -> None:
 def test_an_engine_that_dies_answers_what_it_served(app: App) -> None:
     async def scene() -> None:
         thread = app.models.all[0].llm.thread
-        slow_down(app, 0.1)
+        slow_down(thread.engine, 0.1)
 
         def die() -> None:
             raise SystemExit("broken")
@@ -123,7 +111,7 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
     async def scene() -> None:
         [model] = app.models.all
         model.config = ServerConfig(max_unread_tokens=3)
-        slow_down(app, 0.03)  # what goes on again is seen before it waits again
+        slow_down(model.llm.thread.engine, 0.03)  # what goes on again is seen before it waits again
         sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
         for read_on in (True, False):
             with Generation(model, [model.llm.request("a", sampling)]) as generation:
@@ -166,7 +154,7 @@ def test_a_stop_does_not_wait_for_ever(app: App) -> None:
 
     async def scene() -> None:
         process = Process(app)
-        slow_down(app, 0.1)
+        slow_down(app.models.all[0].llm.thread.engine, 0.1)
         fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 8, "stream": True}
         body = json.dumps(fields).encode()
         head = (
