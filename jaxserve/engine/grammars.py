@@ -12,11 +12,12 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.engine.grammar_vocabulary import vocabulary_for_grammars
 from jaxserve.engine.text import Tokenizer
 from jaxserve.engine.validation import Limits
 from jaxserve.errors import InvalidRequest
@@ -32,6 +33,8 @@ _SPACE = r"[ \n]{0,16}"
 
 # How a rule begins in GBNF, which Lark writes with a colon.
 _GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
+# Where a token is named in Lark: outside of texts, comments and regular expressions.
+_LARK_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s\[]+>)')
 # Its translation takes time by the square of its length: 0.4 s for this.
 _MAX_GBNF_CHARS = 8192
 
@@ -172,6 +175,7 @@ class Grammars:
         self._clock = clock
         self._ends = list(ends)
         self._made: Any = None
+        self._named: dict[str, int] = {}  # added tokens, once `_made` is there
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, ...], Constraint | str] = OrderedDict()
@@ -184,9 +188,9 @@ class Grammars:
         with self._lock:
             if self._made is None:
                 kind = llguidance.LLTokenizer
+                text, self._named = vocabulary_for_grammars(self._source(), self._vocab_size)
                 self._made = kind(
-                    self._source(),
-                    n_vocab=self._vocab_size,
+                    text,
                     eos_token=self._ends,
                     slices=[*kind.general_slices(), _WORDS],
                 )
@@ -218,7 +222,9 @@ class Grammars:
         import llguidance
 
         try:
-            matcher = llguidance.LLMatcher(self.tokenizer(), grammar_source(params), log_level=0)
+            tokenizer = self.tokenizer()
+            source = grammar_source(params, self._named)
+            matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
                 return _first_line(matcher.get_error())
             constraint = Constraint(matcher, self._vocab_size, self._clock)
@@ -258,8 +264,22 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
     return {"whitespace_pattern": _SPACE if pattern is None else pattern}
 
 
-def grammar_source(params: StructuredOutputsParams) -> str:
+def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
+    """A grammar in Lark that has the ids of added tokens for their names, like `<think>`."""
+
+    def spell(found: re.Match[str]) -> str:
+        number = named.get(found["name"] or "")
+        return found[0] if number is None else f"<[{number}]>"
+
+    return _LARK_NAMES.sub(spell, grammar)
+
+
+def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) -> str:
     """The form in llguidance's language.
+
+    Args:
+        params: the form.
+        named: ids of added tokens by their texts.
 
     Raises:
         ValueError: it is none.
@@ -278,4 +298,4 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         if len(params.text) > _MAX_GBNF_CHARS:
             raise ValueError(f"takes at most {_MAX_GBNF_CHARS} characters in GBNF")
         return grammar_from("gbnf", params.text)
-    return LLMatcher.grammar_from_lark(params.text)
+    return LLMatcher.grammar_from_lark(_with_ids(params.text, named))

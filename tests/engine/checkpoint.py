@@ -32,21 +32,28 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    """Write a two-layer model of 260 tokens and 256 positions."""
+def save_checkpoint(
+    directory: Path,
+    *,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    positions: int = 256,
+) -> Path:
+    """Write a two-layer model; of 260 tokens and 256 positions unless told otherwise."""
     torch.manual_seed(seed)
+    tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     config = LlamaConfig(
-        vocab_size=260,
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         initializer_range=0.3,
         bos_token_id=0,
         eos_token_id=1,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory

@@ -75,7 +75,7 @@ def grammar_of_calls(
     Args:
         form: how calls are written.
         functions: at least one.
-        spell: a mark in Lark: a text, or one special token.
+        spell: writes a mark in Lark: as a text, or as one token.
         most: calls of one text.
         may_answer: whether a text may also be no call, or hold others between calls.
         answer_schema: what an answer without calls must satisfy.
@@ -92,8 +92,7 @@ def grammar_of_calls(
         rules.append(f'after: "[" {listed} "]"')
         calls = f"{mark} after"
     else:
-        end = json.dumps(f"\n{form.close}")
-        rules.append(f'after: "\\n" call {end}')
+        rules.append(rf'after: "\n" call "\n" {spell(form.close)}')
         calls = f"{mark} after"
         if most > 1:
             calls += f' ("\\n" {mark} after){times}'
@@ -104,19 +103,29 @@ def grammar_of_calls(
         # The mark, where it is optional, tells calls from answers of their kind.
         first = f"{mark} calls" if form.is_optional_mark else "calls"
         rules += [f"start: {first} | answer", f"answer: {_json(answer_schema)}"]
-    elif form.is_optional_mark:
+    else:
+        rules += _free_rules(form, spell, most)
+    return "\n".join(rules)
+
+
+def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Iterator[str]:
+    """Yield the rules of texts that are free until they call, from `start` on."""
+    mark = spell(form.mark)
+    # The mark within an answer, in whatever tokens, would be read as that of a call.
+    no_mark = rf"~/(.|\n)*{_escaped(form.mark)}(.|\n)*/"
+    if form.is_optional_mark:
         # What begins as a call must be one.
         opening = r"\[" if form.is_python else r"\{"
-        rules += ["start: calls | ANSWER", rf"ANSWER: /\s*([^\s{opening}](.|\n)*)?/"]
-    elif mark.startswith("<"):
-        rules += [f"start: ANSWER ({mark} after ANSWER){{0,{most}}}", r"ANSWER: /(.|\n)*/"]
+        close = f" {spell(form.close)}?" if form.close else ""
+        yield f"start: calls | {mark} calls{close} | ANSWER"
+        yield rf"ANSWER: /\s*([^\s{opening}](.|\n)*)?/ & {no_mark}"
+        return
+    if mark.startswith("<"):
+        yield f"start: ANSWER ({mark} after ANSWER){{0,{most}}}"
     else:
-        rules += [
-            f"start: (before after){{0,{most}}} last",
-            rf"before[lazy]: /(.|\n)*{_escaped(form.mark)}/",
-            r"last: /(.|\n)*/",
-        ]
-    return "\n".join(rules)
+        yield f"start: (before after){{0,{most}}} ANSWER"
+        yield rf"before[lazy]: /(.|\n)*{_escaped(form.mark)}/"
+    yield rf"ANSWER: /(.|\n)*/ & {no_mark}"
 
 
 def _escaped(mark: str) -> str:

@@ -115,10 +115,9 @@ class Talk:
             self.thinking = None
 
     def spell(self, mark: str) -> str:
-        """A mark as grammars write it: one special token, or a text."""
-        if self._tokenizer.is_special(mark):
-            return f"<[{self._tokenizer.token_id(mark)}]>"
-        return json.dumps(mark)
+        """A mark as grammars write it: one added token, as the model was taught, or a text."""
+        token = self._tokenizer.token_id(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
 
     def marks(self, prompt: list[int]) -> ThinkingMarks | None:
         """Where the thoughts of an answer to a prompt begin and end, for the engine."""
