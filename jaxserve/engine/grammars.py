@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
+# CPU time that was spent on the forms that are kept. What llguidance holds of a form grows with
+# the work on it, while it is compiled and whenever a text comes to a new state: mostly by 50 to
+# 150 MB a second, by 450 at most (those of scripts/hostile_forms.py), up to 24 MB for one form.
+MAX_CACHED_SECONDS = 0.5
 # Between the parts of a JSON text; without a bound small models go on with spaces for ever.
 _SPACE = r"[ \n]{0,16}"
 
@@ -59,15 +64,24 @@ class GrammarError(RuntimeError):
         return InvalidRequest(f"{NAME}: {self}", NAME)
 
 
+@dataclass
+class _Work:
+    """The CPU time that was spent on a form, in all requests."""
+
+    seconds: float = 0.0
+
+
 class _Account:
     """What the masks of one request have cost; its completions share it.
 
     Args:
         clock: seconds of CPU time.
+        work: on the form, which counts on.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, work: _Work) -> None:
         self.clock = clock
+        self.work = work
         self._seconds = 0.0
         self._num_tokens = 0
 
@@ -78,6 +92,7 @@ class _Account:
             GrammarError: they have cost too much.
         """
         self._seconds += seconds
+        self.work.seconds += seconds
         self._num_tokens += 1
         if self._seconds > _SECONDS + _SECONDS_A_TOKEN * self._num_tokens:
             raise GrammarError("it takes too long to follow; a less ambiguous form would not")
@@ -104,7 +119,7 @@ class Constraint:
 
     def __init__(self, matcher: Any, vocab_size: int, clock: Clock = time.thread_time) -> None:
         self._matcher = matcher
-        self._account = _Account(clock)
+        self._account = _Account(clock, _Work())
         self._size = -(-vocab_size // 32)
         self.words = self._mask()
 
@@ -150,8 +165,13 @@ class Constraint:
     def begin(self) -> Constraint:
         """Another one in the same state, for another request."""
         copied = self.copy()
-        copied._account = _Account(self._account.clock)
+        copied._account = _Account(self._account.clock, self.work)
         return copied
+
+    @property
+    def work(self) -> _Work:
+        """What was spent on its form, shared with all that began from it."""
+        return self._account.work
 
 
 class Grammars:
@@ -212,7 +232,7 @@ class Grammars:
                 self._known.move_to_end(key)
         if found is None:
             found = self._compiled(params)
-            self._remember(key, found)
+        self._remember(key, found)
         if isinstance(found, str):
             raise InvalidRequest(f"{NAME}.{params.form}: {found}", NAME)
         return found.begin()
@@ -221,8 +241,8 @@ class Grammars:
         """The compiled form, or what is wrong with it."""
         import llguidance
 
+        tokenizer, started = self.tokenizer(), self._clock()
         try:
-            tokenizer = self.tokenizer()
             source = grammar_source(params, self._named)
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
             if matcher.is_error():
@@ -230,6 +250,7 @@ class Grammars:
             constraint = Constraint(matcher, self._vocab_size, self._clock)
         except (ValueError, GrammarError) as error:
             return _first_line(str(error))
+        constraint.work.seconds += self._clock() - started
         return constraint if constraint.words.any() else "no text satisfies it"
 
     def _remember(self, key: tuple[Any, ...], found: Constraint | str) -> None:
@@ -237,9 +258,18 @@ class Grammars:
             if key not in self._known:
                 self._known[key] = found
                 self._bytes += len(key[1])
-            while len(self._known) > MAX_CACHED or self._bytes > MAX_CACHED_BYTES:
+            while self._known and self._is_full():
                 key, _ = self._known.popitem(last=False)
                 self._bytes -= len(key[1])
+
+    def _is_full(self) -> bool:
+        """Return whether a form has to go; one alone goes, too, and is compiled anew."""
+        kept = (form for form in self._known.values() if isinstance(form, Constraint))
+        return (
+            len(self._known) > MAX_CACHED
+            or self._bytes > MAX_CACHED_BYTES
+            or sum(form.work.seconds for form in kept) > MAX_CACHED_SECONDS
+        )
 
 
 def grammars_of(tokenizer: Tokenizer | None, limits: Limits) -> Grammars | None:

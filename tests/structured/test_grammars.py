@@ -6,6 +6,8 @@ import contextlib
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -14,7 +16,13 @@ import numpy as np
 import pytest
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.grammars import MAX_CACHED, Constraint, GrammarError, Grammars
+from jaxserve.engine.grammars import (
+    MAX_CACHED,
+    MAX_CACHED_SECONDS,
+    Constraint,
+    GrammarError,
+    Grammars,
+)
 from jaxserve.errors import InvalidRequest
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import Schema, schemas
@@ -303,3 +311,40 @@ def test_what_is_remembered_is_bounded(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
     assert len(grammars._known) <= MAX_CACHED
     assert grammars._bytes == sum(len(key[1]) for key in grammars._known)
+
+
+def test_forms_that_took_long_are_not_remembered_for_long() -> None:
+    grammars = Grammars(lambda: TOKENIZER, VOCABULARY, [END], Clock(MAX_CACHED_SECONDS / 10))
+    first = grammars.compile(LETTERS)
+    grammars.compile(LETTERS)
+    assert len(grammars._known) == 1
+    for _ in range(10):  # whoever follows a form lets it grow
+        first.work.seconds += MAX_CACHED_SECONDS / 10
+    other = StructuredOutputsParams(regex="b{9}")
+    grammars.compile(other)
+    assert [key[1] for key in grammars._known] == ["b{9}"]
+    # One that is too much by itself is compiled each time.
+    grammars.compile(other).work.seconds = 2 * MAX_CACHED_SECONDS
+    grammars.compile(other)
+    assert not grammars._known
+
+
+def test_memory_of_forms_is_bounded() -> None:
+    """Each of these holds 17 MB; all of them would take 350."""
+    program = """
+import json, sys
+from jaxserve.engine.grammars import Grammars
+from jaxserve.structured import StructuredOutputsParams
+grammars = Grammars(lambda: sys.argv[1], int(sys.argv[2]), [3])
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+grammars.compile(StructuredOutputsParams(regex="a"))
+before = resident()
+for number in range(20):
+    schema = {"type": "integer", "multipleOf": 99_991 - number, "minimum": 0, "maximum": 10**15}
+    grammars.compile(StructuredOutputsParams(json=schema))
+print(resident() - before)
+"""
+    arguments = [sys.executable, "-c", program, TOKENIZER, str(VOCABULARY)]
+    grown = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    assert grown < 200 << 20, f"{grown / 2**20:.0f} MiB"
