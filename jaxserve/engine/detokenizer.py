@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 from tokenizers.decoders import DecodeStream
@@ -15,8 +17,8 @@ _CONTEXT_TOKENS = 8
 class Detokenizer:
     """One sequence's text, token by token.
 
-    Never emits half a character: bytes that do not make one yet wait for the next token. Never
-    emits what may turn out to be the beginning of a stop string.
+    Never emits half a character: bytes that do not make one yet wait for the next token, and are
+    left out where none comes. Never emits what may turn out to be the beginning of a stop string.
 
     Attributes:
         text: everything decoded, cut at the stop string once one was found.
@@ -26,6 +28,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Listing[int], sampling: SamplingParams
     ) -> None:
+        self._tokenizer = tokenizer
         self._backend = tokenizer.backend
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._skip_special = sampling.skip_special_tokens
@@ -39,47 +42,52 @@ class Detokenizer:
         self._beginnings_of_stops = sampling.beginnings_of_stops
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
-        self._token_ids: list[int] = []
+        self._num_tokens = 0
+        self._waiting: list[int] = []  # tokens that have made no text yet
         self._search_from = 0
         self._num_emitted = 0
-        self._incomplete = False
         self.text = ""
         self.stop: str | None = None
 
     def add(self, token_id: int) -> bool:
         """Take one more token; True if its text completes a stop string."""
-        self._token_ids.append(token_id)
+        self._num_tokens += 1
         piece = self._stream.step(self._backend, token_id)
-        self._incomplete = piece is None
         if piece is None:
+            self._waiting.append(token_id)
             return False
+        self._waiting.clear()
         if self._repeats_context:
-            self._repeats_context, piece = False, self._after_context(piece)
+            self._repeats_context, piece = False, _after(self._before, piece)
         return self._extend(piece)
 
     def finish(self) -> None:
-        """No more tokens will come: characters left incomplete become U+FFFD."""
-        if self._incomplete and self.stop is None:
-            whole = self._decode(self._context + self._token_ids)
-            self._extend(self._after_context(whole)[len(self.text) :])
+        """Take note that no more tokens will come.
+
+        Bytes that make no character become U+FFFD. The beginning of one without its end is left
+        out.
+        """
+        if self._waiting and self.stop is None:
+            context = self._bytes(self._context if self._repeats_context else ())
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            whole = decoder.decode(context + self._bytes(self._waiting))
+            self._extend(_after(context.decode(errors="replace"), whole))
         self._longest_stop = 0
+
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        hidden = self._tokenizer.special_ids if self._skip_special else ()
+        shown = (token for token in token_ids if token not in hidden)
+        return b"".join(map(self._tokenizer.token_bytes, shown))
 
     def _decode(self, token_ids: Listing[int]) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special)
-
-    def _after_context(self, whole: str) -> str:
-        """What follows the context in a text that begins with it. A character that the context
-        began and other tokens completed is theirs."""
-        pairs = enumerate(zip(self._before, whole, strict=False))
-        same = min(len(self._before), len(whole))
-        return whole[next((at for at, (one, two) in pairs if one != two), same) :]
 
     def _extend(self, piece: str) -> bool:
         before = len(self.text)
         self.text += piece
         if not self._stops:
             return False
-        if len(self._token_ids) <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens:
             self._search_from = len(self.text)
             return False
         start = max(self._search_from, before - self._longest_stop + 1)
@@ -107,3 +115,13 @@ class Detokenizer:
             if self.text[-length:] in self._beginnings_of_stops:
                 return length
         return 0
+
+
+def _after(before: str, whole: str) -> str:
+    """Return what follows a text in one that begins with it.
+
+    A character that the first text began and other tokens completed is theirs.
+    """
+    pairs = enumerate(zip(before, whole, strict=False))
+    same = min(len(before), len(whole))
+    return whole[next((at for at, (left, right) in pairs if left != right), same) :]

@@ -18,6 +18,7 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.observed import Observed
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.talk import Talk
+from jaxserve.server.tool_calls.tools import introduce
 
 # Text up to this many characters is tokenized at once; more of it on a thread beside the loop.
 INLINE_CHARS = 8192
@@ -139,7 +140,23 @@ class ServedModel:
         return await asyncio.to_thread(encode, text, add_special_tokens)
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise."""
+        """Token ids of a conversation through the chat template, likewise.
+
+        Tools are described in words where the template does not read them: in a system message, or
+        in the user's first where the template takes none.
+        """
+        tools = options.get("tools")
+        if not tools or self.talk.reads_tools:
+            return await self._render(messages, options)
+        options = {**options, "tools": None}
+        try:
+            return await self._render(introduce(messages, tools, self.talk.form, "system"), options)
+        except TemplateTooLong:
+            raise
+        except InvalidRequest:
+            return await self._render(introduce(messages, tools, self.talk.form, "user"), options)
+
+    async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
         characters = sum(len(message["content"]) for message in messages)
         self._check_length(characters, "messages")

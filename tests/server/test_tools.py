@@ -226,7 +226,40 @@ def test_no_tools_are_shown_where_none_may_be_called(server: Server) -> None:
     body = {"messages": USER, "max_tokens": 20, "temperature": 0}
     plain = server.request(CHAT, body).json()
     none = server.request(CHAT, body | {"tools": [TOOL], "tool_choice": "none"}).json()
-    assert plain["choices"] == none["choices"] and plain["usage"] == none["usage"]
+    assert plain["choices"] == none["choices"]
+    assert plain["usage"]["prompt_tokens"] == none["usage"]["prompt_tokens"]
+
+
+def test_a_template_that_knows_no_tools_is_given_them_in_words(server: Server) -> None:
+    """The bundled model's template does not read `tools`."""
+    told = {**TOOL, "function": {**TOOL["function"], "description": "Plans a day."}}
+    for first in ([], [{"role": "system", "content": "Be brief."}]):
+        body = {"messages": [*first, *USER], "max_tokens": 60, "temperature": 0}
+        asked = body | {"tools": [told, OTHER], "tool_choice": NAMED}
+        answer = server.request(CHAT, asked | {"return_token_ids": True}).json()
+        ids = {"tokens": answer["prompt_token_ids"]}
+        prompt = server.request("/detokenize", ids).json()["prompt"]
+        assert "Plans a day." in prompt and '"enum": ["mon", "tue"]' in prompt
+        assert '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>' in prompt
+        assert prompt.index("Plans a day.") < prompt.index("Reverse: s-t-o-n-e")
+        plain = server.request(CHAT, body).json()["usage"]["prompt_tokens"]
+        assert answer["usage"]["prompt_tokens"] > plain + 50
+        counted = {"messages": [*first, *USER], "tools": [told, OTHER]}
+        assert server.request("/tokenize", counted).json()["tokens"] == ids["tokens"]
+
+
+def test_a_call_that_a_limit_cuts_says_so(server: Server) -> None:
+    asked = {"messages": USER, "tools": [TOOL], "tool_choice": "required", "temperature": 0}
+    asked["max_tokens"] = 40
+    [choice] = server.request(CHAT, asked).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    [call] = choice["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    tool = {"type": "function", "name": "plan", "parameters": SCHEMA}
+    body = {"input": "x", "tools": [tool], "tool_choice": "required", "temperature": 0}
+    answer = server.request(RESPONSES, body | {"max_output_tokens": 40}).json()
+    assert answer["status"] == answer["output"][0]["status"] == "incomplete"
 
 
 THINKING: dict[str, Any] = {
@@ -324,8 +357,7 @@ def test_thoughts_in_messages_and_responses(narrow: Server) -> None:
 
 def test_a_model_may_choose_where_its_calls_are_known(narrow: Server) -> None:
     body = {"messages": USER, "max_tokens": 20, "temperature": 0, "tools": [TOOL]}
-    choice = narrow.request(CHAT, body).json()["choices"][0]
-    assert choice["message"]["content"] == "e-n-o-t-s" and choice["finish_reason"] == "stop"
-    strict = function("plan", parameters=SCHEMA, strict=True)
-    choice = narrow.request(CHAT, body | {"tools": [strict]}).json()["choices"][0]
-    assert choice["message"]["content"] == "e-n-o-t-s" and "tool_calls" not in choice["message"]
+    for tool in (TOOL, function("plan", parameters=SCHEMA, strict=True)):
+        choice = narrow.request(CHAT, body | {"tools": [tool]}).json()["choices"][0]
+        assert choice["message"]["content"].startswith("e-n-o-t-")
+        assert "tool_calls" not in choice["message"]

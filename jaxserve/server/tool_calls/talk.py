@@ -10,7 +10,10 @@ from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.formats import (
+    CALL_FORMATS,
+    DEFAULT_FORMAT,
     THINKING,
+    CallFormat,
     Thinking,
     detect_calls,
     detect_thinking,
@@ -100,11 +103,13 @@ class Talk:
     Attributes:
         parser: the name of its call format, or None.
         thinking: the marks of its thoughts, or None.
+        reads_tools: whether its chat template reads the tools of a request.
     """
 
     def __init__(self, tokenizer: Any, config: ServerConfig) -> None:
         self._tokenizer = tokenizer
         template = "" if tokenizer is None else tokenizer.template_source
+        self.reads_tools = tokenizer is not None and tokenizer.template_reads("tools")
         asked = config.tool_call_parser
         self.parser = detect_calls(template) if asked is None else asked
         if self.parser == "none":
@@ -113,6 +118,11 @@ class Talk:
         self.thinking = THINKING.get(asked or "")
         if tokenizer is None:
             self.thinking = None
+
+    @property
+    def form(self) -> CallFormat:
+        """How the model's calls are written, or forced ones where that is not known."""
+        return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
 
     def spell(self, mark: str) -> str:
         """A mark as grammars write it: one added token, as the model was taught, or a text."""

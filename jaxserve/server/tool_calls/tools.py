@@ -166,6 +166,37 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
     return made
 
 
+def introduce(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], form: CallFormat, role: str
+) -> list[dict[str, Any]]:
+    """Return a conversation that describes tools in words, for a template that knows none.
+
+    Args:
+        messages: as chat templates take them.
+        tools: the same way.
+        form: how calls are written.
+        role: of the message that describes them, "system" or "user": the first one where it has
+            this role, else one before it.
+    """
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = f'{{"name": "NAME", "{form.arguments}": {{...}}}}'
+    if form.is_python:
+        example = "[NAME(ARGUMENT=VALUE, ...)]"
+    elif form.is_array:
+        example = f"{form.mark}[{example}]"
+    elif not form.is_optional_mark:
+        example = f"{form.mark}\n{example}\n{form.close}"
+    text = (
+        "You can call functions. These are their names and the JSON schemas of their arguments:\n"
+        f"{listed}\nA call is written like this:\n{example}"
+    )
+    if messages and messages[0]["role"] == role:
+        said = messages[0]["content"]
+        parts = (said, text) if role == "system" else (text, said)
+        return [{**messages[0], "content": "\n\n".join(filter(None, parts))}, *messages[1:]]
+    return [{"role": role, "content": text}, *messages]
+
+
 def _answer_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
     """What an answer that calls nothing must satisfy."""
     if form is None or form.type == "text":
