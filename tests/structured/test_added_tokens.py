@@ -105,6 +105,7 @@ class Vocabulary:
         self.backend = Tokenizer.from_str(json.dumps(source))
         self.size = self.backend.get_vocab_size() + unused
         self.named = {token["content"]: token["id"] for token in source["added_tokens"]}
+        self.added = set(self.named.values())
         self.grammars = Grammars(lambda: json.dumps(source), self.size, [self.end])
 
     def compile(self, **form: Any) -> Constraint:
@@ -127,7 +128,7 @@ class Vocabulary:
         for number in range(600):
             choices = self.allowed(constraint)
             assert choices, f"nothing may follow {self.text(tokens)!r}"
-            added = [token for token in choices if token in self.named.values()]
+            added = [token for token in choices if token in self.added]
             if self.end in choices and number > rng.randrange(60):
                 break
             token = rng.choice(added if added and rng.random() < 0.3 else choices)
