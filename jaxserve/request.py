@@ -25,6 +25,8 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 32
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 100.0
+# The device computes with float32, for which numbers below 1.1755e-38 are zero.
+MIN_TOP_P = 1.1755e-38
 MAX_CACHE_SALT_CHARS = 128
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
@@ -114,7 +116,7 @@ class SamplingParams:
     Args:
         n: independent completions of the prompt, 1 to 16; choice i uses `seed + i`.
         temperature: 0 for greedy decoding, else 0.0001 to 100.
-        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
+        top_p: smallest set of tokens whose probability reaches this, 1.1755e-38 to 1.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: least probability kept, relative to the most likely token's, in [0, 1].
         seed: -2**63 to 2**64 - 1, of which -1 means none; other negative ones count modulo 2**64.
@@ -187,10 +189,7 @@ class SamplingParams:
             ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
             ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         ):
-            value = finite_float(getattr(self, name), name)
-            if not low <= value <= high:
-                raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {value}", name)
-            put(name, value)
+            put(name, _within(getattr(self, name), name, low, high))
         put("logit_bias", _logit_bias(self.logit_bias))
         put("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
         put("bad_words", _bad_words(self.bad_words))
@@ -230,12 +229,8 @@ class SamplingParams:
     def _check_basics(self, put: Callable[[str, Any], None]) -> None:
         put("n", exact_int(self.n, "n", 1, MAX_CHOICES))
         put("temperature", _temperature(self.temperature))
-        for name in ("top_p", "min_p"):
-            value = finite_float(getattr(self, name), name)
-            if not 0.0 <= value <= 1.0 or (name == "top_p" and value == 0.0):
-                allowed = "in (0, 1]" if name == "top_p" else "in [0, 1]"
-                raise InvalidRequest(f"{name} must be {allowed}, got {value}", name)
-            put(name, value)
+        for name, low in (("top_p", MIN_TOP_P), ("min_p", 0.0)):
+            put(name, _within(getattr(self, name), name, low, 1.0))
         put("top_k", max(0, exact_int(self.top_k, "top_k", -1, 2**31 - 1)))
         if self.seed is not None:
             seed = exact_int(self.seed, "seed", -(2**63), 2**64 - 1)
@@ -255,6 +250,13 @@ class SamplingParams:
         _flag(self.include_stop_str_in_output, "include_stop_str_in_output")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
+
+
+def _within(value: Any, name: str, low: float, high: float) -> float:
+    number = finite_float(value, name)
+    if not low <= number <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {number}", name)
+    return number
 
 
 def _temperature(value: Any) -> float:

@@ -265,8 +265,9 @@ def kept_tokens(logits: Array, sampling: SamplingParams) -> Array:
     order = np.argsort(-scaled, kind="stable")
     if sampling.top_k:
         probs[order[sampling.top_k :]] = 0
-    if sampling.top_p < 1:
-        reached = np.cumsum(probs[order]) >= float(np.float32(sampling.top_p)) * probs.sum()
+    top_p = float(np.float32(sampling.top_p))
+    if top_p < 1:
+        reached = np.cumsum(probs[order]) >= top_p * probs.sum()
         probs[order[np.argmax(reached) + 1 :]] = 0
     return probs
 

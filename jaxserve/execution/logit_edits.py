@@ -74,11 +74,17 @@ def _biases(batch: Any, state: SamplerState) -> tuple[Array, Array]:
 
 
 def _penalized(logits: Array, batch: Any, state: SamplerState) -> Array:
-    """Neutral penalties change no bit, whatever an earlier request left in the history."""
+    """Neutral penalties change no bit, whatever an earlier request left in the history.
+
+    What grows beyond the numbers that there are becomes the greatest of them: an infinite logit
+    would exclude its token, or leave no probability to any.
+    """
     history = state.history.at[batch.slots].get(mode="clip")
     penalties = batch.penalties.astype(logits.dtype)[:, :, None]
     repetition, frequency, presence = penalties[:, 0], penalties[:, 1], penalties[:, 2]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(history > 0, repeated, logits)
+    most = jnp.finfo(logits.dtype).max
+    repeated = jnp.clip(repeated, -most, most)
+    logits = jnp.where((history > 0) & (logits > -jnp.inf), repeated, logits)
     count = (history >> 1).astype(logits.dtype)
     return logits - frequency * count - presence * (count > 0)

@@ -89,9 +89,11 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     return lax.fori_loop(0, bits // width, try_digits, none, unroll=is_gpu)
 
 
-def _truncated(probs: Array, keys: Array, batch: Any) -> Array:
+def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array:
     """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
     but the smallest set of likely ones whose share of the rest reaches top_p.
+
+    The likeliest stays, whatever top_p is once it is a float32.
     """
     # XLA computes both branches of a condition that holds element-wise work and sums alone, as
     # thresholds are on a GPU, unless one branch is no constant and only returns what it got.
@@ -111,7 +113,7 @@ def _truncated(probs: Array, keys: Array, batch: Any) -> Array:
     top_p = batch.top_p.astype(probs.dtype)
     least = raised(none, batch.top_k > 0, lambda _: (jnp.ones_like(probs), count))
     least = raised(least, batch.top_p < 1, lambda likely: (likely, top_p * likely.sum(axis=1)))
-    return jnp.where(keys >= least[:, None], probs, 0)
+    return jnp.where(keys >= jnp.minimum(least, likeliest)[:, None], probs, 0)
 
 
 def _draw(probs: Array, uniform: Array) -> Array:
@@ -135,17 +137,22 @@ def _draw(probs: Array, uniform: Array) -> Array:
     return (group * LANES + lane).astype(jnp.int32)
 
 
-def _sampled(logits: Array, batch: Any, greedy: Array) -> Array:
-    """Tokens of all rows where at least one draws."""
+def _sampled(logits: Array, batch: Any, greedy: Array, greatest: Array) -> Array:
+    """Tokens of all rows where at least one draws.
+
+    Args:
+        greedy, greatest: [R], each row's likeliest token and its logit.
+    """
     warm = batch.temperature > 0
     temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
-    scaled = logits / temperature[:, None]
-    top = scaled.max(axis=1, keepdims=True)
-    probs = jnp.exp(scaled - top)
+    # The difference first: a quotient of large logits and a small temperature may overflow, and
+    # would be rounded more coarsely than the differences that decide.
+    below = logits - greatest[:, None]
+    probs = jnp.exp(below / temperature[:, None])
     # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
-    likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (scaled == top)
+    likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (below == 0)
     probs = jnp.where(likely, probs, 0)
-    probs = _truncated(probs, _ordered_bits(scaled), batch)
+    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(greatest), batch)
     number = uniform(batch.seed, batch.kv_len).astype(probs.dtype)
     return jnp.where(warm, _draw(probs, number), greedy)
 
@@ -186,7 +193,8 @@ def sample(
     def chosen() -> tuple[Array, Array]:
         changed = lax.cond(edits, lambda: edited(logits, batch, state), lambda: logits)
         greedy, value = best(changed)
-        return lax.cond(draws, lambda: _sampled(changed, batch, greedy), lambda: greedy), value
+        drawn = lax.cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
+        return drawn, value
 
     # A branch that hands all logits through copies them: a step without wishes has none of it.
     tokens, value = lax.cond(edits | draws, chosen, lambda: best(logits))

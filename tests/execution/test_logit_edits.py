@@ -155,3 +155,27 @@ def test_draws_under_penalties_and_truncation_have_the_right_distribution() -> N
     chi_square = (np.square(counts[kept] - want[kept]) / want[kept]).sum()
     freedom = kept.sum() - 1
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 100.0])
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_a_logit_beyond_float32_is_neither_excluded_nor_endless(
+    penalty: float, temperature: float
+) -> None:
+    """A penalized logit that overflows stays the greatest or least number, and is drawn as such."""
+    table = Table()
+    params = SamplingParams(
+        repetition_penalty=penalty, temperature=temperature, allowed_token_ids=[5, 6]
+    )
+    slots = [table.admit(params, [5], []) for _ in range(SLOTS)]
+    rows = table.batch(slots, [params] * SLOTS)
+    logits = np.zeros((SLOTS, VOCAB), np.float32)
+    # One that grows, one that shrinks, and one that grows where all others are less.
+    logits[:, 5], logits[:, 6] = [1e38, -1e38, -3e38], [1e30, -1e30, -3.3e38]
+    found = np.asarray(edit(logits, rows, table.state))
+    assert np.isfinite(found[:, [5, 6]]).all() and (found[:, 7] == -np.inf).all()
+    tokens, ok = jax.jit(sample)(logits, rows, table.state)
+    assert np.all(ok)
+    want = edited_logits(logits[0].astype(np.float64), params, [5], [])
+    assert int(tokens[0]) == (6 if want[6] > want[5] else 5)
+    assert set(np.asarray(tokens).tolist()) <= {5, 6}

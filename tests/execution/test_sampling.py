@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -211,3 +212,22 @@ def test_draw_never_leaves_the_kept_set() -> None:
     for number in (0.0, 0.5, 1 - 2**-24):
         tokens = device._draw(jnp.asarray(probs), jnp.full(4, number, jnp.float32))
         assert np.all(np.isin(tokens, [3, 150]))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_likeliest_token_stays_however_little_top_p_asks_for(platform: str) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (ROWS, 300)).astype(np.float32)
+    asked = batch([SamplingParams(top_p=0.5)] * ROWS, list(range(ROWS)), 3)
+    least = np.finfo(np.float32).tiny
+    top_p = np.array([0, least / 2**20, least / 2, least, 1e-30, -1], np.float32)
+    tokens, ok = SAMPLE[platform](logits, replace(asked, top_p=top_p))
+    assert np.all(ok) and np.array_equal(tokens, logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_small_temperature_overflows_nothing(platform: str) -> None:
+    logits = np.random.default_rng(0).uniform(-1, 1, (ROWS, 300)).astype(np.float32)
+    logits *= np.array([1e30, 1e33, 1e36, 1.6e38, 3.4e38, 3.4e38], np.float32)[:, None]
+    params = [SamplingParams(temperature=1e-4), SamplingParams(temperature=1e-4, top_p=0.5)]
+    tokens, ok = SAMPLE[platform](logits, batch(params * (ROWS // 2), [7] * ROWS, 3))
+    assert np.all(ok) and np.array_equal(tokens, logits.argmax(axis=1))
