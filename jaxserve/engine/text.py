@@ -70,7 +70,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
-        self._bytes = {letter: byte for byte, letter in enumerate(_byte_letters())}
+        self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
         # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
         flagged = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(at for at, token in flagged.items() if token.special)
@@ -157,8 +157,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, in UTF-8; possibly a part of a character."""
         text = self._added_texts.get(token_id)
-        if text is not None:
-            return text.encode()
+        if text is not None:  # runs of blanks are such tokens too
+            return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
         text = self.backend.id_to_token(token_id)
         if text is None:  # the model has more logits than there are tokens
             return b""
@@ -257,7 +257,7 @@ class Tokenizer:
         return value + mark if any(end in self._beginnings for end in ends) else value
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
     of Latin-1, else the next one from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxserve.config import bundled_model
 from jaxserve.engine.plain_tokenizer import PlainTokenizer, read_plain
-from jaxserve.engine.text import Tokenizer, _byte_letters
+from jaxserve.engine.text import Tokenizer, byte_letters
 from tests.engine.checkpoint import byte_tokenizer
 
 
@@ -94,7 +94,7 @@ def test_whatever_else_is_said_is_left_to_transformers(
 
 
 def test_bytes_are_written_as_transformers_does() -> None:
-    assert dict(enumerate(_byte_letters())) == bytes_to_unicode()
+    assert dict(enumerate(byte_letters())) == bytes_to_unicode()
 
 
 def test_the_bundled_model_needs_no_transformers() -> None:
