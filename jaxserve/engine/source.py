@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import NO_MODEL, EngineConfig, bundled_model, kind_of_model
+from jaxserve.engine.gguf_ends import gguf_ends
 from jaxserve.engine.text import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
@@ -24,9 +25,6 @@ from jaxserve.weights import (
 )
 from jaxserve.weights.checkpoint import check_text_files
 from jaxserve.weights.placing import use_panels
-
-# Tokens that end a turn, besides the end of a text.
-GGUF_ENDS = ("eos", "eot", "eom")
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,9 @@ def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> 
         path = local_path(str(config.model), config, on_progress)
     if path.is_file():
         file = read_gguf(path)
-        generation = _generation_config(config, path.parent, {"eos_token_id": _gguf_ends(file)})
+        generation = _generation_config(
+            config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}
+        )
         return Source(path, gguf_config(file), generation, file)
     model_config = read_model_config(path)
     generation = _generation_config(config, path, None)
@@ -154,11 +154,6 @@ def local_path(
 def _late(name: str) -> Any:
     """A module that brings large libraries, for those who need it."""
     return importlib.import_module(f"jaxserve.engine.{name}")
-
-
-def _gguf_ends(file: GgufFile) -> list[Any]:
-    ends = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in GGUF_ENDS]
-    return [end for end in ends if end is not None]
 
 
 def _generation_config(

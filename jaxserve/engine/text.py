@@ -157,8 +157,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, in UTF-8; possibly a part of a character."""
         text = self._added_texts.get(token_id)
-        if text is not None:
-            return text.encode()
+        if text is not None:  # runs of blanks are such tokens too
+            return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
         text = self.backend.id_to_token(token_id)
         if text is None:  # the model has more logits than there are tokens
             return b""

@@ -12,10 +12,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxserve import CheckpointError, EngineConfig
+from jaxserve.engine.gguf_ends import gguf_ends
+from jaxserve.engine.gguf_splits import SPLITS
 from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.engine.source import find_source
 from jaxserve.engine.text import Tokenizer as OurTokenizer
 from tests.engine.checkpoint import CHAT_TEMPLATE
+from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
+from tests.engine.llama_cpp_splits import metadata as fields_of
 from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
 
 LLAMA3_SPLIT = (
@@ -122,6 +126,133 @@ def test_how_text_is_split(split):
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
         )
         assert granite.pre_tokenize_str(text) == pieces
+
+
+def test_every_split_is_llama_cpps():
+    """Tokens of hard texts, over merges across all boundaries, as llama.cpp gave them.
+
+    Texts apart are those where llama.cpp only approximates the model's own pattern.
+    """
+    stored = json.loads(STORED.read_text())
+    assert set(stored["splits"]) == set(SPLITS)
+    texts, made = hard_texts()[:KEPT], {}
+    for name, want in stored["splits"].items():
+        if SPLITS[name] not in made:
+            tokenizer = gguf_tokenizer(fields_of(stored["vocabulary"], name), name)
+            made[SPLITS[name]] = [tokenizer.encode(text) for text in texts]
+        assert digest(made[SPLITS[name]], want["apart"]) == want["digest"], name
+
+
+def test_no_token_but_the_files_own():
+    """Not even the special ones that such vocabularies commonly have."""
+    _, of_bytes = byte_level()
+    of_characters = sentencepiece()
+    others = {"<s>": "<begin>", "</s>": "<stop>", "<unk>": "<none>"}
+    renamed = [others.get(token, token) for token in of_characters["tokenizer.ggml.tokens"]]
+    for fields in (of_bytes, of_characters | {"tokenizer.ggml.tokens": renamed}):
+        tokens = fields["tokenizer.ggml.tokens"]
+        tokenizer = gguf_tokenizer(fields, "m.gguf")
+        assert tokenizer.get_vocab() == {token: index for index, token in enumerate(tokens)}
+        for name in tokenizer.all_special_tokens:
+            assert name in tokens
+        assert ours(fields, len(tokens)).encode("the")
+
+
+def test_a_missing_split_is_the_default():
+    _, fields = byte_level()
+    del fields["tokenizer.ggml.pre"]
+    default = gguf_tokenizer(fields | {"tokenizer.ggml.pre": "default"}, "m.gguf")
+    for text in TEXTS:
+        assert gguf_tokenizer(fields, "m.gguf").encode(text) == default.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("model", "t5", "unigrams"),
+        ("model", "bert", "WordPiece"),
+        ("model", "rwkv", "RWKV"),
+        ("model", "plamo2", "PLaMo-2"),
+        ("pre", "gemma4", "characters in place of bytes"),
+    ],
+)
+def test_kinds_that_are_not_built_say_what_is_missing(field, value, named):
+    _, fields = byte_level()
+    with pytest.raises(CheckpointError, match=rf"'{value}', which needs .*{named}"):
+        gguf_tokenizer(fields | {f"tokenizer.ggml.{field}": value}, "m.gguf")
+
+
+GEMMA_RUN = 7  # longest run of blanks that is a token; 31 in Gemma's
+
+
+def gemma() -> dict[str, Any]:
+    """A vocabulary with runs of blanks, spelled as Gemma's files have them."""
+    runs = [" " * size for size in range(2, GEMMA_RUN + 1)]
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *runs, "</s>", "a", "b", "▁a", "▁"]
+    kinds = [3] * 4 + [4] * (len(runs) + 1) + [1] * 4
+    return {
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": np.full(len(pieces), -1000, np.float32),
+        "tokenizer.ggml.token_type": np.int32(kinds),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def test_runs_of_blanks_of_gemma():
+    """As its tokenizer.json: the longest first, and the blanks' sign in a text apart from them."""
+    fields = gemma()
+    tokens = fields["tokenizer.ggml.tokens"]
+    tokenizer = ours(fields, len(tokens))
+    for size in range(2, 4 * GEMMA_RUN):
+        whole, rest = divmod(size, GEMMA_RUN)
+        want = [tokens.index(" " * GEMMA_RUN)] * whole
+        want += [tokens.index({0: "", 1: "▁"}.get(rest, " " * rest))] if rest else []
+        ids = tokenizer.encode(" " * size + "b", add_special_tokens=False)
+        assert ids == [*want, tokens.index("b")], size
+        assert tokenizer.decode(ids) == " " * size + "b"
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " " * size + "b"
+    ids = tokenizer.encode("▁▁ a", add_special_tokens=False)
+    assert ids == [tokens.index("  "), tokens.index("▁a")]
+
+
+ENDS: dict[str, tuple[dict[str, int], list[int]]] = {
+    "turns": ({"<|im_start|>": 3, "<|im_end|>": 3, "<end_of_turn>": 1, "<|eot_id|>": 3}, [1, 2, 3]),
+    "of_text": ({"</s>": 3, "<|endoftext|>": 3, "[EOS]": 3}, [0, 1, 2]),
+    "html": ({"</s>": 4, "<eos>": 3}, [1]),
+    "harmony": ({"<|end|>": 3, "<|return|>": 3, "<|call|>": 3}, [1, 2]),
+    "phi": ({"<|end|>": 3, "<|call|>": 3}, [0, 1]),
+    "code": ({"<|fim_pad|>": 3, "<|repo_name|>": 3, "<|file_sep|>": 3, "<PAD>": 3}, [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_ends_are_known_by_their_text(case):
+    types, want = ENDS[case]
+    fields = {
+        "tokenizer.ggml.tokens": [*types, "x"],
+        "tokenizer.ggml.token_type": np.int32([*types.values(), 1]),
+    }
+    assert gguf_ends(fields) == want
+    named = fields | {"tokenizer.ggml.eos_token_id": len(types)}
+    assert gguf_ends(named) == [len(types), *want]
+    named = fields | {"tokenizer.ggml.fim_pad_token_id": len(types)}
+    assert gguf_ends(named)[0] == len(types)
+
+
+def test_an_end_marked_as_a_word_is_special():
+    _, fields = byte_level()
+    kinds = fields["tokenizer.ggml.token_type"].copy()
+    tokens = list(fields["tokenizer.ggml.tokens"])
+    tokens[3], kinds[3] = "<|im_end|>", 1
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    tokenizer = ours(fields | changed, len(tokens))
+    ids = tokenizer.encode("the<|im_end|>", add_special_tokens=False)
+    assert (ids[-1], tokenizer.decode(ids)) == (3, "the")
 
 
 def sentencepiece() -> dict[str, Any]:

@@ -1,0 +1,195 @@
+"""How each of llama.cpp's pre-tokenizers splits text before the merges of a byte-level vocabulary.
+
+The names, their flags and most patterns are facts of llama.cpp's src/llama-vocab.cpp (MIT licence,
+ggml authors). Where it only approximates a pattern of the model's own tokenizer.json, and quotes
+that, the pattern here is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split.
+
+    Attributes:
+        patterns: applied one after the other, each to what the ones before left; what a pattern
+            does not match stays a piece of its own.
+        ignore_merges: a piece that is a token is that token, whatever the merges make of it.
+        begins: every text begins with the BOS token unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    begins: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD, _BLANKS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_QWEN2 = rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}"
+_LLAMA3 = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_BLANKS}"
+_ANY_NUMBER = rf"{_ENDINGS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_BLANKS}"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+
+def _cased(ending: str, numbers: str) -> str:
+    """Words cut where a capital follows a small letter, as in GPT-4o's vocabulary."""
+    words = f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
+    return rf"{words}|{numbers}|{_SLASHES}|{_BLANKS}"
+
+
+_TEKKEN, _GPT4O = _cased("", r"\p{N}"), _cased(f"{_ENDINGS}?", r"\p{N}{1,3}")
+_KANA = r"[一-龥぀-ゟ゠-ヿ]+"
+_CODE = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+_MARKED = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+_DEEPSEEK3 = rf"{_CODE}|{_MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
+# Letters with a case, as DeepSeek-V2's tokenizer lists them.
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
+    "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
+    "𞤀-𞥃"
+)
+_ASIAN = (  # of AFMoE: Chinese, Japanese, Thai, Lao, Khmer, Burmese, Korean
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
+    "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
+    "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_NOT_HAN_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_NOT_HAN_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
+_EACH_LINE = r"[^\n]+|[\n]+"
+_POETRY = r" ?[^(\s|.,!?…。，、।۔،)]+"
+# Patterns and the names that share them, with the flags of all of them.
+_PLAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+        "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
+        (_GPT2,),
+    ),
+    (  # each digit alone
+        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+        (r"\p{N}", _GPT2),
+    ),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", (_LLAMA3,)),
+    (
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+        (_QWEN2,),
+    ),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT4O,)),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", _KANA, _DEEPSEEK3)),
+    ("poro-chat bloom gpt3-finnish", (_POETRY,)),
+    ("viking", (_POETRY, r"\p{N}")),
+    ("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    ("falcon", (_PUNCTUATION, _GPT2, r"[0-9][0-9][0-9]")),
+    (
+        "deepseek-llm",
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED_LETTERS}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            r"[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ),
+    ),
+    (
+        "deepseek-coder",
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    ),
+    (
+        "jais-2",
+        (
+            rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|\s{{512}}(?!\S)|\s{{256}}(?!\S)"
+            r"|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+            r"|\s{1,2}(?!\S)|\s{1}",
+        ),
+    ),
+    (
+        "spark2_5",
+        (
+            r"\p{N}{1,3}",
+            _KANA,
+            rf"{_CODE}|{_MARKED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+",
+            r"\p{N}",
+        ),
+    ),
+    (
+        "qwen35",
+        (
+            rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+        ),
+    ),
+    ("tiny_aya cohere2moe", (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    (
+        "kimi-k2",
+        (
+            rf"[\p{{Han}}]+|{_BEFORE}{_NOT_HAN_UPPER}*{_NOT_HAN_LOWER}+{_ENDINGS}?"
+            rf"|{_BEFORE}{_NOT_HAN_UPPER}+{_NOT_HAN_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}"
+            rf"|{_SIGNS}|{_BLANKS}",
+        ),
+    ),
+    ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    (
+        "bailingmoe bailingmoe2 llada-moe",
+        (rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",),
+    ),
+    (
+        "seed-coder",
+        (rf"{_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",),
+    ),
+    ("ufakzeka", (rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
+    (  # digits in threes from the right
+        "afmoe",
+        (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3),
+    ),
+    ("laguna", (_EACH_LINE, _QWEN2)),
+    (
+        "exaone-moe",
+        (
+            rf"{_ENDINGS}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        ),
+    ),
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    _cased(f"{_ENDINGS}?", r"\p{N}"),
+)
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
+SPLITS: Mapping[str, Split] = MappingProxyType(
+    {name: Split(patterns) for names, patterns in _PLAIN for name in names.split()}
+    | {
+        name: Split((_LLAMA3,), ignore_merges=True, begins=True)
+        for name in (
+            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+            *("lfm2", "jina-v5-nano"),
+        )
+    }
+    | {
+        "tekken": Split((_TEKKEN,), ignore_merges=True, begins=True),
+        "chameleon": Split(_CHAMELEON, begins=True),
+        "youtu": Split(_YOUTU, ignore_merges=True),
+        "minicpm5": Split((r"\p{N}{1,3}", _ANY_NUMBER), ignore_merges=True),
+        "granite-embed-multi-97m": Split((_GPT4O,), ignore_merges=True),
+    }
+)
+# Names of vocabularies of merges that are spelled in characters, not in bytes.
+IN_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
