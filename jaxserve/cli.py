@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import re
 import sys
 import types
@@ -33,6 +32,7 @@ from jaxserve.server.listener import bind
 from jaxserve.server.plans import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.start import StartReport
+from jaxserve.streams import drop_output, settle_streams
 
 INTERRUPTED = 130
 DEFAULT_MAX_TOKENS = 256
@@ -342,7 +342,23 @@ def _show_json(prompt: str, output: RequestOutput) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status: 2 for bad input, 130 when interrupted."""
+    """Run the command; returns its exit status: 2 for bad input, 130 when interrupted, 1 where its
+    output cannot be written."""
+    settle_streams()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        drop_output()
+    except OSError as error:
+        drop_output()
+        print(f"jaxserve: error: cannot write the output: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _run(argv: list[str] | None) -> int:
     prepare_process()
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -356,6 +372,3 @@ def main(argv: list[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1

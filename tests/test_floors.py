@@ -31,6 +31,7 @@ FLOORS = {
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
     "jaxserve.options": 7,  # of command lines
+    "jaxserve.streams": 7,
     "jaxserve.convert": 8,
     "jaxserve.cli": 9,
     "jaxserve.__main__": 10,
