@@ -217,6 +217,7 @@ class ChatForm:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
+        self._sent: list[int] = []  # tokens of each choice that have gone out
 
     def whole(self, generation: Generation) -> ChatResponse:
         response = ChatResponse(
@@ -249,32 +250,32 @@ class ChatForm:
     def _chunk(self, generation: Generation, choices: list[ChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(self._id, generation.created, generation.model.name, choices)
         if self._continuous:
-            chunk.usage = generation.usage()
+            chunk.usage = generation.usage(self._sent)
         elif self._usage:
             chunk.usage = None
         return chunk
 
     def opening(self, generation: Generation) -> bytes:
         chunks = []
+        self._sent = [0] * len(generation.choices)
         for one in generation.choices:
             delta = ChatDelta("assistant", "")
             chunk = self._chunk(generation, [ChunkChoice(one.index, delta)])
-            if self._ids:
-                chunk.prompt_token_ids = one.prompt_token_ids
+            chunk.prompt_token_ids = one.prompt_token_ids if self._ids else None
             chunks.append(event(chunk))
         return b"".join(chunks)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
         for part in parts:
+            self._sent[part.index] += len(part.token_ids)
             if not (part.pieces or part.finish_reason or self._ids or part.scores):
                 continue
             choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
-            if self._ids:
-                choice.token_ids = part.token_ids
+            choice.token_ids = part.token_ids if self._ids else None
             chunks.append(event(self._chunk(generation, [choice])))
         return b"".join(chunks)
 
@@ -290,7 +291,7 @@ class ChatForm:
 
 
 def _answer(message: Message) -> AnswerMessage:
-    """A whole message; what there is none of is left out."""
+    """A whole message."""
     answer = AnswerMessage(message.content)
     if message.calls:
         answer.content = message.content or None
