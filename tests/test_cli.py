@@ -103,7 +103,7 @@ BAD_INPUT = {
     ),
     "no template": (
         ["--model", "RAW", "--chat", *SMALL, "hi"],
-        "this model has no chat template",
+        "this model has no chat template: pass prompts to LLM.generate",
     ),
     "too long a prompt": (
         ["--model", "RAW", *SMALL, "x" * 64],

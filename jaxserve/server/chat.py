@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.messages import plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.answers import DONE, event, respond
@@ -51,14 +53,15 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: content is text.
 
     Raises:
-        InvalidRequest: none, or content that is not text.
+        InvalidRequest: none, or one without content; see `plain_message`.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
     rendered = []
     for message in messages:
-        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        one["content"] = _text_of(message)
+        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        if isinstance(message.content, list):
+            one["content"] = [msgspec.structs.asdict(part) for part in message.content]
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
                 one[name] = getattr(message, name)
@@ -68,7 +71,7 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         if reasoning and message.role == "assistant":
             # The name that templates read, and the one that some of them read instead.
             one["reasoning_content"] = one["thinking"] = reasoning
-        rendered.append(one)
+        rendered.append(plain_message(one))
     return rendered
 
 
@@ -77,22 +80,6 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     arguments = read_arguments(function.arguments, function.name)
     made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
-
-
-def _text_of(message: ChatMessage) -> str:
-    content = message.content
-    if content is None:
-        if message.role == "assistant":
-            return ""
-        raise InvalidRequest(f"a {message.role} message needs content", "messages")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.words is None:
-            raise InvalidRequest(
-                f"content of type {part.type[:40]!r} is not supported: only text is", "messages"
-            )
-    return "".join(part.words or "" for part in content)
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:

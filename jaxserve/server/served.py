@@ -124,7 +124,9 @@ class ServedModel:
         """Raises InvalidRequest where the server takes token ids only."""
         tokenizer = self.llm.get_tokenizer()
         if tokenizer is None:
-            raise InvalidRequest("this server has no tokenizer: send token ids", "prompt")
+            raise InvalidRequest(
+                "this server has no tokenizer: send token ids to /v1/completions", "prompt"
+            )
         return tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -140,7 +142,12 @@ class ServedModel:
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation through the chat template, likewise."""
-        render = self.tokenizer().render_chat
+        tokenizer = self.tokenizer()
+        if not tokenizer.has_template(bool(options.get("tools"))):
+            raise InvalidRequest(
+                "this model has no chat template: send a prompt to /v1/completions", "messages"
+            )
+        render = tokenizer.render_chat
         characters = sum(len(message["content"]) for message in messages)
         self._check_length(characters, "messages")
         if weigh([messages, options], INLINE_CHARS) <= INLINE_CHARS:
@@ -178,6 +185,11 @@ class Models:
         self._by_name: Mapping[str, ServedModel] = {
             name: model for model in self.all for name in model.names
         }
+
+    def close(self) -> None:
+        """End what is being served, and free the device."""
+        for model in self.all:
+            model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
         """Raises ApiError 404 for a name that is not served."""
