@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import re
 import sys
 import types
@@ -23,16 +22,25 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxserve
-from jaxserve.config import EngineConfig, api_keys_from_environment, prepare_process
+from jaxserve.config import api_keys_from_environment, prepare_process
 from jaxserve.convert import add_convert
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.options import BAD_INPUT, ENGINE_FIELDS, CommandError, Parser, add_fields, given
+from jaxserve.options import (
+    BAD_INPUT,
+    CommandError,
+    Parser,
+    add_engine,
+    add_fields,
+    engine_settings,
+    given,
+)
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 from jaxserve.server.listener import bind
 from jaxserve.server.plans import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.start import StartReport
+from jaxserve.streams import drop_output, settle_streams
 
 INTERRUPTED = 130
 DEFAULT_MAX_TOKENS = 256
@@ -85,7 +93,7 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "sampling", f"Defaults are what the checkpoint recommends, and {DEFAULT_MAX_TOKENS} tokens."
     )
     add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
-    add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
+    add_engine(parser)
     parser.set_defaults(run=generate)
 
 
@@ -106,8 +114,7 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, [field.name for field in dataclasses.fields(ServerConfig)])
-    engine = parser.add_argument_group("engine", "For each model.")
-    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    add_engine(parser, "For each model.", ["seed"])
     parser.set_defaults(run=serve)
 
 
@@ -117,7 +124,7 @@ def serve(arguments: argparse.Namespace) -> int:
     asked: dict[str, Any] = {"api_key": api_keys_from_environment() or None}
     try:
         config = ServerConfig(**asked | given(arguments, fields))
-        plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        plans = plan_models(arguments.models, engine_settings(arguments), config)
         check_models(plans)
         with bind(config.host, config.port) as listener:
             # Imported late: it needs the `serve` extra, and brings JAX with it.
@@ -146,8 +153,7 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="as for serve (default: the bundled model)",
     )
     add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
-    engine = parser.add_argument_group("engine", "For each model.")
-    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    add_engine(parser, "For each model.", ["seed"])
     parser.set_defaults(run=compile_programs)
 
 
@@ -156,7 +162,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     loaded, report = [], StartReport(sys.stderr)
     try:
         config = ServerConfig(**given(arguments, ["model_weights"]))
-        plans = plan_models(arguments.models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        plans = plan_models(arguments.models, engine_settings(arguments), config)
         check_models(plans)
         load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
         for plan in plans:
@@ -240,8 +246,7 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, ["served_model_name"])
-    engine = parser.add_argument_group("engine")
-    add_fields(engine, EngineConfig, [*ENGINE_FIELDS, "seed"])
+    add_engine(parser, None, ["seed"])
     parser.set_defaults(run=run_batch)
 
 
@@ -256,7 +261,7 @@ def run_batch(arguments: argparse.Namespace) -> int:
     try:
         config = module.batch_config(getattr(arguments, "served_model_name", None))
         models = [arguments.model] if arguments.model else []
-        plans = plan_models(models, given(arguments, [*ENGINE_FIELDS, "seed"]), config)
+        plans = plan_models(models, engine_settings(arguments), config)
         return module.run_batch(plans, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
@@ -275,7 +280,7 @@ def generate(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
     asked: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**asked)  # refuse a bad value before the model is loaded
-    settings = given(arguments, [*ENGINE_FIELDS, "seed"])
+    settings = engine_settings(arguments)
     bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
     with _open(arguments.model, settings) as llm:
         sampling = dataclasses.replace(llm.get_default_sampling_params(), **asked)
@@ -342,7 +347,23 @@ def _show_json(prompt: str, output: RequestOutput) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status: 2 for bad input, 130 when interrupted."""
+    """Run the command; returns its exit status: 2 for bad input, 130 when interrupted, 1 where its
+    output cannot be written."""
+    settle_streams()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        drop_output()
+    except OSError as error:
+        drop_output()
+        print(f"jaxserve: error: cannot write the output: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _run(argv: list[str] | None) -> int:
     prepare_process()
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -356,6 +377,3 @@ def main(argv: list[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1

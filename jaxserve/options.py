@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from jaxserve.config import EngineConfig
+from jaxserve.unserved import UNSERVED, served
 
 BAD_INPUT = 2
 # `model` is one folder for all commands; `seed` is the sampling's, and dummy weights follow it.
@@ -42,6 +44,10 @@ def _integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
+
+
+# Of a list whose entries may follow each other.
+WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
 def _option(hint: Any) -> dict[str, Any]:
@@ -78,8 +84,44 @@ def add_fields(
             dest=field.name,
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
-            **_option(hints[field.name]),
+            **(WORDS if field.metadata.get("words") else _option(hints[field.name])),
         )
+
+
+def add_engine(
+    parser: argparse.ArgumentParser, about: str | None = None, more: Iterable[str] = ()
+) -> None:
+    """Declare the settings of an engine, and vLLM's that are not served, which `--help` leaves out.
+
+    `engine_settings` returns what was given of them.
+    """
+    group = parser.add_argument_group("engine", about)
+    add_fields(group, EngineConfig, [*ENGINE_FIELDS, *more])
+    for name, row in UNSERVED.items():
+        is_flag = any(isinstance(value, bool) for value in row.neutral)
+        kind: dict[str, Any] = {"type": _plain_value}
+        if is_flag:
+            kind = {"action": argparse.BooleanOptionalAction}
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(
+            flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
+        )
+
+
+def _plain_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given of an engine's settings, the seed included.
+
+    Raises:
+        InvalidRequest: one that is not served, with what to do instead.
+    """
+    return served(given(arguments, [*ENGINE_FIELDS, "seed", *UNSERVED]))
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class SamplingParams:
         stop_token_ids: token ids that end the sequence, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: most tokens generated; None for as many as the model's context holds.
-        min_tokens: tokens generated before any end is allowed.
+        min_tokens: tokens generated before any end is allowed, at most `max_tokens`; where the
+            context ends sooner, it ends the sequence, as in vLLM.
         detokenize: whether outputs carry text.
         skip_special_tokens: whether special tokens are left out of the text.
         include_stop_str_in_output: whether a matched stop string stays in the text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -102,7 +103,7 @@ BAD_INPUT = {
     ),
     "no template": (
         ["--model", "RAW", "--chat", *SMALL, "hi"],
-        "this model has no chat template",
+        "this model has no chat template: pass prompts to LLM.generate",
     ),
     "too long a prompt": (
         ["--model", "RAW", *SMALL, "x" * 64],
@@ -156,6 +157,38 @@ def test_control_c_ends_it_quietly() -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(only_config: str) -> None:
+    asked = "--skip-tokenizer-init --load-format dummy --max-tokens 2 --model".split()
+    words = ["generate", "--json", *asked, only_config, *SMALL, "1"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    # As a shell has it: what is printed lies in a buffer, and is written at the end.
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONUNBUFFERED"}
+    with start(*words, stdout=writer, env=environment) as process:
+        os.close(writer)
+        _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (1, "")
+
+
+def test_output_that_cannot_be_written_is_said_in_one_line(only_config: str) -> None:
+    asked = "--skip-tokenizer-init --load-format dummy --max-tokens 2 --model".split()
+    for form in ([], ["--json"]):
+        words = ["generate", *form, *asked, only_config, *SMALL, "1"]
+        with open("/dev/full", "w") as full, start(*words, stdout=full) as process:
+            _, err = process.communicate(timeout=300)
+        said = "jaxserve: error: cannot write the output: No space left on device\n"
+        assert (process.returncode, err) == (1, said)
+
+
+def test_standard_error_that_is_full_changes_no_status() -> None:
+    with (
+        open("/dev/full", "w") as full,
+        start("generate", "--top-p", "7", "hi", stderr=full) as one,
+    ):
+        out, _ = one.communicate(timeout=300)
+    assert (one.returncode, out) == (2, "")
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture) -> None:

@@ -23,6 +23,7 @@ FLOORS = {
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
     "jaxserve.config": 1,
+    "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
     "jaxserve.models": 2,
@@ -31,13 +32,14 @@ FLOORS = {
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
     "jaxserve.options": 7,  # of command lines
+    "jaxserve.streams": 7,
     "jaxserve.convert": 8,
     "jaxserve.cli": 9,
     "jaxserve.__main__": 10,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
-    *("jaxserve.config", "jaxserve"),
+    *("jaxserve.config", "jaxserve.unserved", "jaxserve"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "scores", "slot_table"))
@@ -76,6 +78,7 @@ ONLY = {
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
     "jaxserve.config": set(),
+    "jaxserve.unserved": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 400, "pallas_kernels": 600}

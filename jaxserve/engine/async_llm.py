@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from uuid import uuid4
 
 from jaxserve.config import EngineConfig
@@ -16,7 +16,7 @@ from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thinking import ThinkingMarks
-from jaxserve.engine.thread import EngineThread
+from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -130,6 +130,10 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None with skip_tokenizer_init."""
         return self._thread.engine.tokenizer
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: there is nothing that another process could use."""
+        raise TypeError(NOT_PICKLED.format("AsyncLLM"))
 
     def close(self) -> None:
         """Abort what is being served and free the device. Idempotent."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from tqdm.auto import tqdm
 
@@ -16,12 +16,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
+from jaxserve.engine.messages import plain_message
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text import Tokenizer
-from jaxserve.engine.thread import EngineThread
+from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams, is_listing
+from jaxserve.unserved import served
 
 Prompt = str | Listing[int] | Mapping[str, Any]
 
@@ -109,6 +111,12 @@ def _told(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[s
     return told | dict(free or {})
 
 
+def _plain(messages: Any) -> Any:
+    """A conversation whose contents are texts; what is no list of messages is left to refuse."""
+    is_list = isinstance(messages, list | tuple)
+    return [plain_message(one) for one in messages] if is_list else messages
+
+
 class LLM:
     """An engine for offline use. Close it, or use it as a context manager.
 
@@ -118,11 +126,13 @@ class LLM:
 
     Args:
         model: folder of a Hugging Face checkpoint; None for the bundled demo model.
-        **settings: fields of `EngineConfig`.
+        **settings: fields of `EngineConfig`. vLLM's names for what is not served are refused with
+            what to do instead, unless their values ask for nothing.
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
-        parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
+        asked = served(settings)
+        parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **asked)
         self._thread = EngineThread(parts)
         weakref.finalize(self, self._thread.close).atexit = False
 
@@ -183,11 +193,15 @@ class LLM:
         """
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer; use generate with token ids")
+            raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
         told = _told(tokenizer, template_options, chat_template_kwargs)
-        prompts = [tokenizer.render_chat(one, **told) for one in many]
+        if not tokenizer.has_template(bool(told.get("tools"))):
+            raise InvalidRequest(
+                "this model has no chat template: pass prompts to LLM.generate", "messages"
+            )
+        prompts = [tokenizer.render_chat(_plain(one), **told) for one in many]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
         )
@@ -249,6 +263,10 @@ class LLM:
     def check(self) -> None:
         """Verify every page, slot and counter; AssertionError names what is wrong."""
         self._thread.call(self._thread.engine.scheduler.check)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: there is nothing that another process could use."""
+        raise TypeError(NOT_PICKLED.format("LLM"))
 
     def close(self) -> None:
         """Abort what is being served and free the device. Idempotent."""

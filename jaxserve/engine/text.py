@@ -114,6 +114,13 @@ class Tokenizer:
         except Exception:
             return
 
+    def has_template(self, tools: bool) -> bool:
+        """Whether there is a chat template for talks with tools, or without."""
+        return self._template(tools) is not None
+
+    def _template(self, tools: bool) -> ChatTemplate | None:
+        return self._templates.get(tools) or self._templates.get(False)
+
     @property
     def template_source(self) -> str:
         """The chat template's text, that for tools where there are two; empty without one."""
@@ -192,9 +199,9 @@ class Tokenizer:
                 raise InvalidRequest(
                     "each message must be a dict with a role and content", "messages"
                 )
-        template = self._templates.get(bool(options.get("tools"))) or self._templates.get(False)
+        template = self._template(bool(options.get("tools")))
         if template is None:
-            raise InvalidRequest("this model has no chat template; use generate", "messages")
+            raise InvalidRequest("this model has no chat template", "messages")
         try:
             pieces = self._render(template, messages, options, seconds)
         except InvalidRequest:

@@ -24,6 +24,10 @@ from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
 
 _log = logging.getLogger(__name__)
+NOT_PICKLED = (
+    "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
+    "process that uses it, from the same arguments"
+)
 
 
 class EngineThread:

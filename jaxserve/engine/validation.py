@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,11 +124,7 @@ def make_request(
     room = limits.max_model_len - len(ids)
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     if sampling.min_tokens > wanted:
-        raise InvalidRequest(
-            f"min_tokens must be at most the {wanted} tokens that there is room for, "
-            f"got {sampling.min_tokens}",
-            "min_tokens",
-        )
+        sampling = replace(sampling, min_tokens=wanted)
     stop_token_ids = _stop_token_ids(sampling, limits)
     bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
     _check_something_is_left(sampling, bad_words, stop_token_ids, limits.vocab_size)

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.engine.messages import plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.answers import DONE, event, respond
@@ -51,14 +53,15 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: content is text.
 
     Raises:
-        InvalidRequest: none, or content that is not text.
+        InvalidRequest: none, or one without content; see `plain_message`.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
     rendered = []
     for message in messages:
-        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        one["content"] = _text_of(message)
+        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        if isinstance(message.content, list):
+            one["content"] = [msgspec.structs.asdict(part) for part in message.content]
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
                 one[name] = getattr(message, name)
@@ -68,7 +71,7 @@ def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         if reasoning and message.role == "assistant":
             # The name that templates read, and the one that some of them read instead.
             one["reasoning_content"] = one["thinking"] = reasoning
-        rendered.append(one)
+        rendered.append(plain_message(one))
     return rendered
 
 
@@ -77,22 +80,6 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     arguments = read_arguments(function.arguments, function.name)
     made = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
-
-
-def _text_of(message: ChatMessage) -> str:
-    content = message.content
-    if content is None:
-        if message.role == "assistant":
-            return ""
-        raise InvalidRequest(f"a {message.role} message needs content", "messages")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.words is None:
-            raise InvalidRequest(
-                f"content of type {part.type[:40]!r} is not supported: only text is", "messages"
-            )
-    return "".join(part.words or "" for part in content)
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
@@ -217,6 +204,7 @@ class ChatForm:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
+        self._sent: list[int] = []  # tokens of each choice that have gone out
 
     def whole(self, generation: Generation) -> ChatResponse:
         response = ChatResponse(
@@ -249,32 +237,32 @@ class ChatForm:
     def _chunk(self, generation: Generation, choices: list[ChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(self._id, generation.created, generation.model.name, choices)
         if self._continuous:
-            chunk.usage = generation.usage()
+            chunk.usage = generation.usage(self._sent)
         elif self._usage:
             chunk.usage = None
         return chunk
 
     def opening(self, generation: Generation) -> bytes:
         chunks = []
+        self._sent = [0] * len(generation.choices)
         for one in generation.choices:
             delta = ChatDelta("assistant", "")
             chunk = self._chunk(generation, [ChunkChoice(one.index, delta)])
-            if self._ids:
-                chunk.prompt_token_ids = one.prompt_token_ids
+            chunk.prompt_token_ids = one.prompt_token_ids if self._ids else None
             chunks.append(event(chunk))
         return b"".join(chunks)
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
         chunks = []
         for part in parts:
+            self._sent[part.index] += len(part.token_ids)
             if not (part.pieces or part.finish_reason or self._ids or part.scores):
                 continue
             choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
                 choice.finish_reason = generation.finish_reason(generation.choices[part.index])
                 choice.stop_reason = part.stop_reason
-            if self._ids:
-                choice.token_ids = part.token_ids
+            choice.token_ids = part.token_ids if self._ids else None
             chunks.append(event(self._chunk(generation, [choice])))
         return b"".join(chunks)
 
@@ -290,7 +278,7 @@ class ChatForm:
 
 
 def _answer(message: Message) -> AnswerMessage:
-    """A whole message; what there is none of is left out."""
+    """A whole message."""
     answer = AnswerMessage(message.content)
     if message.calls:
         answer.content = message.content or None

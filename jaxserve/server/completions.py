@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -131,6 +132,7 @@ class CompletionForm:
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._echoes = [echo for echo in echoes for _ in range(sampling.n)]
+        self._sent = [0] * len(self._echoes)  # tokens of each choice that have gone out
         self._fresh = set(range(len(self._echoes)))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._scores_echo = bool(body.echo) and body.logprobs is not None
@@ -143,8 +145,8 @@ class CompletionForm:
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
         return CompletionResponse(self._id, generation.created, generation.model.name, choices)
 
-    def _used(self, generation: Generation) -> Usage:
-        usage = generation.usage()
+    def _used(self, generation: Generation, sent: list[int] | None = None) -> Usage:
+        usage = generation.usage(sent)
         if self._echo_only:
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
@@ -181,6 +183,7 @@ class CompletionForm:
             choices.append(choice)
         response = self._response(generation, choices)
         response.usage = self._used(generation)
+        response.service_tier = response.kv_transfer_params = None
         return response
 
     def opening(self, generation: Generation) -> bytes:
@@ -199,6 +202,7 @@ class CompletionForm:
     def _part(self, generation: Generation, part: Part) -> bytes:
         text = "" if self._echo_only else part.text
         is_first = part.index in self._fresh
+        self._sent[part.index] += len(part.token_ids)
         if is_first:
             self._fresh.discard(part.index)
             text = self._echoes[part.index] + text
@@ -206,6 +210,7 @@ class CompletionForm:
             return b""
         logprobs = self._logprobs(generation, part, is_first)
         choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
+        choice.prompt_logprobs = msgspec.UNSET
         if self._echo_only:
             choice.finish_reason, choice.stop_reason = "length", None
         if self._ids:
@@ -214,7 +219,7 @@ class CompletionForm:
                 choice.prompt_token_ids = generation.choices[part.index].prompt_token_ids
         response = self._response(generation, [choice])
         if self._continuous:
-            response.usage = self._used(generation)
+            response.usage = self._used(generation, self._sent)
         elif self._usage:
             response.usage = None
         return event(response)

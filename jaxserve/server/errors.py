@@ -74,6 +74,11 @@ def too_busy(message: str, code: str, seconds: float) -> ApiError:
     return ApiError(429, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
+def too_many_connections() -> ApiError:
+    """A refusal of all but /health, to a connection beyond the limit."""
+    return ApiError(503, "too many connections", code="too_many_connections")
+
+
 def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
     """What a client is told about an exception. Nothing of the server's inside is shown.
 

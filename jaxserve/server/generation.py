@@ -249,16 +249,23 @@ class Generation:
         while not self.is_finished:
             await self.take()
 
-    def usage(self) -> Usage:
-        """Counts so far: each prompt once, the tokens of every choice."""
+    def usage(self, sent: Listing[int] | None = None) -> Usage:
+        """Counts so far: each prompt once, the tokens of every choice.
+
+        Args:
+            sent: of each choice, how many of its first tokens count; all by default.
+        """
+        drawn = [choice.token_ids for choice in self.choices]
+        if sent is not None:
+            drawn = [ids[:count] for ids, count in zip(drawn, sent, strict=True)]
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
-        drawn = sum(len(choice.token_ids) for choice in self.choices)
+        count = sum(map(len, drawn))
         details = PromptTokensDetails(sum(self._cached.values()))
-        usage = Usage(prompts, drawn, prompts + drawn, details)
+        usage = Usage(prompts, count, prompts + count, details)
         if self.reading.thinking is not None:
             thought = [
-                self.reading.num_thought(one.token_ids, one.message.reasoning)
-                for one in self.choices
+                self.reading.num_thought(ids, one.message.reasoning)
+                for ids, one in zip(drawn, self.choices, strict=True)
             ]
             usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
         return usage

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.answers import ClientGone, error_response
-from jaxserve.server.errors import ApiError, as_api_error
+from jaxserve.server.errors import ApiError, as_api_error, too_many_connections
 from jaxserve.server.served import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
@@ -40,7 +40,7 @@ class Guard:
     """ASGI middleware; what it finds goes into the scope.
 
     `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is asked for),
-    `jaxserve.renamed` see `Call`.
+    `jaxserve.renamed` see `Call`. `jaxserve.crowded` is set on connections beyond the limit.
 
     Args:
         app: what it guards.
@@ -74,12 +74,15 @@ class Guard:
         headers = _by_name(scope["headers"])
         request_id = _printable(headers.get(b"x-request-id", b"")) or uuid4().hex.encode()
         more_headers = [(b"x-request-id", request_id)]
-        if self._lifecycle.is_draining:
+        is_crowded = scope.get("jaxserve.crowded", False)
+        if self._lifecycle.is_draining or is_crowded:
             more_headers.append((b"connection", b"close"))
         answer = _Answer(scope, send, more_headers)
         renamed: dict[str, str] = {}
         scope["jaxserve.renamed"] = renamed
         try:
+            if is_crowded and scope["path"] not in OPEN_PATHS:
+                raise too_many_connections()
             self._check_headers(scope["headers"])
             if b"content-length" in headers and b"transfer-encoding" in headers:
                 raise ApiError(400, "both Content-Length and Transfer-Encoding", code="bad_http")

@@ -40,8 +40,11 @@ def plan_models(
     named = []
     for text in models:
         name, equals, folder = text.rpartition("=")
-        if not folder or (equals and not name):
-            raise InvalidRequest(f"models are given as MODEL or NAME=MODEL; got {text!r}", "models")
+        if not folder or (equals and not name) or "," in name:
+            raise InvalidRequest(
+                f"models are given as MODEL or NAME=MODEL, names without commas; got {text!r}",
+                "models",
+            )
         named.append((name or folder, folder))
     folders: list[tuple[str, str | None]] = [*named] or [(BUNDLED, None)]
     names = [name for name, _ in folders]
@@ -63,7 +66,14 @@ def plan_models(
                 "served_model_name is for one model; name several as NAME=MODEL",
                 "served_model_name",
             )
-        plans[0] = replace(plans[0], names=list(config.served_model_name))
+        names = list(config.served_model_name)
+        if not named and len(names) > 1 and kind_of_model(names[-1]) is not None:
+            raise InvalidRequest(
+                f"served_model_name takes all words after it, so {names[-1]!r} is a name: give the "
+                "model before it",
+                "served_model_name",
+            )
+        plans[0] = replace(plans[0], names=names)
     return plans
 
 

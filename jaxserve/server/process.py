@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import socket
 import time
+from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from jaxserve.server.app import App
-from jaxserve.server.connection import Connection
+from jaxserve.server.connection import Connection, Crowd
 from jaxserve.server.errors import ApiError
+from jaxserve.server.files import Room, make_room
 
 _log = logging.getLogger(__name__)
 # What is left of a request's end when all of them have been ended: its last bytes.
 FAREWELL_SECONDS = 1.5
+# Connections that wait in the kernel to be accepted.
+_QUEUE = 2048
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Process(uvicorn.Server):
@@ -25,18 +34,24 @@ class Process(uvicorn.Server):
     until `drain_timeout`, then end with an error. A second one ends them at once. An engine that
     dies ends the process.
 
+    Args:
+        app: what it serves.
+        room: for connections; by default what the limit of open files leaves.
+
     Attributes:
         status: exit status for the process, once `serve` has returned.
     """
 
-    def __init__(self, app: App) -> None:
-        limits = app.config
+    def __init__(self, app: App, room: Room | None = None) -> None:
+        room = make_room(app.config.max_connections) if room is None else room
+        limits = replace(app.config, max_connections=room.connections)
         super().__init__(
             uvicorn.Config(
                 app.asgi,
                 host=limits.host,
                 port=limits.port,
-                http=partial(Connection, limits=limits),  # type: ignore[arg-type]
+                http=partial(Connection, limits=limits, crowd=Crowd(room.beyond)),  # type: ignore[arg-type]
+                backlog=room.beyond,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -52,6 +67,22 @@ class Process(uvicorn.Server):
         self._num_signals = 0
         self._deadline = 0.0
         self._is_first_tick = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which takes the connections of one turn for the length of the queue."""
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(_QUEUE)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Asyncio accepts no connection for a second where it finds no file for one."""
+        if getattr(context.get("exception"), "errno", None) not in _NO_FILES:
+            loop.default_exception_handler(context)
+            return
+        _log.warning("no file is left for a connection; idle ones are closed")
+        for connection in list(self.server_state.connections):
+            connection.close_idle()  # type: ignore[union-attr]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1

@@ -146,7 +146,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -196,9 +196,9 @@ class CompletionChoice(msgspec.Struct, omit_defaults=False):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = None  # unset in streams
 
 
 class CompletionResponse(msgspec.Struct):
@@ -211,15 +211,22 @@ class CompletionResponse(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "text_completion"
     system_fingerprint: str | None = None
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET  # null in whole answers
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
 
 
 class AnswerMessage(msgspec.Struct):
+    """What was said. Fields that nothing fills are null, as vLLM has them: clients look there."""
+
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -228,7 +235,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(msgspec.Struct):
@@ -241,8 +248,10 @@ class ChatResponse(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    service_tier: None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: None = None
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -273,11 +282,15 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of a streamed answer of /v1/chat/completions."""
+    """One event of a streamed answer of /v1/chat/completions.
+
+    As vLLM has it, events hold what they may say: the first one of a choice its
+    `prompt_token_ids`, those of its tokens their `token_ids`, null where nobody asked for them.
+    """
 
     id: str
     created: int
@@ -286,7 +299,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ErrorDetail(msgspec.Struct):

@@ -253,7 +253,7 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
         function = FunctionCall(name=item.name, arguments=item.arguments or "")
         call = ToolCall(id=item.call_id, function=function)
         if not messages or messages[-1].role != "assistant":
-            messages.append(ChatMessage(role="assistant"))
+            messages.append(ChatMessage(role="assistant", content=""))
         messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
     elif item.type == "function_call_output":
         if item.call_id is None:

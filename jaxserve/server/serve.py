@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import secrets
 import socket
 import sys
@@ -14,15 +13,13 @@ from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.engine import Engine
 from jaxserve.server import page
 from jaxserve.server.app import App
+from jaxserve.server.files import make_room
 from jaxserve.server.logs import log_json
 from jaxserve.server.plans import ModelPlan
 from jaxserve.server.process import Process
 from jaxserve.server.served import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.start import StartReport, Stop
-
-# Files that a process holds besides its connections.
-OWN_FILES = 256
 
 
 def load_models(plans: Iterable[ModelPlan], config: ServerConfig, report: StartReport) -> Models:
@@ -81,13 +78,26 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.soc
 
     Returns:
         The exit status: 0 after an orderly end, 1 where an engine died.
+
+    Raises:
+        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`, `make_room`.
     """
     log_json()
     stop = Stop()
     report = StartReport(sys.stderr, stop)
-    allow_files(config.max_connections + OWN_FILES)
     models = load_models(plans, config, report)
-    process = Process(App(models, config, page.routes(), page.OPEN_PATHS))
+    try:
+        room = make_room(config.max_connections)
+    except ValueError:
+        models.close()
+        raise
+    if room.connections < config.max_connections:
+        report.say(
+            f"warning: {room.connections} connections are served at once, not the "
+            f"{config.max_connections} of --max-connections: the limit of open files is "
+            f"{room.limit} (ulimit -n)"
+        )
+    process = Process(App(models, config, page.routes(), page.OPEN_PATHS), room)
     # What is alive now stays: a collection that walked it would hold up every stream.
     gc.collect()
     gc.freeze()
@@ -95,17 +105,8 @@ def serve(plans: Iterable[ModelPlan], config: ServerConfig, listener: socket.soc
         stop.check()
         asyncio.run(_serve(process, listener, report))
     finally:
-        for model in models.all:
-            model.llm.close()
+        models.close()
     return process.status
-
-
-def allow_files(count: int) -> None:
-    """Raise this process's limit of open files to `count`, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:

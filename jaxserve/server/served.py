@@ -125,7 +125,9 @@ class ServedModel:
         """Raises InvalidRequest where the server takes token ids only."""
         tokenizer = self.llm.get_tokenizer()
         if tokenizer is None:
-            raise InvalidRequest("this server has no tokenizer: send token ids", "prompt")
+            raise InvalidRequest(
+                "this server has no tokenizer: send token ids to /v1/completions", "prompt"
+            )
         return tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -146,6 +148,10 @@ class ServedModel:
         in the user's first where the template takes none.
         """
         tools = options.get("tools")
+        if not self.tokenizer().has_template(bool(tools)):
+            raise InvalidRequest(
+                "this model has no chat template: send a prompt to /v1/completions", "messages"
+            )
         if not tools or self.talk.reads_tools:
             return await self._render(messages, options)
         options = {**options, "tools": None}
@@ -195,6 +201,11 @@ class Models:
         self._by_name: Mapping[str, ServedModel] = {
             name: model for model in self.all for name in model.names
         }
+
+    def close(self) -> None:
+        """End what is being served, and free the device."""
+        for model in self.all:
+            model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
         """Raises ApiError 404 for a name that is not served."""

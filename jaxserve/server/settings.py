@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import exact_int, finite_float
@@ -33,12 +33,13 @@ class ServerConfig:
     Args:
         host: address to listen on. Any other than loopback needs an api_key, or insecure.
         port: to listen on; 0 takes a free one.
-        served_model_name: names that requests may call the model by; the first is what
-            answers carry. Only with one model.
+        served_model_name: names that requests may call the model by, like a b; the first is what
+            answers carry. Only with one model, which stands before it on a command line.
         model_weights: how the memory is shared out between several models, like a=2,b=1; equally
             by default.
         api_key: keys of which every request must bring one, as `Authorization: Bearer` or
-            `x-api-key`; only /health is open without. Also read from JAXSERVE_API_KEY.
+            `x-api-key`; only /health and the files of the page at / are open without. Also read
+            from JAXSERVE_API_KEY.
         insecure: listen beyond loopback although there is no api_key.
         allowed_origins: origins of pages elsewhere that may call this server.
         allowed_hosts: names, besides loopback's own, that requests to a loopback address
@@ -77,7 +78,9 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: tuple[str, ...] | list[str] | None = None
+    served_model_name: tuple[str, ...] | list[str] | None = field(
+        default=None, metadata={"words": True}
+    )
     model_weights: str | None = None
     api_key: tuple[str, ...] | list[str] | None = None
     insecure: bool = False
@@ -118,6 +121,7 @@ class ServerConfig:
         for name, known in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", THINKING)):
             if getattr(self, name) not in (None, "none", *known):
                 raise InvalidRequest(f"{name} must be none, {', '.join(known)}", name)
+        self._check_names()
         if any(not key for key in self.api_key or ()):
             raise InvalidRequest("api_key must not be empty", "api_key")
         if not (self.is_local or self.api_key or self.insecure):
@@ -126,6 +130,17 @@ class ServerConfig:
                 "to serve everyone",
                 "host",
             )
+
+    def _check_names(self) -> None:
+        names, parameter = list(self.served_model_name or ()), "served_model_name"
+        for name in names:
+            if not name or "," in name:
+                raise InvalidRequest(
+                    f"{parameter}: {name!r} is no name; several are given as words, like a b",
+                    parameter,
+                )
+        if len(set(names)) < len(names):
+            raise InvalidRequest(f"{parameter}: a name is given twice", parameter)
 
     @property
     def is_local(self) -> bool:

@@ -122,6 +122,22 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert len(llm.chat([message, message], GREEDY, use_tqdm=False)) == 2
 
 
+def test_a_chat_takes_what_the_server_takes(llm: LLM) -> None:
+    def ids(*messages: dict[str, Any]) -> list[int]:
+        return llm.chat(list(messages), GREEDY, use_tqdm=False)[0].prompt_token_ids
+
+    user = {"role": "user", "content": "hi"}
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert ids({"role": "user", "content": parts}) == ids(user)
+    assert ids({"role": "critic", "content": "a"}, user) != ids(user)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    assert ids(user, said, user) == ids(user, said | {"content": ""}, user)
+    for content in (None, [], "", [{"type": "text", "text": ""}], [{"type": "image_url"}], 5):
+        with pytest.raises(InvalidRequest, match="content"):
+            ids({"role": "user", "content": content})
+
+
 def test_a_prompt_dict_may_say_its_salt(llm: LLM) -> None:
     ids = [7] * 40
 
@@ -272,8 +288,6 @@ def test_a_seed_may_be_negative_as_vllms() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"max_tokens": None, "min_tokens": 10**9},
-        {"max_tokens": 10**6, "min_tokens": 300},
         {"stop_token_ids": [260]},
         {"stop_token_ids": [2**31 - 1]},
     ],
@@ -281,6 +295,16 @@ def test_a_seed_may_be_negative_as_vllms() -> None:
 def test_settings_beyond_the_model_are_refused(canary: Canary, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         canary.llm.generate("x", SamplingParams(**fields), use_tqdm=False)
+    canary.check()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10**6])
+def test_min_tokens_end_with_the_context(canary: Canary, max_tokens: int | None) -> None:
+    asked = SamplingParams(max_tokens=max_tokens, min_tokens=10**6, temperature=0)
+    [one] = canary.llm.generate("x", asked, use_tqdm=False)
+    room = canary.llm._thread.engine.limits.max_model_len - len(one.prompt_token_ids)
+    assert len(one.outputs[0].token_ids) == room
+    assert one.outputs[0].finish_reason == "length"
     canary.check()
 
 

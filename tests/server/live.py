@@ -58,17 +58,20 @@ class Server:
 
     Attributes:
         module: what is run: `tests.server.slow` leaves time to look at requests while they run.
+        files: the limit of open files, soft and hard; that of this process by default.
         log: lines that it wrote to standard error.
     """
 
     arguments: list[str]
     key: str | None = None
     module: str = "jaxserve"
+    files: int | None = None
     log: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
+        limit = [] if self.files is None else ["sh", "-c", f'ulimit -n {self.files}; exec "$@"', ""]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, "serve", *self.arguments],
+            [*limit, sys.executable, "-m", self.module, "serve", *self.arguments],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,

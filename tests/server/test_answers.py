@@ -36,7 +36,7 @@ def joined(events: list[Any], part: str) -> dict[int, dict[str, Any]]:
             assert one["end"] is None, "something came after the end"
             delta = choice[part]
             one["text"] += (delta if part == "text" else delta.get("content")) or ""
-            one["ids"] += choice.get("token_ids", [])
+            one["ids"] += choice.get("token_ids") or []
             one["end"] = choice["finish_reason"]
     return choices
 
@@ -99,6 +99,49 @@ def test_usage_can_come_with_every_chunk(server: Server) -> None:
     *events, _ = streamed(server, "/v1/chat/completions", CHAT | options)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == 10
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_usage_of_a_chunk_counts_what_was_sent_by_then(server: Server, chat: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    more = {"stream_options": options, "return_token_ids": True, "n": 3, "seed": 5}
+    body = (CHAT if chat else {"prompt": ["ab", "cde"]}) | {"max_tokens": 9, "temperature": 1.5}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    *events, last, _ = streamed(server, path, body | more)
+    sent = 0
+    for event in events:
+        [choice] = event["choices"]
+        sent += len(choice.get("token_ids") or [])
+        usage = event["usage"]
+        assert usage["completion_tokens"] == sent
+        assert usage["total_tokens"] == sent + usage["prompt_tokens"]
+    assert last["usage"]["completion_tokens"] == sent > 0
+    if chat:
+        assert [event["usage"]["completion_tokens"] for event in events[:3]] == [0, 0, 0]
+
+
+def test_what_nobody_asked_for_is_null_where_vllm_writes_it(server: Server) -> None:
+    whole = server.request("/v1/chat/completions", CHAT).json()
+    [choice] = whole["choices"]
+    none = ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "service_tier")
+    assert [whole[name] for name in none] == [None] * 4
+    none = ("reasoning", "annotations", "audio", "function_call", "refusal")
+    assert [choice["message"][name] for name in none] == [None] * 5
+    assert choice["token_ids"] is None and "tool_calls" not in choice["message"]
+    first, *middle, _ = streamed(server, "/v1/chat/completions", CHAT)
+    assert first["prompt_token_ids"] is None and "token_ids" not in first["choices"][0]
+    for event in middle:
+        assert "prompt_token_ids" not in event and event["choices"][0]["token_ids"] is None
+        assert not {"reasoning", "role", "tool_calls"} & event["choices"][0]["delta"].keys()
+    for body in ({}, {"stream": True}):
+        answer = server.request("/v1/completions", {"prompt": "ab"} | body)
+        event = answer.events()[0] if body else answer.json()
+        [choice] = event["choices"]
+        assert choice["token_ids"] is choice["prompt_token_ids"] is None
+        assert choice.get("prompt_logprobs", "none in streams") == (
+            "none in streams" if body else None
+        )
+        assert ("service_tier" in event) == ("kv_transfer_params" in event) == (not body)
 
 
 def test_streamed_responses_equal_whole_ones(server: Server) -> None:

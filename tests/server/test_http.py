@@ -98,6 +98,38 @@ def test_an_endless_chunked_body_is_refused(server: Server) -> None:
     assert server.memory() - before < 32 << 20
 
 
+@pytest.mark.parametrize("size", [(8 << 20) + 1, 1 << 60])
+def test_a_chunk_that_will_be_too_large_is_refused_before_it_comes(
+    server: Server, size: int
+) -> None:
+    head = POST + b"transfer-encoding: chunked\r\n\r\n"
+    for before in (b"", b"5\r\n     \r\n"):
+        answer = server.send(head + before + b"%x\r\n" % size)  # and nothing more
+        assert status_of(answer) == 413 and b"larger than 8388608 bytes" in answer
+    body = json.dumps(GOOD).encode()
+    good = b"%x\r\n%b\r\n0\r\n\r\n" % (8 << 20, body + b" " * ((8 << 20) - len(body)))
+    closing = head.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    assert status_of(server.send(closing + good)) == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost:1/v1/models", "localhost", 200),
+        ("HTTP://127.0.0.1/v1/models?a=b", "evil.example", 200),  # the target is what counts
+        ("https://[::1]:80/v1/models", "", 200),
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("http://localhost@evil.example/v1/models", "localhost", 403),
+        ("http:///v1/models", "localhost", 400),
+        ("http://localhost?x=1", "localhost", 200),
+        ("ftp://localhost/v1/models", "localhost", 404),
+    ],
+)
+def test_targets_in_absolute_form(server: Server, target: str, host: str, status: int) -> None:
+    head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    assert status_of(server.send(head.encode())) == status
+
+
 def test_a_body_in_tiny_chunks_is_refused(server: Server) -> None:
     attacks.tiny_chunks(server, 300_000)
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps(GOOD).encode())
@@ -150,7 +182,8 @@ def test_every_route_but_liveness_asks_for_the_key(narrow: Server) -> None:
         for path in routes:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT"):
                 assert narrow.request(path, None, {}, method).status == 401, (method, path)
-        assert narrow.request("/health").status == 200
+        for path in ("/health", "/", "/page/main.js"):
+            assert narrow.request(path).status == 200
     finally:
         narrow.key = KEYS[0]
 
@@ -330,5 +363,12 @@ def test_more_connections_than_allowed_are_refused(narrow: Server) -> None:
         with narrow.connect() as one:
             answer = read_all(one)
         assert status_of(answer) == 503 and b"too_many_connections" in answer
+        for path, status in (("/v1/models", 503), ("/", 503), ("/health", 200)):
+            answer = narrow.request(path)
+            assert (answer.status, answer.headers["connection"]) == (status, "close")
+        # Those that only stand there do not keep /health from who comes later.
+        for _ in range(100):
+            idle.enter_context(narrow.connect())
+        assert narrow.request("/health").status == 200
     while narrow.request("/health").status != 200:  # it learns in its own time that they left
         time.sleep(0.02)

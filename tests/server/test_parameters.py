@@ -94,8 +94,6 @@ RANGES: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/messages", {"max_tokens": value}) for value in (0, -1, None, "a")),
     *(("/v1/responses", {"max_output_tokens": value}) for value in (0, -1, "a")),
     *((TEXT, {"min_tokens": value}) for value in (-1, 3, 10**12)),
-    (TEXT, {"min_tokens": 1000, "max_tokens": None}),
-    (CHAT, {"min_tokens": 1000, "max_tokens": None}),
     *((TEXT, {"n": value}) for value in (0, -1, 17, 10**9)),
     *((TEXT, {"temperature": value}) for value in (-1, 1e-320, 1e300)),
     *((TEXT, {"top_p": value}) for value in (0, -1, 2)),
@@ -282,6 +280,41 @@ def test_other_content_than_text(server: Server, part: dict[str, Any]) -> None:
     item = {"role": "user", "content": [part]}
     assert refuse(server, "/v1/responses", {"input": [item]})["param"] == "input"
     assert server.num_files() <= files + 1
+
+
+@pytest.mark.parametrize("content", [None, [], "", [{"type": "text", "text": ""}]], ids=str)
+def test_a_user_must_say_something(server: Server, content: Any) -> None:
+    body = {"messages": [{"role": "user", "content": content}]}
+    assert refuse(server, CHAT, body)["param"] == "messages"
+    assert server.request("/tokenize", body).error["param"] == "messages"
+
+
+def test_calls_and_thoughts_need_no_content(server: Server) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for beside in ({"tool_calls": [call]}, {"reasoning": "hm"}, {"reasoning_content": "hm"}):
+        for content in ({"content": None}, {}, {"content": []}):
+            said = {"role": "assistant", **beside, **content}
+            tool = {"role": "tool", "content": "", "tool_call_id": "a"}  # which printed nothing
+            body = GOOD[CHAT] | {"messages": [*USER, said, tool, *USER]}
+            assert server.request(CHAT, body).status == 200
+    for role in ("assistant", "system", "tool"):
+        refuse(server, CHAT, {"messages": [{"role": role}, *USER]})
+
+
+def test_roles_are_the_templates_matter(server: Server) -> None:
+    for role in ("ipython", "critic", "developer"):
+        body = GOOD[CHAT] | {"messages": [{"role": role, "content": "a"}, *USER]}
+        assert server.request(CHAT, body).status == 200
+    for role in ("", "a" * 65):
+        refuse(server, CHAT, {"messages": [{"role": role, "content": "a"}]})
+
+
+def test_min_tokens_end_with_the_context(server: Server) -> None:
+    for path in (TEXT, CHAT):
+        body = GOOD[path] | {"min_tokens": 100_000, "max_tokens": 100_000}
+        answer = server.request(path, body | {"ignore_eos": False}).json()
+        assert answer["usage"]["total_tokens"] == LONGEST
+        assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_text_parts_are_joined(server: Server) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli import make_parser
 from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
+from jaxserve.options import field_help
+from jaxserve.server import page
+from jaxserve.server.guard import OPEN_PATHS
 from jaxserve.server.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.observed import Histogram
 from jaxserve.server.parsing import parse_json
@@ -61,6 +65,32 @@ def test_models_and_their_memory() -> None:
     assert a.config.gpu_memory_utilization == pytest.approx(0.6)
     assert b.config.gpu_memory_utilization == pytest.approx(0.8)
     assert plan_models(["dir/a"], {}, ServerConfig())[0].names == ["dir/a"]
+
+
+@pytest.mark.parametrize("names", [("a,b",), ("a", ""), ("a", "a")])
+def test_names_that_are_none(names: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="served_model_name: "):
+        ServerConfig(served_model_name=names)
+    with pytest.raises(InvalidRequest, match="names without commas"):
+        plan_models(["a,b=x"], {}, ServerConfig())
+
+
+def test_a_model_among_the_names_is_noticed() -> None:
+    words = "serve --served-model-name a b jaxserve/demo_model".split()
+    names = make_parser().parse_args(words).served_model_name
+    with pytest.raises(InvalidRequest, match="give the model before it"):
+        plan_models([], {}, ServerConfig(served_model_name=names))
+    words = "serve jaxserve/demo_model --served-model-name a b --served-model-name c --port 5"
+    parsed = make_parser().parse_args(words.split())
+    config = ServerConfig(served_model_name=parsed.served_model_name)
+    assert plan_models(parsed.models, {}, config)[0].names == ["a", "b", "c"]
+
+
+def test_help_says_what_is_open_without_a_key() -> None:
+    text = field_help(ServerConfig)["api_key"]
+    assert "only /health and the files of the page at / are open" in text
+    assert {path for path in page.OPEN_PATHS if not path.startswith("/page/")} == {"/"}
+    assert {"/health"} == OPEN_PATHS
 
 
 def test_models_that_cannot_be_told_apart() -> None:

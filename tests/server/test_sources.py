@@ -39,3 +39,18 @@ def test_files_and_names_are_served_as_folders_are(
                 assert answer["usage"]["completion_tokens"] > 0
                 texts[name] = answer["choices"][0]["text"]
     assert texts["org/tiny"] == texts["folder"]
+
+
+def test_a_model_without_a_chat_template_says_what_serves_it(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    messages = [{"role": "user", "content": "a"}]
+    with Server([str(folder), *SMALL]) as server:
+        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+            answer = server.request(path, {"messages": messages, "max_tokens": 2})
+            said = "this model has no chat template: send a prompt to /v1/completions"
+            assert (answer.status, answer.error["message"]) == (400, said)
+        assert server.complete("a", 2).status == 200
+    with Server([str(folder), *SMALL, "--skip-tokenizer-init"]) as server:
+        answer = server.request("/v1/chat/completions", {"messages": messages})
+        assert answer.status == 400 and "token ids to /v1/completions" in answer.error["message"]
