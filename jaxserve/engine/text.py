@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import logging
 import re
 import secrets
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from jaxserve.request import SamplingParams
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
+MAX_TOKENS_BEYOND = 64  # of more tokens without logits, the tokenizer is another model's
+_log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -29,7 +32,7 @@ class Tokenizer:
 
     Args:
         directory: holds tokenizer.json and what belongs to it.
-        vocab_size: width of the model's logits; every token id must be below it.
+        vocab_size: width of the model's logits; every word's id must be below it.
 
     Raises:
         CheckpointError: no tokenizer there, or one that does not fit the model.
@@ -62,11 +65,8 @@ class Tokenizer:
     def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        largest = max(self._tokenizer.get_vocab().values(), default=0)
-        if largest >= vocab_size:
-            raise CheckpointError(
-                f"{where}: holds token id {largest}, and the model has logits for {vocab_size}"
-            )
+        self._vocab_size = vocab_size
+        self._beyond = self._tokens_beyond(where)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
@@ -82,6 +82,55 @@ class Tokenizer:
         self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
         self._longest_added = max(map(len, added), default=1)
         self._templates = self._read_templates(where)
+
+    def _tokens_beyond(self, where: str) -> dict[int, str]:
+        """Added tokens without logits, such as the marks of images beside a model of text.
+
+        Raises:
+            CheckpointError: words have none either, so the tokenizer is another model's.
+        """
+        size, added = self._vocab_size, self._tokenizer.get_added_vocab()
+        ids = self._tokenizer.get_vocab()
+        found = {token: text for text, token in ids.items() if token >= size}
+        if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
+            raise CheckpointError(
+                f"{where}: holds token id {max(found)}, and the model has logits for {size}"
+            )
+        if found:
+            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(found.items()))
+            _log.warning(
+                "%s: the model has logits for %d tokens, so these are never drawn, and refused in "
+                "prompts: %s",
+                where,
+                size,
+                listed,
+            )
+        return found
+
+    def _within(self, ids: list[int], param: str) -> list[int]:
+        """The ids again; InvalidRequest where the model does not know one."""
+        if self._beyond:
+            for token in ids:
+                if token in self._beyond:
+                    raise InvalidRequest(
+                        f"{param} holds the token {self._beyond[token]!r}, whose id {token} this "
+                        f"model does not know; its ids are 0 to {self._vocab_size - 1}",
+                        param,
+                    )
+        return ids
+
+    def known_json(self) -> str:
+        """A tokenizer.json of the tokens that the model has logits for."""
+        text = self.backend.to_str()
+        if not self._beyond:
+            return text
+        made = json.loads(text)
+        kept = [token for token in made["added_tokens"] if token["id"] not in self._beyond]
+        made["added_tokens"] = kept
+        if isinstance(made["model"]["vocab"], dict):
+            for word in self._beyond.values():
+                made["model"]["vocab"].pop(word, None)
+        return json.dumps(made, ensure_ascii=False)
 
     def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
         """The chat template without tools and with them, which may be another.
@@ -140,7 +189,18 @@ class Tokenizer:
         return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects."""
+        """Token ids of a prompt, with the special tokens that the model expects.
+
+        Raises:
+            InvalidRequest: it is no text, or holds a token that the model does not know.
+        """
+        return self._within(self._encode(text, add_special_tokens), "prompt")
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, with nothing around it, known to the model or not."""
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
         try:
@@ -148,10 +208,6 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def encode_word(self, text: str) -> list[int]:
-        """Token ids of a piece of text, with nothing before or after it."""
-        return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -210,11 +266,12 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error
-        return [
+        ids = [
             token
             for piece in pieces
             for token in self._tokenizer.encode(piece, add_special_tokens=False)
         ]
+        return self._within(ids, "messages")
 
     def _render(
         self,

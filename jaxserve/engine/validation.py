@@ -209,7 +209,11 @@ def bad_words_token_ids(
                     name,
                 )
             if max(ids) >= vocab_size:
-                raise InvalidRequest(f"{name}: {word!r} holds a token beyond the model's", name)
+                raise InvalidRequest(
+                    f"{name}: {word!r} holds token id {max(ids)}, and the model's are 0 to "
+                    f"{vocab_size - 1}",
+                    name,
+                )
             found[ids] = None
     several = sum(len(ids) > 1 for ids in found)
     if several > MAX_BAD_WORDS_TOKENIZED:
