@@ -350,7 +350,7 @@ class Engine:
         _log.error("a step failed and is computed again: %s", error, exc_info=error)
         self._num_failed_steps += 1
         self._in_flight = None
-        self.runner.reset()
+        self.runner.reset(error)
         running = self.scheduler.preempt_all()
         self.pool.clear_cache()
         for sequence in running:

@@ -35,6 +35,7 @@ from jaxserve.execution.state import (
     kv_dtype,
     make_state,
     page_bytes,
+    release,
 )
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
@@ -319,9 +320,9 @@ class Runner:
         self._state, output = self._steps[bucket](self._leaves, self._state, batch)
         return output
 
-    def reset(self) -> None:
+    def reset(self, error: Exception | None = None) -> None:
         """A new, empty cache: at the start, and after a failed step took the old one with it."""
-        self._state = None
+        self._state = release(self._state, error)
         self._state = self._make_state()
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,3 +90,14 @@ def make_state(
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
     )
+
+
+def release(state: DeviceState | None, error: Exception | None) -> None:
+    """Make the memory of a state free before another one is made.
+
+    Steps that still run hold it, and so do the frames of the error that ended one.
+    """
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+    with suppress(Exception):  # of a step that fails too
+        jax.block_until_ready(state)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -199,3 +200,25 @@ def test_a_failing_receiver_loses_only_its_own(loaded: Loaded) -> None:
 def test_steps_are_not_overlapped_when_told(loaded: Loaded) -> None:
     eager = replace(loaded, config=replace(loaded.config, async_scheduling=False))
     assert serve(Engine(eager), PROMPTS) == alone(loaded)
+
+
+def test_the_old_cache_is_gone_before_a_new_one_is_made(loaded: Loaded) -> None:
+    """Also where a step failed as it was submitted: its frame holds the cache."""
+    runner, engine = loaded.runner, Engine(loaded)
+    steps, make, alive = runner._steps, runner._make_state, []
+    shape = runner._state.kv[0][0].shape
+
+    def fail(*_: Any) -> Any:
+        runner._steps = steps
+        raise RuntimeError("INTERNAL: injected")
+
+    def counting() -> Any:
+        alive.append(sum(one.shape == shape for one in jax.live_arrays()))
+        return make()
+
+    try:
+        runner._steps, runner._make_state = dict.fromkeys(steps, fail), counting
+        assert serve(engine, {"a": PROMPTS["a"]})["a"][1] == "length"
+    finally:
+        runner._steps, runner._make_state = steps, make
+    assert alive == [0]

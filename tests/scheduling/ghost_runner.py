@@ -97,7 +97,7 @@ class GhostRunner:
         self.expected: dict[object, Expected] = {}
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, error: Exception | None = None) -> None:
         """Lose everything."""
         self._cells = np.full(self.num_cells, EMPTY, np.int64)
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
