@@ -13,7 +13,6 @@ import importlib
 import json
 import re
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,11 +126,9 @@ def serve(arguments: argparse.Namespace) -> int:
         plans = plan_models(arguments.models, engine_settings(arguments), config)
         check_models(plans)
         with bind(config.host, config.port) as listener:
-            # Imported late: it needs the `serve` extra, and brings JAX with it.
+            # Imported late: it brings JAX with it.
             module = importlib.import_module("jaxserve.server.serve")
             return module.serve(plans, config, listener)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
     except (ValueError, OSError) as error:  # settings, files or a port that are not right
         raise CommandError(str(error)) from error
 
@@ -216,7 +213,7 @@ def add_talk(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def talk(arguments: argparse.Namespace) -> int:
     """Run `jaxserve chat` or `jaxserve complete`."""
-    module = _server_module("terminal")
+    module = importlib.import_module("jaxserve.server.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     keys = api_keys_from_environment()
     remote = module.Remote(
@@ -257,7 +254,7 @@ def run_batch(arguments: argparse.Namespace) -> int:
         raise CommandError(f"there is no file {str(source)!r}")
     if sink.exists() and sink.samefile(source):
         raise CommandError("the output would overwrite the input")
-    module = _server_module("batch")
+    module = importlib.import_module("jaxserve.server.batch")  # brings JAX with it
     try:
         config = module.batch_config(getattr(arguments, "served_model_name", None))
         models = [arguments.model] if arguments.model else []
@@ -265,14 +262,6 @@ def run_batch(arguments: argparse.Namespace) -> int:
         return module.run_batch(plans, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
-
-
-def _server_module(name: str) -> types.ModuleType:
-    """Imported late: it needs the `serve` extra, and may bring JAX with it."""
-    try:
-        return importlib.import_module(f"jaxserve.server.{name}")
-    except ModuleNotFoundError as error:
-        raise CommandError(f"{error.name} is missing: pip install 'jaxserve[serve]'") from error
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -374,6 +363,13 @@ def _run(argv: list[str] | None) -> int:
         return arguments.run(arguments)
     except (JaxserveError, CommandError) as error:
         print(f"jaxserve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except ModuleNotFoundError as error:
+        print(
+            f"jaxserve: error: {error.name} is not installed; `pip install -e .` in a checkout of "
+            "jaxserve installs all that its commands need",
+            file=sys.stderr,
+        )
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -25,6 +25,7 @@ settings.register_profile(
 settings.load_profile("jaxserve")
 
 FOLDER = "JAXSERVE_TESTS_FOLDER"
+NEED_GPU = Path(__file__).parent / "gpu"
 # Their tests share servers, a browser or checkpoints, which are costly to make.
 TOGETHER = ("tests/clients/", "tests/models/", "tests/page/", "tests/server/")
 # A browser, a server and what they show of each other in time: they need the machine.
@@ -47,6 +48,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
     return ByFixtures(config, log)
 
 
+def choose_platform(config: pytest.Config) -> None:
+    """All runs on CPU, whatever the machine has, but where nothing runs that does not need a GPU.
+
+    Servers, scripts and processes of tests follow; each would take three quarters of a GPU.
+    """
+    root = config.invocation_params.dir
+    named = [(root / text.split("::")[0]).resolve() for text in config.args]
+    if config.option.markexpr != "gpu" and not all(path.is_relative_to(NEED_GPU) for path in named):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One folder for all processes of a run; in it JAX keeps what it compiles.
 
@@ -54,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     are read from there too, so that a test still sees a compilation that should not be.
     """
     if not hasattr(config, "workerinput"):
+        choose_platform(config)
         folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ[FOLDER] = folder

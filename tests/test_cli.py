@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,3 +233,18 @@ def test_options_become_values_of_the_fields_types() -> None:
     given = {name: arguments[name] for name in SAMPLING_FIELDS if name in arguments}
     assert SamplingParams(**given) == SamplingParams(stop=["a", "b"], top_p=0.5, max_tokens=7)
     assert arguments["chat"] is False and arguments["prompts"] == ["x"]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["run-batch", "-i", "README.md", "-o", "/no/such"]])
+def test_a_library_that_is_missing_is_named_with_what_installs_it(command: list[str]) -> None:
+    """A machine may have only what `LLM` needs."""
+    code = (
+        "import sys; sys.modules['starlette'] = None; import jaxserve.cli\n"
+        f"sys.exit(jaxserve.cli.main({command}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert re.match(
+        r"jaxserve: error: starlette[.\w]* is not installed; `pip install -e .` in ", line
+    )

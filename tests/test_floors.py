@@ -298,8 +298,21 @@ def test_blocking_an_import_is_noticed() -> None:
         loads("import jaxserve.models", ("jax",))
 
 
-def test_the_engine_needs_only_jax_flax_and_transformers_with_what_they_bring():
+SERVER_LIBRARIES = ("starlette", "uvicorn", "h11", "msgspec", "prometheus_client")
+ANSWER = """
+import jaxserve
+small = dict(max_num_seqs=1, max_num_batched_tokens=16, decode_sizes=(1,), token_sizes=(16,))
+with jaxserve.LLM(max_model_len=64, compilation_cache_dir="none", **small) as llm:
+    [output] = llm.generate("a", jaxserve.SamplingParams(max_tokens=2, ignore_eos=True))
+assert len(output.outputs[0].token_ids) == 2, output
+"""
+
+
+def test_the_engine_needs_only_jax_flax_and_transformers_with_what_they_bring() -> None:
     """A machine with a GPU may have no more than that."""
-    blocked = ("jaxtyping", "llguidance", "llvmlite", "msgspec", "starlette", "uvicorn", "torch")
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import jaxserve.engine.llm"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    blocked = ("jaxtyping", "llguidance", "llvmlite", "gguf", "orbax", "torch")
+    loads("import jaxserve.engine.llm", blocked + SERVER_LIBRARIES)
+
+
+def test_a_model_answers_without_the_libraries_of_the_server_and_of_gguf() -> None:
+    loads(ANSWER, ("gguf", *SERVER_LIBRARIES))

@@ -56,12 +56,12 @@ def test_ci_runs_the_tests_and_nothing_after_them() -> None:
 def bootstrap(copy: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command after sourcing scripts/bootstrap in a copy of what it needs."""
     (copy / "scripts").mkdir()
-    for name in ("scripts/bootstrap", "pyproject.toml"):
+    for name in ("scripts/bootstrap", "scripts/find_device.py", "pyproject.toml"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source scripts/bootstrap; {command}"],
         cwd=copy,
-        env=os.environ | variables,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,  # nothing of a GPU
         capture_output=True,
         text=True,
         check=False,
@@ -91,8 +91,8 @@ def test_packages_are_installed_once_and_torch_first(tmp_path: Path) -> None:
         f'#!/bin/sh\n[ "$1" = -m ] && echo "$@" && exit 0\nexec {sys.executable} "$@"\n'
     )
     fake.chmod(0o755)
-    twice = "install test torch==2.13.0; install test torch==2.13.0"
-    change = "echo '# changed' >> pyproject.toml; install test torch==2.13.0"
+    twice = "install_for_tests; install_for_tests"
+    change = "echo '# changed' >> pyproject.toml; install_for_tests"
     result = bootstrap(tmp_path, f"{twice}; echo again; {change}")
     once = ["-m pip install -qq torch==2.13.0", "-m pip install -qq --editable .[test]"]
     assert result.stdout.splitlines() == [*once, "again", *once], result.stderr
@@ -100,7 +100,15 @@ def test_packages_are_installed_once_and_torch_first(tmp_path: Path) -> None:
 
 def test_torch_is_pinned_alike_in_both_places() -> None:
     [pinned] = [r for r in PROJECT["optional-dependencies"]["test"] if r.startswith("torch")]
-    assert f"install test {pinned}\n" in (ROOT / "scripts/check").read_text()
+    assert f"install test {pinned}\n" in (ROOT / "scripts/bootstrap").read_text()
+
+
+def test_extras_for_cuda_have_the_bounds_of_jax() -> None:
+    extras = PROJECT["optional-dependencies"]
+    [bounds] = [r.removeprefix("jax") for r in PROJECT["dependencies"] if r.startswith("jax>")]
+    for build in ("cuda12", "cuda13"):
+        assert extras[build] == [f"jax[{build}]{bounds}"]
+    assert extras["cuda"] == ["jaxserve[cuda13]"]
 
 
 def test_requirements_are_ranges_and_the_version_is_the_packages() -> None:

@@ -276,7 +276,7 @@ def grammars_of(tokenizer: Tokenizer | None, limits: Limits) -> Grammars | None:
     """None where there is no tokenizer, or nothing that ends a sequence."""
     if tokenizer is None or not limits.eos_token_ids:
         return None
-    return Grammars(tokenizer.known_json, limits.vocab_size, limits.eos_token_ids)
+    return Grammars(tokenizer.backend.to_str, limits.vocab_size, limits.eos_token_ids)
 
 
 def _first_line(message: str) -> str:

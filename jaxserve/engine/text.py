@@ -119,19 +119,6 @@ class Tokenizer:
                     )
         return ids
 
-    def known_json(self) -> str:
-        """A tokenizer.json of the tokens that the model has logits for."""
-        text = self.backend.to_str()
-        if not self._beyond:
-            return text
-        made = json.loads(text)
-        kept = [token for token in made["added_tokens"] if token["id"] not in self._beyond]
-        made["added_tokens"] = kept
-        if isinstance(made["model"]["vocab"], dict):
-            for word in self._beyond.values():
-                made["model"]["vocab"].pop(word, None)
-        return json.dumps(made, ensure_ascii=False)
-
     def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
         """The chat template without tools and with them, which may be another.
 

@@ -131,18 +131,11 @@ class GgufTensor(TensorEntry):
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
     """Rows of whole blocks, [N, bytes], as float32 values, [N, values]."""
-    gguf = _library()
+    # Imported where a file needs it: other checkpoints load without it.
+    gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[encoding.name]
     with np.errstate(all="ignore"):  # what is not finite is reported with its tensor's name
         return gguf.dequantize(raw, kind)
-
-
-def _library() -> Any:
-    """Imported where a file needs it: an optional dependency."""
-    try:
-        return importlib.import_module("gguf")
-    except ModuleNotFoundError as error:
-        raise CheckpointError(f"{error.name} is missing: pip install 'jaxserve[gguf]'") from error
 
 
 @dataclass(frozen=True)

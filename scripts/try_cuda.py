@@ -1,0 +1,40 @@
+"""Starts CUDA and multiplies on it. Prints the device's name, or why there is none (status 1)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class Heard(logging.Handler):
+    """What JAX logs: a plugin that cannot be loaded is no more than that to it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info and record.exc_info[1]
+        self.reasons.append(str(error or record.getMessage()))
+
+
+def try_cuda() -> tuple[bool, str]:
+    """Return whether CUDA runs, with the device's name or the reason in one line."""
+    heard = Heard()
+    logging.getLogger("jax").addHandler(heard)
+    try:
+        import jax
+
+        device = jax.devices("gpu")[0]
+        ones = jax.device_put(jax.numpy.ones((16, 16)), device)
+        jax.block_until_ready(ones @ ones)
+    except Exception as error:  # of any library below: whatever it is, there is the CPU
+        reason = heard.reasons[0] if heard.reasons else str(error)
+        return False, " ".join(reason.split())[:300] or type(error).__name__
+    return True, device.device_kind
+
+
+if __name__ == "__main__":
+    runs, text = try_cuda()
+    print(text)
+    sys.exit(not runs)
