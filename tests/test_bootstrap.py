@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,9 +125,7 @@ def test_a_driver_that_fails_or_talks_nonsense_is_quoted(
 
 def test_a_driver_that_hangs_is_given_up(played: Path) -> None:
     play(played, "nvidia-smi", "sleep 1000")
-    before = time.monotonic()
     assert find_device.find(0.2).why == "nvidia-smi did not answer within 0.2 s"
-    assert time.monotonic() - before < 100
 
 
 def test_without_a_driver_there_is_cpu(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
