@@ -189,7 +189,7 @@ class Copy:
         self.free(50)
 
     def pip(self, then: str) -> None:
-        text = f'[[ $1 == -m ]] || exec {sys.executable} "$@"\necho "${{@:3}}"\n{then}'
+        text = f'[[ $1 == -m ]] || exec {sys.executable} "$@"\nprintf "%s\\n" "${{*:3}}"\n{then}'
         play(self.folder / ".venv/bin", "python", text)
 
     def try_cuda(self, program: str) -> None:
@@ -324,6 +324,23 @@ def test_the_demo_starts_what_was_installed(copy: Copy) -> None:
     assert copy.run("exec bash scripts/demo --no-live")[0][1:] == ["['--no-live'] None"]
     copy.try_cuda("sys.exit(1)")
     assert copy.run("exec bash scripts/demo --no-live")[0] == ["['--no-live'] cpu"]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_the_suite_runs_on_cpu_and_tests_of_a_gpu_by_themselves(copy: Copy, starts: bool) -> None:
+    (copy.folder / "scripts/test").write_bytes((ROOT / "scripts/test").read_bytes())
+    for stage in ("check", "clients"):
+        play(copy.folder / "scripts", stage, f"echo {stage}")
+    copy.run("install_for_tests")
+    copy.pip('echo "on ${JAX_PLATFORMS-all}"')
+    if not starts:
+        copy.try_cuda("sys.exit(1)")
+    out, err = copy.run("exec bash scripts/test")
+    gpu = ["-n 0 tests/gpu", "on all"]
+    assert out == ["check", "clients", "-n 2", "on cpu", *(gpu if starts else [])]
+    assert err[-1].startswith("Runs on NVIDIA H100, " if starts else "Runs on cpu: CUDA does not ")
+    # With arguments, tests/conftest.py decides.
+    assert copy.run("exec bash scripts/test -k a")[0][2:] == ["-n 2 -k a", "on all"]
 
 
 # ------------------------------------------------------------------- CUDA's start
