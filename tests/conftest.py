@@ -26,8 +26,12 @@ settings.load_profile("jaxserve")
 
 FOLDER = "JAXSERVE_TESTS_FOLDER"
 NEED_GPU = Path(__file__).parent / "gpu"
+LACKING = "lacking-packages"  # in that folder: published packages that are not to be had
 # Their tests share servers, a browser or checkpoints, which are costly to make.
-TOGETHER = ("tests/clients/", "tests/models/", "tests/page/", "tests/server/")
+TOGETHER = (
+    *("tests/clients/", "tests/models/", "tests/page/", "tests/published/"),
+    "tests/server/",
+)
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
 DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
@@ -57,6 +61,25 @@ def choose_platform(config: pytest.Config) -> None:
     named = [(root / text.split("::")[0]).resolve() for text in config.args]
     if config.option.markexpr != "gpu" and not all(path.is_relative_to(NEED_GPU) for path in named):
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--published", metavar="DIR", help="where packages with published tokenizers are kept"
+    )
+
+
+def shared_folder() -> Path:
+    """The folder that all processes of a run have in common."""
+    return Path(os.environ[FOLDER])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    found = shared_folder() / LACKING
+    if found.is_file():
+        terminalreporter.write_line(
+            f"published tokenizers were not tested, for lack of packages: {found.read_text()}"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:

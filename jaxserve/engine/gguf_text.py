@@ -191,15 +191,18 @@ def _with_scores(
     """A vocabulary of characters with scores, and its tokens as they are spelled in it.
 
     Files list no merges: a token is made of any two others, the best token first. Gemma's scores do
-    not say which that is: its runs of blanks come first, the longest before all, then the tokens in
-    their order. Files hold these runs in real blanks, and its tokenizer.json in their sign.
+    not say which that is: it is the first in the file, but of Gemma 3 the longest runs of blanks
+    come before all. Files hold these runs in real blanks, and tokenizer.json in their sign.
     """
     scores: list[float] = _plain(metadata["tokenizer.ggml.scores"])
-    is_gemma = str(metadata["general.architecture"]).startswith("gemma")
+    architecture = str(metadata["general.architecture"])
+    is_gemma = architecture.startswith("gemma")
     if is_gemma:
         tokens = [token if token.strip(" ") else _BLANK * len(token) for token in tokens]
+        by_place = architecture in ("gemma", "gemma2")
         scores = [
-            -index if token.strip(_BLANK) else len(token) for index, token in enumerate(tokens)
+            -index if by_place or token.strip(_BLANK) else len(token)
+            for index, token in enumerate(tokens)
         ]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = _merges(vocab, scores)

@@ -305,6 +305,18 @@ def test_vocabulary_with_scores(prefix):
     assert (tokenizer.eos_token_id, tokenizer.decode([1, 2])) == (2, "")
 
 
+def test_parts_between_special_tokens():
+    """Each begins with a blank, as llama.cpp has it; of Phi-3, special tokens take those behind."""
+    fields = sentencepiece()
+    tokens = fields["tokenizer.ggml.tokens"]
+    the, end = tokens.index("▁the"), 2
+    assert ours(fields, 400).encode("the</s>the", add_special_tokens=False) == [the, end, the]
+    text = "</s> \n the<s> the"
+    assert ours(fields, 400).encode(text, add_special_tokens=False)[:2] == [end, tokens.index("▁")]
+    phi3 = ours(fields | {"general.architecture": "phi3"}, 400)
+    assert phi3.encode(text, add_special_tokens=False) == [end, the, 1, tokens.index("▁"), the]
+
+
 @pytest.mark.parametrize("flags", [(True, True), (False, True), (False, False)])
 def test_what_begins_and_ends_a_text(flags):
     begins, ends = flags
