@@ -95,17 +95,17 @@ class Vocabulary:
 
     Args:
         source: of the tokenizer.
-        unused: logits beyond its tokens.
+        end: the token that ends a text.
+        size: width of the logits; three more than there are tokens by default.
     """
 
-    def __init__(self, source: dict[str, Any], unused: int = 3) -> None:
-        self.end = (
-            3 if any(token["content"] == "<|im_end|>" for token in source["added_tokens"]) else 2
-        )
+    def __init__(self, source: dict[str, Any], end: str, size: int | None = None) -> None:
         self.backend = Tokenizer.from_str(json.dumps(source))
-        self.size = self.backend.get_vocab_size() + unused
-        self.named = {token["content"]: token["id"] for token in source["added_tokens"]}
+        self.size = self.backend.get_vocab_size() + 3 if size is None else size
+        tokens = {token["content"]: token["id"] for token in source["added_tokens"]}
+        self.named = {text: token for text, token in tokens.items() if token < self.size}
         self.added = set(self.named.values())
+        self.end = self.named[end]
         self.grammars = Grammars(lambda: json.dumps(source), self.size, [self.end])
 
     def compile(self, **form: Any) -> Constraint:
@@ -145,15 +145,17 @@ class Vocabulary:
         return self.backend.decode(tokens, skip_special_tokens=not shows)
 
 
-KINDS = ["byte_level", "byte_fallback"]
+# By the name of a kind: a tokenizer, and what ends a text.
+KINDS = {"byte_level": (byte_level, "<|im_end|>"), "byte_fallback": (byte_fallback, "</s>")}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    source = {"byte_level": byte_level, "byte_fallback": byte_fallback}[request.param]()
+    make, end = KINDS[request.param]
+    source = make()
     _added(source, ADDED, False)
     _added(source, SPECIAL, True)
-    return Vocabulary(source)
+    return Vocabulary(source, end)
 
 
 def texts(count: int, special: Sequence[str]) -> list[str]:
@@ -233,7 +235,7 @@ def test_a_grammar_names_added_tokens(vocabulary: Vocabulary) -> None:
 
 def test_ids_beyond_the_logits_are_never_drawn() -> None:
     source = byte_level()
-    size = Vocabulary(json.loads(json.dumps(source)), unused=0).size
+    size = Tokenizer.from_str(json.dumps(source)).get_vocab_size()
     _added(source, ["<think>", "  "], False)
     grammars = Grammars(lambda: json.dumps(source), size, [3])
     start = grammars.compile(StructuredOutputsParams(regex="(<think>|  )x"))
@@ -248,11 +250,12 @@ HOW = ["added", "special", "text"]
 def marked(request: pytest.FixtureRequest) -> Vocabulary:
     """A vocabulary that has the marks of calls as added tokens, as special ones, or not at all."""
     kind, how = request.param
-    source = {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind]()
+    make, end = KINDS[kind]
+    source = make()
     _added(source, ADDED, False)
     if how != "text":
         _added(source, MARKS, how == "special")
-    return Vocabulary(source)
+    return Vocabulary(source, end)
 
 
 def spell(vocabulary: Vocabulary, mark: str) -> str:
