@@ -259,7 +259,12 @@ def user_cache_dir() -> Path | None:
 def compiler_settings() -> dict[str, str]:
     """Variables of the environment that change what XLA compiles."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
+    values = {name: os.environ.get(name, "") for name in names}
+    # How many devices there are changes no program of one of them.
+    values["XLA_FLAGS"] = re.sub(
+        r"--xla_force_host_platform_device_count=\S*", "", values["XLA_FLAGS"]
+    )
+    return {name: value.strip() for name, value in values.items() if value.strip()}
 
 
 def cpu_threads() -> int:

@@ -94,7 +94,7 @@ def fingerprint() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         "flax": metadata.version("flax"),
-        "device": f"{device.platform} {device.device_kind} x{jax.device_count()}",
+        "device": f"{device.platform} {device.device_kind}",
         "platform": device.client.platform_version,
         "cpu": f"{_cpu_features()}, {cpu_threads()} threads",
         "compiler_settings": compiler_settings()
@@ -122,6 +122,8 @@ def _source_digest() -> str:
     digest = hashlib.sha256()
     for source in _SOURCES:
         path = _PACKAGES / source
+        if not path.exists():  # it would leave the digest, and later edits would not count
+            raise FileNotFoundError(f"programs are traced from {path}, which is not there")
         files = [path] if path.is_file() else sorted(path.rglob("*"))
         for file in files:
             if file.suffix in (".py", ".json"):

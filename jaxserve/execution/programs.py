@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
@@ -166,7 +167,10 @@ class ProgramStore:
                 payload, in_tree, out_tree, kernels = pickle.loads(content)
                 if kernels:
                     restore_kernels(kernels)
-                program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+                # Without it, for as many devices as are visible; an engine has the first of them.
+                program = serialize_executable.deserialize_and_load(
+                    payload, in_tree, out_tree, execution_devices=jax.devices()[:1]
+                )
             except Exception as error:  # whatever a foreign or outdated file makes of it
                 self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
                 return None

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
 from jaxserve.engine.source import find_source
+from jaxserve.execution import compilation
 from jaxserve.execution.compilation import fingerprint, prepare_cache
 from tests.engine.checkpoint import save_checkpoint
 
@@ -159,6 +160,38 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     assert "jaxserve: weights" in done.stderr  # the command says how far it is
 
 
+ONCE = """
+import json, sys, jax
+from jaxserve import LLM, SamplingParams
+
+with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
+    [output] = llm.generate(["a"], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+    store = llm._thread.engine.runner.store
+    found = [jax.device_count(), store.num_built, store.num_loaded, output.outputs[0].token_ids]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 2)], ids=str)
+def test_kept_programs_are_one_devices_however_many_there_are(
+    checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
+) -> None:
+    cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": 1}
+    command = [sys.executable, "-c", ONCE, str(checkpoint), json.dumps(SMALL | cache)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    tokens = []
+    for turn, count in enumerate(counts):
+        flag = f"--xla_force_host_platform_device_count={count}"
+        environment["XLA_FLAGS"] = flag if count > 1 else ""
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        devices, built, loaded, drawn = json.loads(done.stdout)
+        assert (devices, built, loaded) == ((count, 7, 0) if turn == 0 else (count, 0, 7))
+        assert "a step failed" not in done.stderr
+        tokens.append(drawn)
+    assert all(drawn == tokens[0] for drawn in tokens)
+
+
 EXIT = """
 import json, sys, threading
 from jaxserve import LLM, SamplingParams
@@ -213,6 +246,21 @@ def test_the_fingerprint_names_what_programs_depend_on(monkeypatch: pytest.Monke
     assert set(before) == set(names) and all(before.values())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert fingerprint()["compiler_settings"] != before["compiler_settings"]
+
+
+def test_a_source_that_has_moved_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its edits would leave the fingerprint, and programs of older ones be loaded."""
+    for package in ("jaxserve", "pallas_kernels"):
+        shutil.copytree(compilation._PACKAGES / package, tmp_path / package)
+    monkeypatch.setattr(compilation, "_PACKAGES", tmp_path)
+    before = fingerprint()["source"]
+    kept = tmp_path / "jaxserve/execution/step.py"
+    kept.write_text(kept.read_text() + "# another line\n")
+    assert fingerprint()["source"] != before
+    listed = tmp_path / "jaxserve/scheduling/settings.py"
+    listed.rename(listed.with_name("moved.py"))
+    with pytest.raises(FileNotFoundError, match=r"settings\.py"):
+        fingerprint()
 
 
 @pytest.mark.parametrize("kind", ["link out", "broken link", "pipe", "folder"])
