@@ -26,10 +26,12 @@ settings.load_profile("jaxserve")
 
 FOLDER = "JAXSERVE_TESTS_FOLDER"
 # Their tests share servers, a browser or checkpoints, which are costly to make.
-TOGETHER = ("tests/clients/", "tests/models/", "tests/page/", "tests/server/")
+TOGETHER = tuple(f"tests/{name}/" for name in ("clients", "models", "page", "real", "server"))
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
 DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
+# Why the tests of models with real weights are left out, if they are.
+LEFT_OUT = pytest.StashKey[str]()
 
 
 class ByFixtures(LoadScopeScheduling):
@@ -45,6 +47,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFixtures:
     # In the order of collection: the longest files hold the fewest tests.
     config.option.loadscopereorder = False
     return ByFixtures(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("models with real weights (tests/real)")
+    group.addoption("--real-long", action="store_true", help="their long forms: some 40 minutes")
+    group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
+
+
+def leave_out(config: pytest.Config, why: str) -> None:
+    """Have the end of the run say in one line why tests were deselected, once."""
+    config.stash[LEFT_OUT] = why
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = why
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    why = getattr(node, "workeroutput", {}).get("left_out")
+    if why is not None:
+        node.config.stash[LEFT_OUT] = why
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if LEFT_OUT in config.stash:
+        terminalreporter.write_line(f"tests/real left out: {config.stash[LEFT_OUT]}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,14 +109,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
-    """JAX's cache off: it takes the place of ours, and its programs cannot be serialized again."""
+    """JAX's cache off: see `tests.own_programs`."""
     # Imported here: JAX reads the variables above when it is imported.
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
+    from tests.own_programs import own_programs
 
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    with own_programs():
+        yield
