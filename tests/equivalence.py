@@ -313,6 +313,7 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
             if ask.abort_at == step:
                 engine.abort(str(number))
         if step > 60 and not engine.has_work:
+            assert engine.stats().num_failed_steps == 0
             return got
         engine.step()
     raise AssertionError(f"not done after {MAX_STEPS} steps")

@@ -17,6 +17,7 @@ from jaxserve.engine.live import Live
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.pace import Pace
+from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.thinking import ThinkingMarks
 from jaxserve.engine.validation import make_request
 from jaxserve.errors import InvalidRequest
@@ -31,7 +32,6 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
 _log = logging.getLogger(__name__)
-MAX_STEP_FAILURES = 3
 
 MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
@@ -81,8 +81,7 @@ class Engine:
         self._by_request: dict[str, list[Live]] = {}
         self._in_flight: InFlight | None = None
         self._pace = Pace(self.runner.max_steps, self.config.num_scheduler_steps)
-        self._suspects: set[Sequence] = set()
-        self._isolating = False
+        self._recovery = Recovery(self.scheduler, self.slots)
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -175,7 +174,7 @@ class Engine:
         """
         for live in self._by_request.get(request_id, []):
             self.scheduler.finish(live.sequence, FinishReason.ABORT)
-            self._suspects.discard(live.sequence)
+            self._recovery.forget(live.sequence)
 
     def resume(self, request_id: str) -> None:
         """Queue a paused request again, behind all that have come by now."""
@@ -184,7 +183,11 @@ class Engine:
                 continue
             del self._live[live.sequence]
             live.sequence = replace(
-                live.sequence, arrival=self._num_arrivals, finish_reason=None, blocked_at=-1
+                live.sequence,
+                arrival=self._num_arrivals,
+                finish_reason=None,
+                blocked_at=-1,
+                precedence=0,
             )
             self._num_arrivals += 1
             self._live[live.sequence] = live
@@ -206,17 +209,18 @@ class Engine:
         sequence that keeps failing ends with finish_reason "error". What does leave it is a defect
         of the engine's own.
         """
-        self._isolate_suspects()
-        plan = self.scheduler.schedule(1 if self._suspects else self._pace.steps())
+        self._recovery.limit_running()
+        plan = self.scheduler.schedule(self._pace.steps())
         try:
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
         except Exception as error:
-            self._recover(error)
+            before = [] if self._in_flight is None else [self._in_flight.plan]
+            self._recover(error, [*before, *([] if plan is None else [plan])])
             return
         before, self._in_flight = self._in_flight, submitted
         if before is not None:
             self._commit(before)
-        if not self.config.async_scheduling and self._in_flight is not None:
+        if not self.config.async_scheduling or self._recovery.is_testing:
             self._drain()
         if self.config.check_invariants:
             self.scheduler.check()
@@ -226,27 +230,17 @@ class Engine:
         if step is not None:
             self._commit(step)
 
-    def _isolate_suspects(self) -> None:
-        """After a failed step: one suspect at a time beside those that have proven themselves."""
-        if self._suspects:
-            suspects_running = sum(sequence.slot >= 0 for sequence in self._suspects)
-            self.scheduler.max_running = self.scheduler.num_running - suspects_running + 1
-            self._isolating = True
-        elif self._isolating:
-            self.scheduler.max_running = self.slots.num_slots
-            self._isolating = False
-
     def _commit(self, step: InFlight) -> None:
         try:
             token_ids, ok, scores = self.runner.read(step)
-            if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self.limits.vocab_size:
-                raise RuntimeError("a step drew a token outside the vocabulary")
         except Exception as error:
-            self._recover(error)
+            self._recover(error, [step.plan])
             return
+        outside = (token_ids < 0) | (token_ids >= self.limits.vocab_size)
+        if outside.any():  # as logits that are not finite: the loss of these rows alone
+            ok, token_ids = ok & ~(outside & step.plan.samples), np.where(outside, 0, token_ids)
         self._pace.has_read(step.submitted, step.plan.num_steps)
-        if self._suspects:
-            self._clear_suspects(step.plan)
+        self._recovery.has_read(step.plan)
         if scores is not None:
             self._keep_prompt_scores(step.plan, scores)
         result = self.scheduler.commit(step.plan, token_ids, ok)
@@ -334,39 +328,30 @@ class Engine:
 
     def _forget(self, live: Live) -> None:
         del self._live[live.sequence]
-        self._suspects.discard(live.sequence)
+        self._recovery.forget(live.sequence)
         request_id = live.sequence.request.request_id
         lives = self._by_request[request_id]
         lives.remove(live)
         if not lives:
             del self._by_request[request_id]
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: Exception, plans: list[StepPlan]) -> None:
         """A step was lost, and the cache with it: rebuild, and compute every sequence again.
 
-        Those that took part are suspects from then on: at most one of them runs at a time, and
-        one that fails again alone ends with an error. The others lose nothing but time.
+        Args:
+            plans: of the steps that may be the cause.
         """
         _log.error("a step failed and is computed again: %s", error, exc_info=error)
         self._num_failed_steps += 1
         self._in_flight = None
         self.runner.reset()
-        running = self.scheduler.preempt_all()
+        guilty = self._recovery.has_failed(plans)
         self.pool.clear_cache()
-        for sequence in running:
-            sequence.num_failures += 1
-            if sequence.num_failures > MAX_STEP_FAILURES:
-                live = self._live[sequence]
-                self._end(live, FinishReason.ERROR, f"the step failed: {error}")
-            else:
-                self._suspects.add(sequence)
-
-    def _clear_suspects(self, plan: StepPlan) -> None:
-        for slot in plan.slots.tolist():
-            sequence = self.slots.sequences[slot]
-            if sequence in self._suspects:
-                self._suspects.discard(sequence)
-                sequence.num_failures = 0
+        for sequence in guilty:
+            # Its other completions have the same prompt and settings.
+            for live in list(self._by_request[sequence.request.request_id]):
+                if live.sequence is sequence or len(live.sequence.token_ids) == sequence.num_prompt:
+                    self._end(live, FinishReason.ERROR, f"the step failed: {error}")
 
     def stats(self) -> EngineStats:
         """Counts as of now."""

@@ -126,7 +126,8 @@ def _draw(probs: Array, uniform: Array) -> Array:
     # Below the total even if the product rounds up to it: past it there is no token to draw.
     target = jnp.minimum(uniform * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.zeros_like(uniform)))
     is_before = ends <= target[:, None]
-    group = is_before.sum(axis=-1)
+    # No token at all in a row of zeros or NaN: any of the vocabulary will do, it is not used.
+    group = jnp.minimum(is_before.sum(axis=-1), groups.shape[1] - 1)
     before = jnp.where(is_before, ends, 0).max(axis=-1)
     inside = groups.at[jnp.arange(len(groups)), group].get(mode="clip")
     passed = jnp.cumsum(inside, axis=-1) <= (target - before)[:, None]

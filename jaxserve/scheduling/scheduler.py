@@ -8,6 +8,7 @@ OSDI 2022; paging is PagedAttention's, SOSP 2023.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import numpy as np
@@ -249,12 +250,11 @@ class Scheduler:
         self.waiting.push(sequence)
         self.num_preemptions += 1
 
-    def preempt_all(self) -> list[Sequence]:
-        """Send every running sequence back to wait, for a cache that was lost."""
-        sequences = self.running_sequences()
+    def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
+        """Send every running sequence back to wait, where each gets another precedence."""
         for slot in self._running[::-1].tolist():
             self._preempt(slot)
-        return sequences
+        self.waiting.rank_anew(precedence)
 
     def _admit(self, take: np.ndarray, total: int) -> Shares:
         """Admit waiting sequences while slots, pages and budget last; returns all shares."""

@@ -28,7 +28,8 @@ class Sequence:
         prefix_keys: keys of the full pages of `token_ids`, once they were needed.
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
-        num_failures: failed steps it took part in.
+        num_failures: failed steps that it may have caused (see `engine.recovery`).
+        precedence: those of more are served first, whatever their priority.
         prompt_scores: gathers its prompt's log-probabilities; None where none are asked for.
         constraint: what its text may still be (see `engine.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
@@ -43,6 +44,7 @@ class Sequence:
     slot: int = NO_SLOT
     num_cached: int = -1
     num_failures: int = 0
+    precedence: int = 0
     blocked_at: int = -1
     prompt_scores: PromptScores | None = None
     constraint: Any = None

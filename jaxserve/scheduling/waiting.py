@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 from jaxserve.scheduling.sequence import Sequence
 
 Rank = tuple[int, int]
+# Between two levels of precedence: more than any two priorities differ by.
+_LEVEL = 1 << 33
 # Rank and sequence in one flat tuple, which compares in half the time of a nested one.
 _Entry = tuple[int, int, Sequence]
 
@@ -16,7 +19,8 @@ _Entry = tuple[int, int, Sequence]
 class WaitingQueue:
     """Waiting sequences, best rank first: arrival order, or priority and then arrival order.
 
-    A preempted sequence keeps its arrival, so it returns ahead of all that came later.
+    A preempted sequence keeps its arrival, so it returns ahead of all that came later; those of
+    higher precedence come before all others.
     Removal is lazy: a sequence that ended while waiting is dropped when it comes to the top,
     or when such entries outnumber the live ones.
     """
@@ -34,7 +38,8 @@ class WaitingQueue:
 
     def rank(self, sequence: Sequence) -> Rank:
         """Sorts sequences: smaller is served first. Unique, since arrivals are."""
-        return (sequence.request.priority if self.by_priority else 0, sequence.arrival)
+        priority = sequence.request.priority if self.by_priority else 0
+        return (priority - sequence.precedence * _LEVEL, sequence.arrival)
 
     def push(self, sequence: Sequence) -> None:
         entry = (*self.rank(sequence), sequence)
@@ -71,6 +76,14 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[-1].finish_reason is None]
             heapq.heapify(self._heap)
             self._num_dead = 0
+
+    def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
+        """Give every waiting sequence another precedence."""
+        waiting = list(self)
+        for sequence in waiting:
+            sequence.precedence = precedence(sequence)
+        self._line = deque(sorted((*self.rank(sequence), sequence) for sequence in waiting))
+        self._heap, self._num_dead = [], 0
 
     def __iter__(self):
         return (s for *_, s in (*self._line, *self._heap) if s.finish_reason is None)

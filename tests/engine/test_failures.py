@@ -32,18 +32,26 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """A model that makes NaN of one token of its vocabulary."""
+    """A model that makes NaN of one token of its vocabulary.
+
+    One step a launch: how many there are in one depends on time, and with it which steps fail.
+    """
+    return poisoned(
+        max_num_seqs=4, max_num_batched_tokens=32, decode_sizes=(4,), token_sizes=(32,),
+        num_gpu_blocks_override=20, max_model_len=64, num_scheduler_steps=1,
+    )  # fmt: skip
+
+
+def poisoned(**settings: Any) -> Loaded:
     model_config = ModelConfig.from_dict(CONFIG)
     model = random_weights(model_config, np.float32, seed=0)
     table = nnx.state(model)["embedding"]["table"]
     model.embedding.table = nnx.Param(table[...].at[POISON].set(np.nan))
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=32, decode_sizes=(4,), token_sizes=(32,),
-        num_gpu_blocks_override=20, max_model_len=64, check_invariants=True,
-    ).resolve("cpu", 128)  # fmt: skip
+    config = EngineConfig(**settings, check_invariants=True).resolve("cpu", 128)
     runner = Runner(config, model_config, model)
     runner.warm_up()
-    return Loaded(config, runner, None, Limits(64, 64, (), 0), SamplingParams())
+    limits = Limits(64, config.max_model_len or 0, (), 0)
+    return Loaded(config, runner, None, limits, SamplingParams())
 
 
 def serve(
@@ -96,6 +104,48 @@ def test_a_nan_row_fails_alone(loaded: Loaded) -> None:
         assert got == want
 
 
+def test_a_nan_row_that_draws_fails_alone(loaded: Loaded) -> None:
+    drawing, engine, ended = replace(PARAMS, temperature=1.0, top_p=0.9), Engine(loaded), {}
+    engine.add(
+        engine.request("nan", [20, POISON, 21], drawing),
+        lambda delta: ended.update({delta.request_id: (str(delta.finish_reason), delta.error)}),
+    )
+    while engine.has_work:
+        engine.step()
+    assert ended == {"nan": ("error", "the model's logits were not finite")}
+    assert engine.stats().num_failed_steps == 0
+
+
+class Astray:
+    """A runner whose every draw of one request is no token."""
+
+    def __init__(self, runner: Runner, prompt: list[int], token: int) -> None:
+        self._runner, self._prompt, self._token = runner, prompt, token
+        self._rows: dict[int, np.ndarray] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def submit(self, plan: Any, slots: Any) -> Any:
+        step = self._runner.submit(plan, slots)
+        prompts = slots.tokens[plan.slots, : len(self._prompt)]
+        self._rows[id(step)] = (prompts == self._prompt).all(axis=1)
+        return step
+
+    def read(self, step: Any) -> Any:
+        token_ids, ok, scores = self._runner.read(step)
+        return np.where(self._rows.pop(id(step)), self._token, token_ids), ok, scores
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_the_loss_of_its_row(loaded: Loaded, token: int) -> None:
+    want, engine = alone(loaded), Engine(loaded)
+    engine.runner = Astray(loaded.runner, [50, 7, 7, 7, 51], token)  # type: ignore[assignment]
+    got = serve(engine, {"astray": [50, 7, 7, 7, 51]} | PROMPTS)
+    assert got.pop("astray") == ([], "error") and got == want
+    assert engine.stats().num_failed_steps == 0
+
+
 def test_logits_that_say_nothing_are_no_fault_of_what_was_asked(loaded: Loaded) -> None:
     asked = replace(PARAMS, allowed_token_ids=list(range(14, 64)), min_tokens=2)
     engine, deltas = Engine(loaded), []
@@ -106,26 +156,33 @@ def test_logits_that_say_nothing_are_no_fault_of_what_was_asked(loaded: Loaded) 
 
 
 class Faulty:
-    """A runner that fails some submissions or reads, before or after the device has worked."""
+    """A runner that fails some submissions or reads, before or after the device has worked.
+
+    `fails` gets i32[R, 64], the known tokens of each row, -1 behind them.
+    """
 
     def __init__(self, runner: Runner, fails: Callable[[Any], bool], at: str) -> None:
         self._runner, self._fails, self._at = runner, fails, at
-        self.num_failures = 0
+        self._held: dict[int, Any] = {}
+        self.num_failures = self.num_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def submit(self, plan: Any, slots: Any) -> Any:
-        if self._at == "submit" and self._fails(slots.tokens[plan.slots, :64]):
+        known = np.arange(64) < slots.num_known[plan.slots][:, None]
+        held = np.where(known, slots.tokens[plan.slots, :64], -1)
+        self.num_steps += 1
+        if self._at == "submit" and self._fails(held):
             self.num_failures += 1
             self._runner._state = None
             raise RuntimeError("RESOURCE_EXHAUSTED: injected")
         step = self._runner.submit(plan, slots)
-        held = slots.tokens[plan.slots, :64].copy()
-        return (step, held)
+        self._held[id(step)] = held
+        return step
 
     def read(self, step: Any) -> Any:
-        step, held = step
+        held = self._held.pop(id(step))
         if self._at == "read" and self._fails(held):
             self.num_failures += 1
             raise RuntimeError("INTERNAL: injected")
@@ -135,22 +192,6 @@ class Faulty:
 def with_faults(loaded: Loaded, fails: Callable[[Any], bool], at: str) -> Engine:
     engine = Engine(loaded)
     engine.runner = Faulty(loaded.runner, fails, at)  # type: ignore[assignment]
-    original = engine._commit
-
-    def commit(step: Any) -> None:
-        class Step:
-            plan = step[0].plan
-            submitted = step[0].submitted
-
-            def __getitem__(self, index: int) -> Any:
-                return step[index]
-
-            def __iter__(self) -> Any:
-                return iter(step)
-
-        original(Step())  # type: ignore[arg-type]
-
-    engine._commit = commit  # type: ignore[method-assign]
     return engine
 
 
@@ -172,6 +213,103 @@ def test_a_request_that_breaks_every_step_is_found(loaded: Loaded, at: str) -> N
     assert got.pop("first") == ([], "error")
     assert got == want
     assert serve(engine, PROMPTS) == want
+
+
+@pytest.fixture(scope="module")
+def wide(loaded: Loaded) -> Loaded:
+    """Room for neighbours that run for long; one step a launch, so that steps can be counted."""
+    return poisoned(
+        max_num_seqs=8, max_num_batched_tokens=64, decode_sizes=(8,), token_sizes=(64,),
+        num_gpu_blocks_override=80, max_model_len=128, num_scheduler_steps=1,
+    )  # fmt: skip
+
+
+NEIGHBOURS = {f"n{seed}": healthy(seed, 10 + 2 * seed) for seed in range(6)}
+LONG_LIVED = SamplingParams(temperature=0, max_tokens=100)
+
+
+def is_culprit(held: Any) -> bool:
+    return bool((held[:, 1:4] == 7).all(axis=1).any())
+
+
+def is_later_culprit(held: Any) -> bool:
+    """One that fails once it has drawn some tokens."""
+    return bool(((held[:, 1:4] == 7).all(axis=1) & (held[:, 8] >= 0)).any())
+
+
+def run_beside(engine: Engine, arrivals: dict[int, dict[str, list[int]]]) -> Any:
+    """Serve the neighbours beside requests that come once so many steps were submitted.
+
+    Returns their tokens, what the others ended with, and the steps until each of both had ended.
+    """
+    tokens: dict[str, list[int]] = {name: [] for name in NEIGHBOURS}
+    ended: dict[str, tuple[str, str | None]] = {}
+    steps = dict.fromkeys(("neighbours", "all"), 0)
+
+    def sink(delta: Delta) -> None:
+        if delta.request_id in tokens:
+            tokens[delta.request_id] += delta.token_ids
+        if delta.finish_reason is not None:
+            ended[delta.request_id] = (str(delta.finish_reason), delta.error)
+            steps["all"] = engine.runner.num_steps  # type: ignore[attr-defined]
+            if ended.keys() >= NEIGHBOURS.keys():
+                steps["neighbours"] = steps["neighbours"] or steps["all"]
+
+    for name, prompt in NEIGHBOURS.items():
+        engine.add(engine.request(name, prompt, LONG_LIVED), sink)
+    waiting = sorted(arrivals.items())
+    while engine.has_work or waiting:
+        while waiting and engine.runner.num_steps >= waiting[0][0]:  # type: ignore[attr-defined]
+            for name, prompt in waiting.pop(0)[1].items():
+                engine.add(engine.request(name, prompt, PARAMS), sink)
+        engine.step()
+    assert engine.stats().pages_in_use == 0
+    return tokens, {name: ended[name] for name in ended if name not in tokens}, steps
+
+
+FIFTEEN = {f"bad{i}": [50, 7, 7, 7, 14 + i] for i in range(15)}
+LONG_PROMPTS = {name: [*prompt, *healthy(90, 100)] for name, prompt in FIFTEEN.items()}
+ARRIVALS: dict[str, dict[int, dict[str, list[int]]]] = {
+    "with the neighbours": {0: FIFTEEN},
+    "at once, later": {20: FIFTEEN},
+    "one after the other": {20 + 2 * i: {name: FIFTEEN[name]} for i, name in enumerate(FIFTEEN)},
+    "long prompts": {20 + 2 * i: {one: LONG_PROMPTS[one]} for i, one in enumerate(FIFTEEN)},
+    "with innocent ones": {
+        20 + 2 * i: {name: FIFTEEN[name], f"good{i}": healthy(50 + i, 8)}
+        for i, name in enumerate(FIFTEEN)
+    },
+}
+
+
+@pytest.mark.parametrize("fails", [is_culprit, is_later_culprit])
+@pytest.mark.parametrize("at", ["submit", "read"])
+@pytest.mark.parametrize("name", ARRIVALS)
+def test_failing_requests_slow_their_neighbours_by_a_bounded_factor(
+    wide: Loaded, name: str, at: str, fails: Callable[[Any], bool]
+) -> None:
+    want, _, alone = run_beside(with_faults(wide, lambda held: False, at), {})
+    engine = with_faults(wide, fails, at)
+    got, others, beside = run_beside(engine, ARRIVALS[name])
+    assert got == want
+    for other, (reason, error) in others.items():
+        assert reason == ("error" if other in FIFTEEN else "length")
+        assert (error is not None) == (other in FIFTEEN)
+    assert len(others) == sum(map(len, ARRIVALS[name].values()))
+    # And what one failure takes.
+    assert beside["neighbours"] <= 2 * alone["neighbours"] + 20
+    most = 3 if fails is is_culprit else 5
+    assert engine.stats().num_failed_steps <= most * len(FIFTEEN)
+
+
+def test_a_request_fails_with_all_its_completions(wide: Loaded) -> None:
+    engine, ended = with_faults(wide, is_culprit, "read"), {}
+    params = replace(PARAMS, n=16, temperature=1.0, seed=1)
+    culprit = engine.request("bad", FIFTEEN["bad0"], params)
+    engine.add(culprit, lambda delta: ended.update({delta.index: str(delta.finish_reason)}))
+    while engine.has_work:
+        engine.step()
+    assert ended == dict.fromkeys(range(16), "error")
+    assert engine.stats().num_failed_steps <= 4
 
 
 def test_a_failing_receiver_loses_only_its_own(loaded: Loaded) -> None:

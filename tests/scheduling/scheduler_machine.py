@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: GhostStep | None = None
         self.sequences: list[Sequence] = []
         self.live: list[Sequence] = []
+        self.precedences: dict[Sequence, int] = {}
         self.streamed: dict[Sequence, list[int]] = {}
         self.text_stops: set[Sequence] = set()
         self.num_arrivals = 0
@@ -142,15 +143,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._step(poison=pick)
 
     @precondition(lambda self: self.live)
-    @rule(read=st.booleans())
-    def fail_step(self, read) -> None:
+    @rule(read=st.booleans(), levels=st.integers(1, 3))
+    def fail_step(self, read, levels) -> None:
         """The next step is submitted and lost, or not even submitted; the cache is gone."""
         plan = self._schedule()
         if read and plan is not None:
             self.runner.submit(plan)
         self.in_flight = None
         self.runner.reset()
-        self.scheduler.preempt_all()
+        self.precedences = {one: int(one.request.request_id) % levels for one in self.live}
+        self.scheduler.preempt_all(self.precedences.__getitem__)
         self.pool.clear_cache()
         assert self.scheduler.num_running == 0
         self._check()
@@ -290,10 +292,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What must hold of a step, and always.
 
-    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+    def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
         by_priority = self.setup.kind == "continuous" and self.setup.policy == "priority"
         # Not `arrival`, which the scheduler could change.
-        return (sequence.request.priority if by_priority else 0, int(sequence.request.request_id))
+        number = int(sequence.request.request_id)
+        priority = sequence.request.priority if by_priority else 0
+        return (-self.precedences.get(sequence, 0), priority, number)
 
     def _schedule(self) -> StepPlan | None:
         before = self.scheduler.running_sequences()

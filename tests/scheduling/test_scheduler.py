@@ -337,13 +337,26 @@ def test_a_lost_cache_means_computing_again_in_the_same_order():
     for _ in range(3):
         served.step()
     served.in_flight = None
-    assert served.scheduler.preempt_all() == sequences
+    served.scheduler.preempt_all(lambda sequence: 0)
     served.pool.clear_cache()
     served.assert_idle()
     plan, _ = served.step()
     assert plan.starts.tolist() == [0, 0, 0] and served.running == sequences
     assert served.run() == sequences
     assert all(s.output_token_ids() == [DRAWN] * 5 for s in sequences)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_precedence_comes_before_arrival_and_priority(policy):
+    served = Served(slots=1, policy=policy)
+    first, second, third, fourth = (served.add(2, max_tokens=3, priority=-n) for n in range(4))
+    served.step()
+    served.scheduler.finish(third, FinishReason.ABORT)
+    order = {first: 0, second: 2, fourth: 1}
+    served.scheduler.preempt_all(order.__getitem__)
+    fifth = served.add(2, max_tokens=1, priority=-(2**31))
+    last = [first, fifth] if policy == "fcfs" else [fifth, first]
+    assert served.run() == [second, fourth, *last]
 
 
 def test_many_aborts_in_the_queue_leave_the_others_in_order():
