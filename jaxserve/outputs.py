@@ -23,7 +23,8 @@ class CompletionOutput:
 
     `logprobs` has, for each token, that token's Logprob first and then those of the most likely
     ones by their ids; `cumulative_logprob` is the sum over the tokens. Both are None unless the
-    request asked for logprobs.
+    request asked for logprobs. `error` says why it ended with finish_reason "error" (or, where
+    the engine closed or was stopped, "abort"); its text and tokens are what came before.
     """
 
     index: int
@@ -33,6 +34,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -43,8 +45,9 @@ class RequestOutput:
     """A request's answer: complete from `LLM`, what is new since the last from `AsyncLLM`.
 
     `num_cached_tokens` counts the prompt tokens whose KV was found in the prefix cache.
-    `error` is set when a completion ended with finish_reason "error". `prompt_logprobs`, where they
-    were asked for, has an entry for each prompt token, the first of them None.
+    `error` is that of the first completion that failed, None where none has: one failed request
+    raises nothing, so that others in the same call keep their answers. `prompt_logprobs`, where
+    they were asked for, has an entry for each prompt token, the first of them None.
     """
 
     request_id: str

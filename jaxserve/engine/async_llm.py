@@ -51,7 +51,9 @@ class AsyncLLM:
         """Stream what is new about a request's completions until all have ended.
 
         Each output holds the text and tokens since the one before; a consumer that falls behind
-        finds several steps' worth in one. Leaving the iteration early aborts the request.
+        finds several steps' worth in one. Leaving the iteration early aborts the request. One that
+        fails while it is served raises nothing: its last output has finish_reason "error" and the
+        reason in `error`, the completion's and the output's.
 
         Raises:
             InvalidRequest: it cannot be served; nothing has been started.
@@ -163,6 +165,7 @@ def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader)
         if delta.finish_reason is not None:
             one.finish_reason = str(delta.finish_reason)
             one.stop_reason = delta.stop_reason
-            output.error = delta.error or output.error
+            one.error = delta.error
+            output.error = output.error or delta.error
     output.outputs = list(completions.values())
     return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import weakref
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams, is_listing
 from jaxserve.unserved import served
 
+_log = logging.getLogger(__name__)
 Prompt = str | Listing[int] | Mapping[str, Any]
 
 
@@ -147,6 +149,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
+        A request that fails while it is served raises nothing: its completion has finish_reason
+        "error" and the reason in `error`, as its output has, and a warning is logged.
+
         Args:
             prompts: one prompt or a list of them: text, or a list of token ids.
             sampling_params: one for all, or one each; None for what the checkpoint recommends.
@@ -182,6 +187,8 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, through the chat template.
+
+        One that fails while it is served is told of as by `generate`.
 
         Args:
             chat_template_kwargs: what else the template is told, whether it looks or not; comes
@@ -318,7 +325,10 @@ def _apply(output: RequestOutput, delta: Delta, logprobs: LogprobReader) -> int:
         return 0
     completion.finish_reason = str(delta.finish_reason)
     completion.stop_reason = delta.stop_reason
-    output.error = delta.error or output.error
+    completion.error = delta.error
+    if delta.error is not None:
+        _log.warning("request %s failed: %s", output.request_id, delta.error)
+    output.error = output.error or delta.error
     output.finished = all(one.finished() for one in output.outputs)
     return 1
 

@@ -164,3 +164,17 @@ def test_closed_engine_refuses(llm: AsyncLLM) -> None:
             await anext(llm.generate("late", ENDLESS))
 
     asyncio.run(scene())
+
+
+def test_why_a_completion_failed_can_be_read(llm: AsyncLLM) -> None:
+    async def scene() -> None:
+        [token] = llm.get_tokenizer().encode("q")
+        dead_end = SamplingParams(allowed_token_ids=[token], bad_words=["qq"], n=2)
+        outputs = [output async for output in llm.generate("x", dead_end)]
+        why = "allowed_token_ids, bad_words left no token to draw"
+        assert outputs[-1].finished and outputs[-1].error == why
+        ends = [one for output in outputs for one in output.outputs if one.finish_reason]
+        assert [(one.finish_reason, one.error) for one in ends] == [("error", why)] * 2
+        await settled(llm)
+
+    asyncio.run(scene())

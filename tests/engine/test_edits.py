@@ -76,3 +76,20 @@ def test_what_the_model_cannot_do_is_refused(canary: Canary, fields: dict[str, A
         canary.llm.generate("x", SamplingParams(**fields), use_tqdm=False)
     assert caught.value.parameter in fields
     canary.check()
+
+
+def test_why_a_completion_failed_can_be_read(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside one that does not fail, through `generate` and through `chat`."""
+    [token] = llm.get_tokenizer().encode("q")
+    dead_end = replace(GREEDY, allowed_token_ids=[token], bad_words=["qq"], n=2)
+    why = "allowed_token_ids, bad_words left no token to draw"
+    failed, served = llm.generate(["x", "x"], [dead_end, GREEDY], use_tqdm=False)
+    assert (served.error, served.outputs[0].error) == (None, None)
+    assert served.outputs[0].finish_reason == "length" and failed.finished
+    assert failed.error == why
+    for one in failed.outputs:
+        assert (one.finish_reason, one.error, one.token_ids) == ("error", why, [token])
+    assert caplog.text.count(f"request {failed.request_id} failed: {why}") == 2
+    assert why in repr(failed.outputs[0])
+    [chat] = llm.chat([{"role": "user", "content": "x"}], dead_end, use_tqdm=False)
+    assert chat.error == chat.outputs[1].error == why
