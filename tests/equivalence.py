@@ -222,7 +222,7 @@ class Bench:
         """Reads everything again for every token."""
         if asked is None:
             return None
-        source = grammar_source(asked)
+        source = grammar_source(asked, {})
 
         def form(output: tuple[int, ...]) -> tuple[np.ndarray, bool]:
             matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
