@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Callable
@@ -256,3 +257,25 @@ def test_what_was_used_longest_ago_goes_first(
     run(kept.get("one", never))
     run(kept.get("two", lambda: lower(5.0)))
     assert (kept.num_loaded, kept.num_built) == (1, 1)
+
+
+# What the sources import and no traced function reads: the host's half of slots, the forms of plans
+# and errors, and settings, which the name of a start's folder holds.
+NOT_TRACED = {
+    *(f"jaxserve/{name}.py" for name in ("config", "errors", "structured")),
+    *(f"jaxserve/scheduling/{name}.py" for name in ("page_keys", "page_pool", "plan", "sequence")),
+}
+
+
+def test_all_that_traced_code_imports_counts_as_source() -> None:
+    """Kernels are imported by name, and lie in a package that counts as a whole."""
+    packages = compilation._PACKAGES
+    paths = [packages / source for source in compilation._SOURCES]
+    sources = {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    imported = set()
+    for node in (node for path in sources for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            imported.update(packages / f"{name.replace('.', '/')}.py" for name in names)
+    others = {path for path in imported - sources if path.is_file()}
+    assert {str(path.relative_to(packages)) for path in others} == NOT_TRACED
