@@ -74,6 +74,8 @@ WRONG = [
     ("fuzz_server", "--max-examples 0", "'0' must be an integer of at least 1"),
     ("family_table", "--families nope", "--families: there is no nope; there are llama, "),
     ("quantization_table", "--examples 99999", "'99999' must be an integer of at most 10,000"),
+    ("quality_table", "--chunks 101", "'101' must be an integer of at most 100"),
+    ("quality_table", "--form llama.cpp", "--form llama.cpp needs --llamacpp PYTHON"),
     ("quantization_table", "--part x", "--part: invalid choice: 'x'"),
     ("tune_kernels", "--head-dims x", "--head-dims: there is no x; there are 64, 80, 96, 128, "),
     ("tune_kernels", "--dtypes int3", "--dtypes: there is no int3; there are bfloat16, "),

@@ -13,4 +13,5 @@ NAMES = {"--long": "--real-long", "--folder": "--real-folder"}
 
 if __name__ == "__main__":
     words = [NAMES.get(word, word) for word in sys.argv[1:]]
-    sys.exit(pytest.main(["-n", "0", "tests/real", *words]))
+    places = [] if any(word.startswith("tests/") for word in words) else ["tests/real"]
+    sys.exit(pytest.main(["-n", "0", *places, *words]))

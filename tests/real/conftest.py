@@ -92,6 +92,6 @@ def gemma3(real_models: dict[str, Path]) -> Real:
     return _real("gemma3", real_models["gemma3"])
 
 
-@pytest.fixture(params=("smollm2", "gemma3"))
+@pytest.fixture(scope="session", params=("smollm2", "gemma3"))
 def real(request: pytest.FixtureRequest, real_models: dict[str, Path]) -> Real:
     return request.getfixturevalue(request.param)

