@@ -67,11 +67,28 @@ DIGESTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 # Files of PyPI's packages. Apache 2.0.
 FROM_PIP: Mapping[str, Package] = MappingProxyType(
     {
-        "tekken": Package(
-            file="tekken_240718.json",
-            sha256="eccd1665d2e477697c33cb7f0daa6f6dfefc57a0a6bceb66d4be52952f827516",
-            packages=("mistral-common==1.13.1",),
-            member="tekken_240718.json",
+        name: Package(file, digest, ("mistral-common==1.13.1",), file)
+        for name, file, digest in (
+            (
+                "tekken",
+                "tekken_240718.json",
+                "eccd1665d2e477697c33cb7f0daa6f6dfefc57a0a6bceb66d4be52952f827516",
+            ),
+            (
+                "mistral_v1",
+                "tokenizer.model.v1",
+                "dadfd56d766715c61d2ef780a525ab43b8e6da4de6865bda3d95fdef5e134055",
+            ),
+            (
+                "mistral_v3",
+                "mistral_instruct_tokenizer_240323.model.v3",
+                "9addc8bdce5988448ae81b729336f43a81262160ae8da760674badab9d4c7d33",
+            ),
+            (
+                "mistral_v7",
+                "mistral_instruct_tokenizer_241114.model.v7m1",
+                "1b968b8dc352f42192367337c78ccc61e1eaddc6d641a579372d4f20694beb7a",
+            ),
         )
     }
 )

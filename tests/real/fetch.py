@@ -38,7 +38,7 @@ class Package:
         file: its name in the folder.
         sha256: of the whole file.
         packages: name and exact version of each, in the order of its parts.
-        member: how the path of a part in its package ends.
+        member: what the name of a part in its package holds.
     """
 
     file: str
