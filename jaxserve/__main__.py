@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,7 +51,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class Ask(enum.IntFlag):
+class SamplerFeature(enum.IntFlag):
     """What a request asks of the sampler beyond the settings that every row has."""
 
     PENALTIES = 1
@@ -148,7 +148,7 @@ class SamplingParams:
             think before it answers; None for no bound.
 
     Attributes:
-        asks: what of this costs extra work, as flags of `Ask` (all but PROMPT_LOGPROBS).
+        asks: what of this costs extra work, as flags of `SamplerFeature` (all but PROMPT_LOGPROBS).
 
     Raises:
         InvalidRequest: on construction, naming the first bad field.
@@ -178,7 +178,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
-    asks: int = field(init=False, repr=False, compare=False)
+    features: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -206,24 +206,24 @@ class SamplingParams:
                 f"{STRUCTURED} must be StructuredOutputsParams, got {type(form).__name__}",
                 STRUCTURED,
             )
-        put("asks", self._asks())
+        put("features", self._features())
 
     @cached_property
     def beginnings_of_stops(self) -> frozenset[str]:
         """Every proper beginning of each stop string."""
         return frozenset(text[:end] for text in self.stop or () for end in range(1, len(text)))
 
-    def _asks(self) -> int:
+    def _features(self) -> int:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         uses = {
-            Ask.PENALTIES: penalties != (0.0, 0.0, 1.0),
-            Ask.ALLOWED: bool(self.bad_words)
+            SamplerFeature.PENALTIES: penalties != (0.0, 0.0, 1.0),
+            SamplerFeature.ALLOWED: bool(self.bad_words)
             or self.allowed_token_ids is not None
             or self.structured_outputs is not None
             or self.thinking_token_budget is not None,
-            Ask.BANNED: bool(self.bad_words),
-            Ask.BIAS: bool(self.logit_bias),
-            Ask.LOGPROBS: self.logprobs is not None,
+            SamplerFeature.BANNED: bool(self.bad_words),
+            SamplerFeature.BIAS: bool(self.logit_bias),
+            SamplerFeature.LOGPROBS: self.logprobs is not None,
         }
         return int(sum(flag for flag, is_used in uses.items() if is_used))
 

@@ -22,45 +22,51 @@ def _later(module: str, function: str, **options: bool) -> Callable[..., Any]:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = importlib.import_module(f"pallas_kernels.{module}")
+        found = importlib.import_module(module)
         return getattr(found, function)(*args, **kwargs, **options)
 
     return run
 
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": _later("hopper_ragged", "ragged_paged_attention"),
-    "triton": _later("triton_ragged", "ragged_paged_attention"),
-    "triton_interpret": _later("triton_ragged", "ragged_paged_attention", interpret=True),
-    "llvm": _later("llvm_ragged", "ragged_paged_attention"),
+    "mosaic_gpu": _later("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
+    "triton": _later("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
+    "triton_interpret": _later(
+        "pallas_kernels.gpu.triton_ragged", "ragged_paged_attention", interpret=True
+    ),
+    "llvm": _later("pallas_kernels.cpu.ragged", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _later("triton_decode", "paged_decode_attention"),
-    "triton_interpret": _later("triton_decode", "paged_decode_attention", interpret=True),
-    "llvm": _later("llvm_decode", "paged_decode_attention"),
+    "triton": _later("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
+    "triton_interpret": _later(
+        "pallas_kernels.gpu.triton_decode", "paged_decode_attention", interpret=True
+    ),
+    "llvm": _later("pallas_kernels.cpu.decode", "paged_decode_attention"),
     "xla": xla.paged_decode_attention,
 }
 KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": _later("triton_kv_write", "kv_write"),
-    "triton_interpret": _later("triton_kv_write", "kv_write", interpret=True),
+    "triton": _later("pallas_kernels.gpu.triton_kv_write", "kv_write"),
+    "triton_interpret": _later("pallas_kernels.gpu.triton_kv_write", "kv_write", interpret=True),
     "xla": xla.kv_write,
 }
 GROUPED: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _later("triton_grouped_matmul", "grouped_matmul"),
-    "triton_interpret": _later("triton_grouped_matmul", "grouped_matmul", interpret=True),
+    "triton": _later("pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul"),
+    "triton_interpret": _later(
+        "pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul", interpret=True
+    ),
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 
 # On CPU only: a product with weights in panels; kernels' machine code, to be kept, and kept ones.
-panel_product = _later("llvm_product", "panel_product")
-quantized_panel_product = _later("llvm_quantized", "quantized_panel_product")
-inputs_in_panels = _later("llvm_transpose", "inputs_in_panels")
-rows_in_panels = _later("llvm_transpose", "rows_in_panels")
-_row_sums = _later("llvm_sums", "row_sums")
-_row_shares = _later("llvm_sums", "row_shares")
-kernel_code = _later("llvm_calls", "code_of")
-restore_kernels = _later("llvm_calls", "restore")
+panel_product = _later("pallas_kernels.cpu.product", "panel_product")
+quantized_panel_product = _later("pallas_kernels.cpu.quantized_product", "quantized_panel_product")
+inputs_in_panels = _later("pallas_kernels.cpu.transpose", "inputs_in_panels")
+rows_in_panels = _later("pallas_kernels.cpu.transpose", "rows_in_panels")
+_row_sums = _later("pallas_kernels.cpu.row_sums", "row_sums")
+_row_shares = _later("pallas_kernels.cpu.row_sums", "row_shares")
+kernel_code = _later("pallas_kernels.cpu.ffi", "code_of")
+restore_kernels = _later("pallas_kernels.cpu.ffi", "restore")
 
 
 def ragged_paged_attention(

@@ -64,7 +64,7 @@ def quantized_grouped_matmul(
         return _in_tiles(x, values, scales, zeros, group_sizes, form)
     if far:
         raise ValueError(f"values take {values.size} bytes; triton takes no 2 to 4 GiB")
-    kernels = importlib.import_module("pallas_kernels.triton_quantized_grouped_matmul")
+    kernels = importlib.import_module("pallas_kernels.gpu.triton_quantized_grouped_matmul")
     return kernels.quantized_grouped_matmul(
         *(x, values, scales, zeros, group_sizes),
         form=form,

@@ -77,7 +77,7 @@ def quantized_matmul(
         implementation = "triton" if suits else "xla"
     if implementation == "xla":
         return _in_blocks(x, values, scales, zeros, form)
-    kernels = importlib.import_module("pallas_kernels.triton_quantized_matmul")
+    kernels = importlib.import_module("pallas_kernels.gpu.triton_quantized_matmul")
     return kernels.quantized_matmul(
         x, values, scales, zeros, form=form, interpret=implementation == "triton_interpret"
     )

@@ -32,8 +32,8 @@ from argument_types import integers, positive_integer, results_file
 from gpu_timing import attention_arrays
 from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.arguments import Case
-from pallas_kernels.llvm_code import host
-from pallas_kernels.llvm_panels import PANEL, in_panels
+from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
 from serving_process import run_main
 

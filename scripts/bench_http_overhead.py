@@ -122,11 +122,11 @@ def llm_sampling(tokens: int) -> Any:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
-    from jaxserve.server.app import App
-    from jaxserve.server.listener import bind
-    from jaxserve.server.plans import ModelPlan
-    from jaxserve.server.process import Process
-    from jaxserve.server.serve import StartReport, load_models
+    from jaxserve.commands.serve import StartReport, load_models
+    from jaxserve.server.http.app import App
+    from jaxserve.server.http.listener import bind
+    from jaxserve.server.http.process import Process
+    from jaxserve.server.served.specs import ModelSpec
     from jaxserve.server.settings import ServerConfig
 
     engine = EngineConfig(
@@ -137,7 +137,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         max_num_batched_tokens=STEP,
     )
     settings = ServerConfig(port=0)
-    models = load_models([ModelPlan(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
+    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))
     [model] = models.all
     process = Process(App(models, settings))
     interrupt = signal.getsignal(signal.SIGINT)

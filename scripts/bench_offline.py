@@ -29,7 +29,7 @@ from compare.shapes import COMMON, SHAPES
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.validation import Limits
+from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
@@ -38,7 +38,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.static import StaticScheduler
 from jaxserve.weights import random_weights
-from pallas_kernels.llvm_product import panel_product
+from pallas_kernels.cpu.product import panel_product
 from serving_process import run_main
 from trace_rows import read_trace
 

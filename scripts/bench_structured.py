@@ -39,8 +39,8 @@ from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Delta, Engine
-from jaxserve.engine.grammars import GrammarError, Grammars
 from jaxserve.engine.loading import Loaded, load
+from jaxserve.engine.text.grammars import GrammarError, Grammars
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams

@@ -10,7 +10,7 @@ Parts:
     bandwidth    copy bandwidth and bfloat16 matmul rate: the ceilings the rest is held against
     decode       paged decode attention over batch and context; ragged lengths; float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
-    tuning       the sweep of block sizes; fills pallas_kernels/tuned/<device>.json, which later
+    tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned/<device>.json, which later
                  runs with this report fill again first: the next machine may not have it
     steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors
     engine       throughput of 256 requests of 100-1024 tokens in and out

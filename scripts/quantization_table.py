@@ -39,8 +39,8 @@ import demo_tasks  # noqa: E402
 from argument_types import at_most  # noqa: E402
 from jaxserve.config import EngineConfig, bundled_model  # noqa: E402
 from jaxserve.engine.loading import Loaded  # noqa: E402
-from jaxserve.engine.text import Tokenizer  # noqa: E402
-from jaxserve.engine.validation import Limits  # noqa: E402
+from jaxserve.engine.request_factory import Limits  # noqa: E402
+from jaxserve.engine.text.tokenizer import Tokenizer  # noqa: E402
 from jaxserve.execution.buckets import Bucket  # noqa: E402
 from jaxserve.execution.runner import Runner  # noqa: E402
 from jaxserve.models import Decoder, ModelConfig, read_model_config  # noqa: E402

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.engine.pace import Pace
+from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -177,7 +177,7 @@ class Simulation:
             num_steps=setting.max_steps,
         )
         self.scheduler.token_sizes = self.buckets.token_sizes
-        self.pace = Pace(setting.max_steps, setting.num_scheduler_steps)
+        self.pace = LaunchLength(setting.max_steps, setting.num_scheduler_steps)
         self.now = 0.0
         self.usage = Usage()
         self._device_free = 0.0

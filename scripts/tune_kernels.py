@@ -1,4 +1,4 @@
-"""Find block sizes on the GPU at hand and write pallas_kernels/tuned/<device>.json.
+"""Find block sizes on the GPU at hand and write pallas_kernels/gpu/tuned/<device>.json.
 
     python scripts/tune_kernels.py                 sweep on this GPU (about twenty minutes)
     python scripts/tune_kernels.py --dtypes bfloat16 --head-dims 128
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import gpu_timing
 from argument_types import existing_file, positive, some_of
 from gpu_progress import ReportError, interruptible, read_report, save_text
-from pallas_kernels import hopper_ragged, triton_decode, triton_ragged, tuning
 from pallas_kernels.arguments import Case
+from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -36,17 +36,17 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.grammars import grammar_source
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.validation import Limits, bad_words_token_ids
+from jaxserve.engine.request_factory import Limits, bad_words_token_ids
+from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
-from jaxserve.scheduling.scores import Scores
+from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
-from jaxserve.weights.placing import use_panels
+from jaxserve.weights.placement import use_panels
 from tests.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.models.cases import CASES, transformers_model
 from tests.oracle import Answer, Form, Oracle, Score
@@ -338,7 +338,7 @@ def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) ->
     engine.add(request, sink)
 
 
-def scores_of(scores: Scores | None) -> list[Score]:
+def scores_of(scores: TokenLogprobs | None) -> list[Score]:
     """One entry a token."""
     columns = [] if scores is None else [part.tolist() for part in scores]
     return [Score(*row) for row in zip(*columns, strict=True)]

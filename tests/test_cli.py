@@ -15,8 +15,8 @@ import pytest
 
 import jaxserve
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.cli import SAMPLING_FIELDS, main, make_parser
-from jaxserve.options import ENGINE_FIELDS, field_help
+from jaxserve.commands.cli import SAMPLING_FIELDS, main, make_parser
+from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from tests.engine.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -239,8 +239,8 @@ def test_options_become_values_of_the_fields_types() -> None:
 def test_a_library_that_is_missing_is_named_with_what_installs_it(command: list[str]) -> None:
     """A machine may have only what `LLM` needs."""
     code = (
-        "import sys; sys.modules['starlette'] = None; import jaxserve.cli\n"
-        f"sys.exit(jaxserve.cli.main({command}))"
+        "import sys; sys.modules['starlette'] = None; import jaxserve.commands.cli\n"
+        f"sys.exit(jaxserve.commands.cli.main({command}))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")

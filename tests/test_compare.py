@@ -17,7 +17,7 @@ from compare.parts import Subject, spans
 from compare.results import Results, chosen, middle, ratio
 from compare.shapes import dtype_of, shape_of
 from compare.worker_http import Front, Job
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.models import read_model_config
 from serving_load import Target, Work, run_load
 from serving_process import free_port

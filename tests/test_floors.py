@@ -31,41 +31,35 @@ FLOORS = {
     "jaxserve.execution": 4,
     "jaxserve.engine": 5,
     "jaxserve.server": 6,
-    "jaxserve.options": 7,  # of command lines
-    "jaxserve.streams": 7,
-    "jaxserve.convert": 8,
-    "jaxserve.cli": 9,
-    "jaxserve.__main__": 10,
+    "jaxserve.commands": 7,
+    "jaxserve.__main__": 8,
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.unserved", "jaxserve"),
 )
 # All that crosses from the host half to the device half.
-SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "scores", "slot_table"))
+SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
 # Which modules may import a library. The prefix of a package stands for all of its modules.
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
         *("jaxserve.engine.loading", "jaxserve.engine.conversion"),  # name platform and dtype
     ),
-    "starlette": ("jaxserve.server",),
-    "uvicorn": ("jaxserve.server",),
-    "h11": ("jaxserve.server",),
-    "msgspec": ("jaxserve.server",),
+    "starlette": ("jaxserve.server", "jaxserve.commands.run_batch"),
+    "uvicorn": ("jaxserve.server", "jaxserve.commands.serve"),
+    "h11": ("jaxserve.server.http",),
+    "msgspec": ("jaxserve.server", "jaxserve.commands.run_batch", "jaxserve.commands.chat"),
     "prometheus_client": ("jaxserve.server",),
-    "httpx2": ("jaxserve.server", "jaxserve.engine.hub"),
-    "transformers": ("jaxserve.engine.text", "jaxserve.engine.gguf_text"),
-    "tokenizers": (
-        *("jaxserve.engine.text", "jaxserve.engine.detokenizer"),
-        *("jaxserve.engine.gguf_text", "jaxserve.engine.plain_tokenizer"),
-    ),
+    "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.run_batch", "jaxserve.commands.chat"),
+    "transformers": ("jaxserve.engine.text",),
+    "tokenizers": ("jaxserve.engine.text",),
     "huggingface_hub": ("jaxserve.engine.hub",),
     "gguf": ("jaxserve.weights.gguf",),
     "orbax": ("jaxserve.weights.converted",),
-    "llvmlite": ("pallas_kernels",),
-    "llguidance": ("jaxserve.engine.grammars",),
-    "rich": ("jaxserve.cli",),
+    "llvmlite": ("pallas_kernels.cpu",),
+    "llguidance": ("jaxserve.engine.text.grammars",),
+    "rich": ("jaxserve.commands",),
     "torch": (),
 }
 HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])
@@ -122,7 +116,8 @@ def walk(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
 def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
     """What a module imports, as dotted names, and whether it does so in a function.
 
-    Imports for type checkers count too, except in jaxserve/__init__, which has no others.
+    Imports for type checkers count too, except in jaxserve/__init__, which has no others. A text
+    that is the name of a module is an import for the sake of a fast start.
     """
     if name == "jaxserve":
         return
@@ -134,6 +129,8 @@ def imports(name: str, known: Modules) -> Iterator[tuple[str, bool]]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in known else str(node.module), inside
+        elif isinstance(node, ast.Constant) and node.value in known and "." in str(node.value):
+            yield str(node.value), False
 
 
 def floor_faults(known: Modules) -> Iterator[str]:
@@ -172,6 +169,30 @@ def cycle_faults(known: Modules) -> Iterator[str]:
         yield f"a cycle of imports: {' -> '.join(error.args[1])}"
 
 
+def rooms(folder: str, known: Modules) -> dict[str, set[str]]:
+    """Which of a folder's rooms import which: a room is a module in it, or a folder in it."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[: folder.count(".") + 2])
+
+    graph: dict[str, set[str]] = {}
+    for name in (name for name in known if name.startswith(folder + ".")):
+        targets = {target for target, _ in imports(name, known) if target in known}
+        found = {room(target) for target in targets if target.startswith(folder + ".")}
+        graph.setdefault(room(name), set()).update(found - {room(name)})
+    return graph
+
+
+def room_faults(known: Modules) -> Iterator[str]:
+    """Rooms that import each other, in any folder."""
+    parts = [name.split(".") for name in known]
+    for folder in sorted({".".join(p[:at]) for p in parts for at in range(1, len(p))}):
+        try:
+            TopologicalSorter(rooms(folder, known)).prepare()
+        except CycleError as error:
+            yield f"a cycle of rooms in {folder}: {' -> '.join(error.args[1])}"
+
+
 def environment_faults(known: Modules) -> Iterator[str]:
     for name, source in known.items():
         for node, _ in walk(ast.parse(source)):
@@ -204,7 +225,7 @@ def size_faults(known: Modules) -> Iterator[str]:
 CHECKS = {
     check.__name__: check
     for check in (
-        *(floor_faults, library_faults, cycle_faults),
+        *(floor_faults, library_faults, cycle_faults, room_faults),
         *(environment_faults, name_faults, size_faults),
     )
 }
@@ -222,7 +243,7 @@ FAULTY: list[tuple[str, Modules]] = [
     ("floor_faults", {"jaxserve.scheduling.x": "from jaxserve.models import Decoder"}),
     ("floor_faults", {"jaxserve.models.x": "import jaxserve.scheduling.plan"}),
     ("floor_faults", {"jaxserve.engine.x": "from jaxserve.server import app"}),
-    ("floor_faults", {"jaxserve.engine.x": "import jaxserve.cli"}),
+    ("floor_faults", {"jaxserve.engine.x": "import jaxserve.commands.cli"}),
     ("floor_faults", {"jaxserve.execution.x": "import jaxserve.scheduling.scheduler"}),
     ("floor_faults", {"pallas_kernels.x": "import jaxserve"}),
     ("floor_faults", {"jaxserve.engine.x": "def f():\n    from jaxserve.engine import y"}),
@@ -244,6 +265,15 @@ FAULTY: list[tuple[str, Modules]] = [
             "jaxserve.engine.y": "import jaxserve.engine.x",
         },
     ),
+    (
+        "room_faults",
+        {
+            "jaxserve.engine.text.x": "import jaxserve.engine.y",
+            "jaxserve.engine.text.z": "",
+            "jaxserve.engine.y": "import jaxserve.engine.text.z",
+        },
+    ),
+    ("floor_faults", {"jaxserve.engine.x": "A = 'jaxserve.server.y'", "jaxserve.server.y": ""}),
     ("environment_faults", {"jaxserve.engine.x": "import os\nos.environ['A']"}),
     ("environment_faults", {"jaxserve.engine.x": "import os\nos.getenv('A')"}),
     ("name_faults", {"jaxserve.engine.x": "class CacheManager: ..."}),

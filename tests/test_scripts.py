@@ -21,7 +21,7 @@ import demo_tasks
 import jaxserve
 from demo_requests import follow_ups, make_asks
 from jaxserve.config import bundled_model
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.models import read_model_config
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import tune_kernels
-from pallas_kernels import tuning
+from pallas_kernels.gpu import tuning
 from tune_kernels import NothingRan, sweep_one
 
 H200 = "NVIDIA H200"

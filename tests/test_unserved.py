@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, AsyncLLM, EngineConfig
-from jaxserve.cli import main, make_parser
+from jaxserve.commands.cli import main, make_parser
+from jaxserve.commands.options import engine_settings
 from jaxserve.errors import InvalidRequest
-from jaxserve.options import engine_settings
 from jaxserve.unserved import UNSERVED, served
 from tests.engine.checkpoint import save_checkpoint
 

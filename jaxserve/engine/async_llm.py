@@ -15,7 +15,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.stream import Delivery, Stream
-from jaxserve.engine.thinking import ThinkingMarks
+from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress

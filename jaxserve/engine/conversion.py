@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
+from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted

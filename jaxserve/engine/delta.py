@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.scores import Scores
+from jaxserve.scheduling.logprobs import TokenLogprobs
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Delta:
     stop_reason: int | str | None = None
     error: str | None = None
     parameter: str | None = None
-    logprobs: Scores | None = None
-    prompt_logprobs: Scores | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Say what went wrong; an InvalidRequest is the request's own fault."""

@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.delivery import LiveSequence
 from jaxserve.engine.delta import Delta, Sink
-from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.grammars import GrammarError, grammars_of
-from jaxserve.engine.live import Live
+from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.pace import Pace
 from jaxserve.engine.recovery import Recovery
-from jaxserve.engine.thinking import ThinkingMarks
-from jaxserve.engine.validation import make_request
+from jaxserve.engine.request_factory import make_request
+from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.grammars import GrammarError, grammars_of
+from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.commit_result import StepResult
+from jaxserve.scheduling.logprobs import PromptScores, StepScores, TokenLogprobs
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.results import StepResult
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.scores import PromptScores, Scores, StepScores
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -72,15 +72,17 @@ class Engine:
         self.limits = loaded.limits
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
-        self.grammars = grammars_of(loaded.tokenizer, loaded.limits)
+        self.grammars = grammars_of(
+            loaded.tokenizer, loaded.limits.vocab_size, loaded.limits.eos_token_ids
+        )
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = loaded.slot_table()
         self.scheduler = scheduler(self.config, self.pool, self.slots)
         self.scheduler.token_sizes = self.runner.buckets.token_sizes
-        self._live: dict[Sequence, Live] = {}
-        self._by_request: dict[str, list[Live]] = {}
+        self._live: dict[Sequence, LiveSequence] = {}
+        self._by_request: dict[str, list[LiveSequence]] = {}
         self._in_flight: InFlight | None = None
-        self._pace = Pace(self.runner.max_steps, self.config.num_scheduler_steps)
+        self._pace = LaunchLength(self.runner.max_steps, self.config.num_scheduler_steps)
         self._recovery = Recovery(self.scheduler, self.slots)
         self._num_arrivals = 0
         self._num_steps = 0
@@ -144,7 +146,7 @@ class Engine:
             width = request.sampling.prompt_logprobs
             if width is not None and index == 0:
                 sequence.prompt_scores = PromptScores(sequence.num_prompt, width)
-            lives.append(Live(sequence, sink, self._detokenizer(request)))
+            lives.append(LiveSequence(sequence, sink, self._detokenizer(request)))
         for live in lives:
             self.scheduler.add(live.sequence)
             self._live[live.sequence] = live
@@ -282,7 +284,9 @@ class Engine:
             if live is not None:  # no token ended it
                 self._end(live, FinishReason.ERROR, live.why_none(self.limits.vocab_size))
 
-    def _deliver_token(self, live: Live, token: int, logprob: Scores | None, ended: bool) -> None:
+    def _deliver_token(
+        self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
+    ) -> None:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
         if sequence.constraint is not None and not ended:
@@ -305,7 +309,7 @@ class Engine:
         self._forget(live)
         self._send(live, delta)
 
-    def _send(self, live: Live, delta: Delta) -> None:
+    def _send(self, live: LiveSequence, delta: Delta) -> None:
         try:
             live.sink(delta)
         except Exception:
@@ -315,7 +319,7 @@ class Engine:
                 self._end(live, FinishReason.ABORT)
 
     def _end(
-        self, live: Live, reason: FinishReason, error: str | InvalidRequest | None = None
+        self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
     ) -> None:
         """End a sequence for a reason that no token brought."""
         self.scheduler.finish(live.sequence, reason)
@@ -326,7 +330,7 @@ class Engine:
         self._forget(live)
         self._send(live, delta)
 
-    def _forget(self, live: Live) -> None:
+    def _forget(self, live: LiveSequence) -> None:
         del self._live[live.sequence]
         self._recovery.forget(live.sequence)
         request_id = live.sequence.request.request_id

@@ -17,9 +17,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.messages import plain_message
 from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.messages import plain_message
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import CompletionOutput, RequestOutput

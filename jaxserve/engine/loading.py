@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import EngineConfig, user_cache_dir
+from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.text import Tokenizer, default_sampling
-from jaxserve.engine.validation import Limits
+from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.execution.compilation import prepare_cache
 from jaxserve.execution.runner import OnProgress, Runner
+from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.windows import longest_held
+from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.weights import random_weights
 from jaxserve.weights.quantize import FORMS
 

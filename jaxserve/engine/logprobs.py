@@ -9,11 +9,11 @@ from typing import Any
 from jaxserve.engine.delta import Delta
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.request import Request
-from jaxserve.scheduling.scores import Scores
+from jaxserve.scheduling.logprobs import TokenLogprobs
 
 
 def logprob_dicts(
-    scores: Scores, token_ids: Listing[int], decode: Callable[[int], str | None]
+    scores: TokenLogprobs, token_ids: Listing[int], decode: Callable[[int], str | None]
 ) -> list[dict[int, Logprob]]:
     """For each token its own Logprob, and then those of the most likely tokens, by their ids.
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import NO_MODEL, EngineConfig, bundled_model, kind_of_model
-from jaxserve.engine.gguf_ends import gguf_ends
-from jaxserve.engine.text import Tokenizer, read_generation_config
+from jaxserve.engine.text.gguf_ends import gguf_ends
+from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
 from jaxserve.models import Decoder, ModelConfig, read_model_config
@@ -24,7 +24,7 @@ from jaxserve.weights import (
     read_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
-from jaxserve.weights.placing import use_panels
+from jaxserve.weights.placement import use_panels
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Source:
             folder = local_path(str(config.tokenizer), config, on_progress, text_only=True)
             return Tokenizer(folder, size)
         if isinstance(self.weights, GgufFile):
-            made = _late("gguf_text").gguf_tokenizer(self.weights.metadata, str(self.path))
+            made = _late("jaxserve.engine.text.gguf_tokenizer").gguf_tokenizer(
+                self.weights.metadata, str(self.path)
+            )
             return Tokenizer.of(made, str(self.path), size)
         return Tokenizer(self.path, size)
 
@@ -146,14 +148,14 @@ def local_path(
     if kind == "gguf" and not text_only:
         return Path(name)
     if kind == "hub":
-        fetch = _late("hub").fetch
+        fetch = _late("jaxserve.engine.hub").fetch
         return fetch(name, config.revision, config.download_dir, on_progress, text_only=text_only)
     raise CheckpointError(f"{'tokenizer' if text_only else 'model'}: {name!r} {NO_MODEL}")
 
 
 def _late(name: str) -> Any:
     """A module that brings large libraries, for those who need it."""
-    return importlib.import_module(f"jaxserve.engine.{name}")
+    return importlib.import_module(name)
 
 
 def _generation_config(

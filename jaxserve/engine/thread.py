@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.thinking import ThinkingMarks
+from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams

@@ -44,7 +44,7 @@ class StepBatch:
     top_k: Array
     seed: Array
     penalties: Array
-    asks: Array
+    features: Array
     stop_token_ids: Array
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.execution.sampler_state import WORD_BITS, SamplerState
-from jaxserve.request import Ask
+from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
 
 
-def edited(logits: Array, batch: Any, state: SamplerState) -> Array:
+def edit_logits(logits: Array, batch: Any, state: SamplerState) -> Array:
     """Logits [R, V] as every row's request wants them; -inf for what may not be drawn.
 
     The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias;
@@ -36,16 +36,16 @@ def edited(logits: Array, batch: Any, state: SamplerState) -> Array:
     return _penalized(logits, batch, state)
 
 
-def _asked(batch: Any, what: Ask) -> Array:
+def _asked(batch: Any, what: SamplerFeature) -> Array:
     """bool[R, 1]: which rows ask for something."""
-    return (batch.asks & int(what) != 0)[:, None]
+    return (batch.features & int(what) != 0)[:, None]
 
 
 def _only_allowed(logits: Array, batch: Any, state: SamplerState) -> Array:
     words = state.allowed.at[batch.slots].get(mode="clip")
     bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=words.dtype) & 1
     allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]] != 0
-    return jnp.where(allowed | ~_asked(batch, Ask.ALLOWED), logits, -jnp.inf)
+    return jnp.where(allowed | ~_asked(batch, SamplerFeature.ALLOWED), logits, -jnp.inf)
 
 
 def _bad_words(batch: Any, state: SamplerState) -> tuple[Array, Array]:
@@ -55,7 +55,7 @@ def _bad_words(batch: Any, state: SamplerState) -> tuple[Array, Array]:
     recent = state.recent.at[batch.slots].get(mode="clip")
     before, last = banned[:, :, :-1], banned[:, :, -1]
     matches = ((before == recent[:, None]) | (before < 0)).all(axis=-1)
-    return _excluded(last, matches & _asked(batch, Ask.BANNED))
+    return _excluded(last, matches & _asked(batch, SamplerFeature.BANNED))
 
 
 def _stops(batch: Any) -> tuple[Array, Array]:
@@ -70,7 +70,7 @@ def _excluded(tokens: Array, where: Array) -> tuple[Array, Array]:
 def _biases(batch: Any, state: SamplerState) -> tuple[Array, Array]:
     ids = state.bias_ids.at[batch.slots].get(mode="clip")
     values = state.bias_values.at[batch.slots].get(mode="clip")
-    return jnp.where(_asked(batch, Ask.BIAS), ids, NO_TOKEN), values
+    return jnp.where(_asked(batch, SamplerFeature.BIAS), ids, NO_TOKEN), values
 
 
 def _penalized(logits: Array, batch: Any, state: SamplerState) -> Array:

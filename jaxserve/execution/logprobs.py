@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.execution.sampling import LANES, in_groups
-from jaxserve.request import MAX_LOGPROBS, Ask
-from jaxserve.scheduling.scores import Scores
+from jaxserve.request import MAX_LOGPROBS, SamplerFeature
+from jaxserve.scheduling.logprobs import TokenLogprobs
 from pallas_kernels import row_sums
 
 Array = Any
@@ -41,14 +41,14 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     return values, (group * LANES + where % LANES).astype(jnp.int32)
 
 
-def score(logits: Array, tokens: Array) -> Scores:
+def score(logits: Array, tokens: Array) -> TokenLogprobs:
     """Scores of one token a row under its logits [N, V], i32[N]."""
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_own = jnp.arange(logits.shape[1]) == tokens[:, None]
     own = jnp.where(is_own, logits, 0).sum(axis=1, keepdims=True)
     rank = 1 + (logits > own).sum(axis=1, dtype=jnp.int32)
     values, ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return Scores(own[:, 0] - total, rank, ids, values - total[:, None])
+    return TokenLogprobs(own[:, 0] - total, rank, ids, values - total[:, None])
 
 
 def _log(x: Array) -> Array:
@@ -57,10 +57,10 @@ def _log(x: Array) -> Array:
     return lax.optimization_barrier(jnp.log(whole))[: len(x)]
 
 
-def no_scores(count: int, vocab_size: int, dtype: Any) -> Scores:
+def no_scores(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
     """Zeros, where nobody asked."""
     width = min(MAX_LOGPROBS, vocab_size)
-    return Scores(
+    return TokenLogprobs(
         jnp.zeros(count, dtype),
         jnp.zeros(count, jnp.int32),
         jnp.zeros((count, width), jnp.int32),
@@ -68,10 +68,10 @@ def no_scores(count: int, vocab_size: int, dtype: Any) -> Scores:
     )
 
 
-def score_draws(logits: Array, token_ids: Array, batch: Any) -> Scores:
+def score_draws(logits: Array, token_ids: Array, batch: Any) -> TokenLogprobs:
     """Scores of a decode step's draws, for all rows where one asks."""
     none = no_scores(logits.shape[0], logits.shape[1], logits.dtype)
-    asked = jnp.any(batch.asks & int(Ask.LOGPROBS) != 0)
+    asked = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
     return lax.cond(asked, lambda: score(logits, token_ids), lambda: none)
 
 
@@ -82,7 +82,7 @@ def score_positions(
     token_ids: Array,
     draws: Array,
     batch: Any,
-) -> Scores:
+) -> TokenLogprobs:
     """Scores [T] of what follows each token of a step, where a row asks for it.
 
     After a prompt's token that is the prompt's next (`batch.targets`), and after a row's last
@@ -99,18 +99,18 @@ def score_positions(
     """
     num_tokens, size = len(hidden), min(_BLOCK, len(hidden))
     row = batch.row_of_token
-    scored = (draws & (batch.asks & int(Ask.LOGPROBS) != 0)).at[row].get(mode="clip")
+    scored = (draws & (batch.features & int(SamplerFeature.LOGPROBS) != 0)).at[row].get(mode="clip")
     is_last = batch.sample_index.at[row].get(mode="clip") == jnp.arange(num_tokens)
     drawn = token_ids.at[row].get(mode="clip")
     targets = jnp.where(scored & is_last, drawn, batch.targets)
     none = no_scores(num_tokens, logits.shape[1], logits.dtype)
 
-    def block(index: Array, scores: Scores) -> Scores:
+    def block(index: Array, scores: TokenLogprobs) -> TokenLogprobs:
         # The last block begins where it still fits, and so does what it writes.
         start = index * size
         here = lax.dynamic_slice_in_dim(targets, start, size)
 
-        def found() -> Scores:
+        def found() -> TokenLogprobs:
             new = score(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
             return jax.tree.map(
                 lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0), scores, new

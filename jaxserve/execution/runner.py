@@ -17,9 +17,7 @@ from flax import nnx
 from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.batch import pack, unpack
-from jaxserve.execution.bucket_plan import BucketPlan, anchors, choose_sizes
 from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
-from jaxserve.execution.compilation import open_store
 from jaxserve.execution.sampler_state import (
     allowed_words,
     load_slot,
@@ -28,6 +26,8 @@ from jaxserve.execution.sampler_state import (
     slot_loads,
 )
 from jaxserve.execution.sampling import is_greedy
+from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
+from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.state import (
     DeviceState,
     StepOutput,
@@ -39,9 +39,9 @@ from jaxserve.execution.state import (
 )
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.request import Ask
+from jaxserve.request import SamplerFeature
+from jaxserve.scheduling.logprobs import StepScores, TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.scores import Scores, StepScores
 from jaxserve.scheduling.slot_table import SlotTable
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -327,24 +327,24 @@ class Runner:
 
     def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
-        any_asks = int(np.bitwise_or.reduce(slots.asks[plan.slots]))
+        any_features = int(np.bitwise_or.reduce(slots.features[plan.slots]))
         # Only steps with rows of several tokens have a program that scores prompts.
-        scores_prompt = bool(any_asks & Ask.PROMPT_LOGPROBS) and bool(
+        scores_prompt = bool(any_features & SamplerFeature.PROMPT_LOGPROBS) and bool(
             slots.is_scored(plan.slots, plan.starts).any()
         )
-        greedy = not any_asks and is_greedy(plan, slots)
+        greedy = not any_features and is_greedy(plan, slots)
         bucket = self.buckets.pick(plan, greedy, scores_prompt)
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
-        if any_asks & Ask.EDITS and slots.needs_load[plan.slots].any():
+        if any_features & SamplerFeature.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
-        if any_asks & Ask.ALLOWED:
+        if any_features & SamplerFeature.ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
         output.ok.copy_to_host_async()
-        if not any_asks & Ask.SCORES:
+        if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, submitted)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.scores)
         return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
@@ -387,7 +387,7 @@ class Runner:
             token_ids, ok = token_ids[rows], ok[rows]
         if step.num_logprobs is None or step.output.scores is None:
             return token_ids, ok, None
-        scores = Scores(*(np.asarray(leaf) for leaf in step.output.scores))
+        scores = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.scores))
         return token_ids, ok, StepScores(step.num_logprobs, np.cumsum(step.plan.num_tokens), scores)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Only requests that ask for it have theirs written, when they get their slot (`load_slot`); each
 step then adds the tokens it draws. The token in flight is thus counted before the host knows it,
 and chunks, cached prefixes and preemption need no care. A row that nobody asked for holds what an
-earlier request left; `Ask` flags and neutral settings keep it from being used.
+earlier request left; `SamplerFeature` flags and neutral settings keep it from being used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS_TOKENIZED,
     MAX_BIASED_TOKENS,
-    Ask,
+    SamplerFeature,
 )
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
@@ -145,7 +145,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
     recent = np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32)
     newest = generated[-len(recent) :]
     recent[len(recent) - len(newest) :] = newest
-    if not request.sampling.asks & Ask.PENALTIES:
+    if not request.sampling.features & SamplerFeature.PENALTIES:
         tokens = tokens[:0]
     chunk = chunk_size(slots)
     bias_ids, bias_values = _biases(request)

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.execution.logit_edits import edited
+from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.random import uniform
 from jaxserve.execution.sampler_state import SamplerState
-from jaxserve.request import Ask
+from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from pallas_kernels.implementation import target_platform
@@ -171,7 +171,7 @@ def sample(
 ) -> tuple[Array, Array]:
     """Draw each row's next token.
 
-    The order of the settings is vLLM's: what `edited` does, temperature, min_p, top_k, top_p.
+    The order of the settings is vLLM's: what `edit_logits` does, temperature, min_p, top_k, top_p.
 
     Args:
         logits: [R, V], float32 or float64.
@@ -188,11 +188,11 @@ def sample(
     ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
     if greedy_only:
         return argmax(logits), ok
-    asked = (batch.asks & int(Ask.EDITS) != 0) | (batch.kv_len < batch.min_length)
+    asked = (batch.features & int(SamplerFeature.EDITS) != 0) | (batch.kv_len < batch.min_length)
     edits, draws = jnp.any(asked), jnp.any(batch.temperature > 0)
 
     def chosen() -> tuple[Array, Array]:
-        changed = lax.cond(edits, lambda: edited(logits, batch, state), lambda: logits)
+        changed = lax.cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
         greedy, value = best(changed)
         drawn = lax.cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
         return drawn, value

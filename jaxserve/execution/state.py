@@ -15,7 +15,7 @@ from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
-from jaxserve.scheduling.scores import Scores
+from jaxserve.scheduling.logprobs import TokenLogprobs
 from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
@@ -40,7 +40,9 @@ class StepOutput:
 
     token_ids: Array  # i32[R], or [S, R] of a launch of up to S steps
     ok: Array  # bool, likewise; False where logits were not finite or left nothing to draw
-    scores: Scores | None  # [T], of what follows each token, for rows that ask; None if greedy
+    scores: (
+        TokenLogprobs | None
+    )  # [T], of what follows each token, for rows that ask; None if greedy
 
 
 for _type in (DeviceState, StepOutput):

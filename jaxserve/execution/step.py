@@ -17,7 +17,7 @@ from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
-from jaxserve.models.panels import padded_beyond
+from jaxserve.models.panels import with_num_rows
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
@@ -60,7 +60,7 @@ def model_step(
     """
     # Rows that count come first in tokens and batch; a block that is scored has no more of them.
     num_tokens = batch.query_start[-1]
-    parameters = padded_beyond(jax.tree.unflatten(treedef, leaves), num_tokens)
+    parameters = with_num_rows(jax.tree.unflatten(treedef, leaves), num_tokens)
     model = nnx.merge(graphdef, parameters)
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
     drawn = state.last_token.at[owner].get(mode="clip")

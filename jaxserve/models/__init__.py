@@ -1,10 +1,10 @@
 """Model families as pure Flax modules over ragged tokens and a paged cache."""
 
-from jaxserve.models.config import ModelConfig, read_model_config
+from jaxserve.models.config.model_config import ModelConfig, read_model_config
+from jaxserve.models.config.rope import Llama3Scaling, Rope
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.paged import KVPages, PagedStep, logical_axes
 from jaxserve.models.registry import abstract_model, build_model, checkpoint_weights
-from jaxserve.models.rope_fields import Llama3Scaling, Rope
 
 __all__ = [
     "Decoder",

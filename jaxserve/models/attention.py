@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.layers import LLAMA, Design, Norm
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import YarnScaling
+from jaxserve.models.layers import LLAMA, FamilyTraits, Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.rope import CosSin
-from jaxserve.models.rope_fields import YarnScaling
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Attention(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: Design = LLAMA,
+        design: FamilyTraits = LLAMA,
         window: int | None = None,
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim

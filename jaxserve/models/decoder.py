@@ -11,10 +11,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.attention import Attention
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.experts import SparseMLP
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import LLAMA, Design, Embedding, GatedMLP, Norm
+from jaxserve.models.layers import LLAMA, Embedding, FamilyTraits, GatedMLP, Norm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin, rope_cos_sin
@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: Design = LLAMA,
+        design: FamilyTraits = LLAMA,
         index: int = 0,
     ) -> None:
         def norm() -> Norm:
@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: Design = LLAMA
+        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: FamilyTraits = LLAMA
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.expert_fields import Experts
-from jaxserve.models.layers import Design, GatedMLP
+from jaxserve.models.config.experts import Experts
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.layers import FamilyTraits, GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
@@ -38,7 +38,7 @@ class SparseMLP(nnx.Module):
         experts: Experts,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: Design,
+        design: FamilyTraits,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
         self.experts = experts

@@ -16,13 +16,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.attention import rotate
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.latent_fields import Latent
-from jaxserve.models.layers import Design, Norm
+from jaxserve.models.config.latent import Latent
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import Rope, YarnScaling
+from jaxserve.models.layers import FamilyTraits, Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin
-from jaxserve.models.rope_fields import Rope, YarnScaling
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LatentAttention(nnx.Module):
         latent: Latent,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: Design,
+        design: FamilyTraits,
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads
         self.latent, self.scale = latent, softmax_scale(latent, config.rope)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import PanelWeight, padded_beyond
+from jaxserve.models.panels import PanelWeight, with_num_rows
 from pallas_kernels import row_sums
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Design:
+class FamilyTraits:
     """What distinguishes a family from Llama whatever its config.json says.
 
     Attributes:
@@ -54,7 +54,7 @@ class Design:
     sinks: bool = False
 
 
-LLAMA = Design()
+LLAMA = FamilyTraits()
 
 
 class Norm(nnx.Module):
@@ -70,7 +70,7 @@ class Norm(nnx.Module):
         axes: LogicalAxes,
         eps: float,
         dtype: DTypeLike,
-        design: Design = LLAMA,
+        design: FamilyTraits = LLAMA,
         over: int | None = None,
     ) -> None:
         self.scale = constant(1.0 - design.norm_offset, shape, axes, dtype)
@@ -131,7 +131,7 @@ class Embedding(nnx.Module):
         """Scores of every token, in at least float32; for the rows that count, where told."""
         project = self.project[...]
         if num_rows is not None:
-            project = padded_beyond(project, num_rows)
+            project = with_num_rows(project, num_rows)
         return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
 
 
@@ -146,7 +146,7 @@ class GatedMLP(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: Design = LLAMA,
+        design: FamilyTraits = LLAMA,
         width: int | None = None,
     ) -> None:
         self.activation = design.activation

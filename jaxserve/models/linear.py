@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
-from jaxserve.models.quantized import Quantized, QuantizedWeight, SeveralWeights
+from jaxserve.models.quantized import Quantized, QuantizedWeight, SplitWeight
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -80,7 +80,7 @@ def matmul(
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
     dequantized as a whole.
     """
-    if isinstance(w, QuantizedWeight | SeveralWeights | PanelWeight | QuantizedPanels):
+    if isinstance(w, QuantizedWeight | SplitWeight | PanelWeight | QuantizedPanels):
         y = w.dot(x.reshape(x.shape[0], -1))
     elif x.shape[0] == 1 and x.dtype.itemsize == 2:
         # XLA on CPU turns a one-row 16-bit product into a float32 one and so converts the whole

@@ -17,11 +17,11 @@ import numpy as np
 from jaxserve.models.quantized import (
     QuantizedExperts,
     QuantizedWeight,
-    SeveralWeights,
+    SplitWeight,
     in_order,
 )
 from pallas_kernels import panel_product, quantized_panel_product
-from pallas_kernels.llvm_panels import columns, in_panels, panel_shape, rows_in_order
+from pallas_kernels.cpu.panels import columns, in_panels, panel_shape, rows_in_order
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -32,10 +32,10 @@ ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PanelWeight:
-    """A matrix of I inputs and O outputs, or experts', as `pallas_kernels.llvm_product` takes them.
+    """A matrix of I inputs and O outputs, or experts', as `pallas_kernels.cpu.product` takes them.
 
     Attributes:
-        panels: the weights; `pallas_kernels.llvm_panels.panel_shape` says how they lie, those of
+        panels: the weights; `pallas_kernels.cpu.panels.panel_shape` says how they lie, those of
             experts [E, ...].
         dtype: the weights' own.
         outputs: the shape that the outputs have in the model; their product is O.
@@ -94,7 +94,7 @@ class PanelWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A `QuantizedWeight` or `QuantizedExperts` in panels; see `pallas_kernels.llvm_quantized`.
+    """A `QuantizedWeight` or `QuantizedExperts` in panels; see `cpu.quantized_product`.
 
     Attributes:
         codes: [panels, rows of codes, PANEL]; these arrays of experts are [E, ...].
@@ -172,12 +172,12 @@ def with_panels(value: Any) -> Any:
     """A parameter's value, its codes in panels where it is a quantized matrix, or experts'."""
     if isinstance(value, QuantizedWeight | QuantizedExperts):
         return QuantizedPanels.of(value)
-    if isinstance(value, SeveralWeights):
+    if isinstance(value, SplitWeight):
         return replace(value, weights=tuple(map(with_panels, value.weights)))
     return value
 
 
-def padded_beyond(tree: Any, num_rows: Array) -> Any:
+def with_num_rows(tree: Any, num_rows: Array) -> Any:
     """A tree of parameters whose panels multiply so many rows (i32[]) and leave padding alone."""
 
     def has_panels(leaf: Any) -> bool:

@@ -81,7 +81,7 @@ class QuantizedWeight:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SeveralWeights:
+class SplitWeight:
     """One fused projection whose parts are stored differently, each with its share of the outputs.
 
     So it is where each of them has its own order of inputs.
@@ -145,7 +145,7 @@ class QuantizedExperts:
         return y.reshape(x.shape[0], *self.outputs)
 
 
-Quantized = QuantizedWeight | SeveralWeights
+Quantized = QuantizedWeight | SplitWeight
 
 
 def in_order(

@@ -8,17 +8,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.cohere import build_cohere, cohere_weights
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.deepseek import build_deepseek_v3, deepseek_v2_weights, deepseek_v3_weights
-from jaxserve.models.gemma import build_gemma2, build_gemma3, gemma2_weights, gemma3_weights
-from jaxserve.models.gpt_oss import build_gpt_oss, gpt_oss_weights
-from jaxserve.models.llama import build_llama, llama_weights
-from jaxserve.models.mixtral import mixtral_weights
-from jaxserve.models.olmo import build_olmo, olmo_weights
-from jaxserve.models.phi3 import phi3_weights
-from jaxserve.models.qwen import build_qwen3, qwen3_moe_weights, qwen3_weights
+from jaxserve.models.families.cohere import build_cohere, cohere_weights
+from jaxserve.models.families.deepseek import (
+    build_deepseek_v3,
+    deepseek_v2_weights,
+    deepseek_v3_weights,
+)
+from jaxserve.models.families.gemma import (
+    build_gemma2,
+    build_gemma3,
+    gemma2_weights,
+    gemma3_weights,
+)
+from jaxserve.models.families.gpt_oss import build_gpt_oss, gpt_oss_weights
+from jaxserve.models.families.llama import build_llama, llama_weights
+from jaxserve.models.families.mixtral import mixtral_weights
+from jaxserve.models.families.olmo import build_olmo, olmo_weights
+from jaxserve.models.families.phi3 import phi3_weights
+from jaxserve.models.families.qwen import build_qwen3, qwen3_moe_weights, qwen3_weights
 from jaxserve.models.weight_table import WeightName
 
 

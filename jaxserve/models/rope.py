@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.models.linear import accumulator
-from jaxserve.models.rope_fields import (
+from jaxserve.models.config.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -19,6 +18,7 @@ from jaxserve.models.rope_fields import (
     Rope,
     YarnScaling,
 )
+from jaxserve.models.linear import accumulator
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32

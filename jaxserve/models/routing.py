@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models.expert_fields import Experts
+from jaxserve.models.config.experts import Experts
 from pallas_kernels import row_sums, sigmoid, softmax
 
 if TYPE_CHECKING:

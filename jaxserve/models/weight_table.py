@@ -8,7 +8,7 @@ from types import EllipsisType
 
 import numpy as np
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config.model_config import ModelConfig
 
 Index = tuple[int | slice | EllipsisType, ...]
 

@@ -7,7 +7,7 @@ import numpy as np
 from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.ragged import each
+from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -88,7 +88,7 @@ class Publisher:
         if len(slots) == 1:
             owner, nth = slots[0], slice(first[0], full[0])
         else:
-            owner, nth = each(slots, first, full)
+            owner, nth = flat_ranges(slots, first, full)
         self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:

@@ -14,19 +14,19 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import Ask, FinishReason
-from jaxserve.scheduling.fitting import Shares, fitted, shared
+from jaxserve.request import FinishReason, SamplerFeature
+from jaxserve.scheduling.budget import TokenShares, fitted, shared
+from jaxserve.scheduling.commit_result import StepResult, draws_of
+from jaxserve.scheduling.guided_rows import BESIDE_WAITING, awaits_token, would_part
 from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.publishing import Publisher
-from jaxserve.scheduling.ragged import each
-from jaxserve.scheduling.results import StepResult, draws_of
+from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.together import BESIDE_WAITING, awaits_token, would_part
 from jaxserve.scheduling.waiting import WaitingQueue
-from jaxserve.scheduling.windows import most_pages
+from jaxserve.scheduling.window_pages import most_pages
 
 
 class Scheduling(Protocol):
@@ -154,7 +154,7 @@ class Scheduler:
             return None
         return self._plan(slots, take, total)
 
-    def _fitted(self, take: np.ndarray, total: int) -> Shares:
+    def _fitted(self, take: np.ndarray, total: int) -> TokenShares:
         return fitted(take, total, self.token_sizes)
 
     def _plan(
@@ -191,7 +191,9 @@ class Scheduler:
         if table.num_guided and (is_waiting := awaits_token(table, running)).any():
             left[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
         slots = running[left > 0]
-        alone = table.is_guided[slots] | (table.asks[slots] & (Ask.SCORES | Ask.PROMPT_LOGPROBS))
+        alone = table.is_guided[slots] | (
+            table.features[slots] & (SamplerFeature.SCORES | SamplerFeature.PROMPT_LOGPROBS)
+        )
         if not len(slots) or alone.any():
             return None
         if (length[left > 0] - table.num_computed[slots] != 1).any():
@@ -212,7 +214,7 @@ class Scheduler:
         total = sum((last - first).tolist())
         if total > self.pool.num_free:
             return False
-        owner, nth = (slots, first) if total == len(slots) else each(slots, first, last)
+        owner, nth = (slots, first) if total == len(slots) else flat_ranges(slots, first, last)
         table.page_table[owner, nth] = self.pool.allocate(total)
         table.num_pages[slots] = last
         return True
@@ -228,7 +230,7 @@ class Scheduler:
             self._preempt(int(running[-1]))
             preempted = True
 
-    def _share_budget(self) -> Shares:
+    def _share_budget(self) -> TokenShares:
         """One token for each running row that lacks any, the rest best rank first."""
         running, table = self._running, self.slots
         length = table.length[running]
@@ -256,7 +258,7 @@ class Scheduler:
             self._preempt(slot)
         self.waiting.rank_anew(precedence)
 
-    def _admit(self, take: np.ndarray, total: int) -> Shares:
+    def _admit(self, take: np.ndarray, total: int) -> TokenShares:
         """Admit waiting sequences while slots, pages and budget last; returns all shares."""
         budget = self.max_num_batched_tokens - total
         slots: list[int] = []
@@ -346,7 +348,7 @@ class Scheduler:
         if draws.counts is None:
             table.put_tokens(slots, draws.length - 1, draws.tokens)
         else:
-            owners, where = each(slots, draws.length - draws.counts, draws.length)
+            owners, where = flat_ranges(slots, draws.length - draws.counts, draws.length)
             table.put_tokens(owners, where, draws.tokens)
         table.num_known[slots] = draws.length
         well = live if draws.failed is None else live & ~draws.failed

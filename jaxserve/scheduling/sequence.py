@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduling.logprobs import PromptScores
 from jaxserve.scheduling.page_keys import PrefixKeys
-from jaxserve.scheduling.scores import PromptScores
 
 NO_SLOT = -1
 
@@ -31,7 +31,7 @@ class Sequence:
         num_failures: failed steps that it may have caused (see `engine.recovery`).
         precedence: those of more are served first, whatever their priority.
         prompt_scores: gathers its prompt's log-probabilities; None where none are asked for.
-        constraint: what its text may still be (see `engine.grammars`), or None.
+        constraint: what its text may still be (see `engine.text.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.request import MAX_STOP_TOKEN_IDS, Ask
+from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
+from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.settings import WIDTH, Settings, put_settings
 
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
 _NO_STOPS = (NO_TOKEN,) * MAX_STOP_TOKEN_IDS
 # As plain numbers: those of an IntFlag cost a microsecond each time.
-_EDITS, _PROMPT_LOGPROBS = int(Ask.EDITS), int(Ask.PROMPT_LOGPROBS)
+_EDITS, _PROMPT_LOGPROBS = int(SamplerFeature.EDITS), int(SamplerFeature.PROMPT_LOGPROBS)
 
 
 class SlotTable:
@@ -80,7 +80,7 @@ class SlotTable:
         views = Settings.of(self.settings)
         self.stop_length, self.min_length = views.stop_length, views.min_length
         self.temperature, self.top_p, self.min_p = views.temperature, views.top_p, views.min_p
-        self.top_k, self.seed, self.asks = views.top_k, views.seed, views.asks
+        self.top_k, self.seed, self.features = views.top_k, views.seed, views.features
         self.penalties, self.stop_token_ids = views.penalties, views.stop_token_ids
         self.stop_token_ids[:] = NO_TOKEN
         # Columns of stop_token_ids that have been used so far: usually few, and the only ones read.
@@ -129,7 +129,7 @@ class SlotTable:
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt[slot] = sequence.num_prompt
         self._put_settings(slot, sequence)
-        self.needs_load[slot] = sampling.asks & _EDITS != 0
+        self.needs_load[slot] = sampling.features & _EDITS != 0
         self.needs_mask[slot] = False
         self.is_guided[slot] = False
         if sequence.constraint is not None:
@@ -138,9 +138,13 @@ class SlotTable:
 
     def _put_settings(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request
-        sampling, stops, asks = request.sampling, request.stop_token_ids, request.sampling.asks
+        sampling, stops, features = (
+            request.sampling,
+            request.stop_token_ids,
+            request.sampling.features,
+        )
         if sequence.scores_prompt:
-            asks |= _PROMPT_LOGPROBS
+            features |= _PROMPT_LOGPROBS
             self.scores_prompts = True
         self.max_stops = max(self.max_stops, len(stops))
         put_settings(
@@ -157,7 +161,7 @@ class SlotTable:
             sampling.repetition_penalty,
             sampling.frequency_penalty,
             sampling.presence_penalty,
-            asks,
+            features,
         )
         # Most requests have few, and what is right of the used columns never changes.
         if used := self.max_stops:
@@ -193,7 +197,7 @@ class SlotTable:
     def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
         """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
         request wants it scored."""
-        asked = self.asks[slots] & _PROMPT_LOGPROBS != 0
+        asked = self.features[slots] & _PROMPT_LOGPROBS != 0
         return asked & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.fitting import Shares
+from jaxserve.scheduling.budget import TokenShares
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -81,13 +81,13 @@ class StaticScheduler(Scheduler):
             return plan
         return padding if plan is None else _joined(plan, padding)
 
-    def _fitted(self, take: np.ndarray, total: int) -> Shares:
+    def _fitted(self, take: np.ndarray, total: int) -> TokenShares:
         return take, total
 
     def _most_pages(self, length: int) -> int:
         return -(-length // self.pool.page_size)
 
-    def _admit(self, take: np.ndarray, total: int) -> Shares:
+    def _admit(self, take: np.ndarray, total: int) -> TokenShares:
         if self.num_running:
             return take, total
         self._start_batch()
@@ -112,7 +112,7 @@ class StaticScheduler(Scheduler):
         self._prompt[self._running] = prompts
         self._padding[self._running] = self._padded_length - prompts
 
-    def _share_budget(self) -> Shares:
+    def _share_budget(self) -> TokenShares:
         """As the base class, except that a padded batch first computes all of its prompts."""
         running = self._running
         prompt = np.maximum(self._prompt[running] - self.slots.num_computed[running], 0)

@@ -8,9 +8,9 @@ from jaxserve.weights.converted import (
     open_converted,
     write_converted,
 )
-from jaxserve.weights.gguf import GgufFile, read_gguf
-from jaxserve.weights.gguf_names import gguf_config, gguf_fields
-from jaxserve.weights.loading import load_weights, parameter_values, random_weights
+from jaxserve.weights.gguf.file import GgufFile, read_gguf
+from jaxserve.weights.gguf.names import gguf_config, gguf_fields
+from jaxserve.weights.model_weights import load_weights, parameter_values, random_weights
 
 __all__ = [
     "Checkpoint",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.strict_json import read_object
+from jaxserve.models.config.strict_json import read_object
 from jaxserve.weights.safetensors import (
     MAX_TENSORS,
     Shard,

@@ -25,13 +25,13 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.models.config_fields import Fields
-from jaxserve.models.strict_json import read_object
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.strict_json import read_object
 from jaxserve.weights.checkpoint import listed
-from jaxserve.weights.loading import filled, parameters_of
-from jaxserve.weights.placing import scales_of, scales_parameter
+from jaxserve.weights.model_weights import filled, parameters_of
+from jaxserve.weights.parameter_arrays import abstract_parameter, forms, named_arrays
+from jaxserve.weights.placement import scales_of, scales_parameter
 from jaxserve.weights.quantize import FORMS
-from jaxserve.weights.stored_trees import abstract_parameter, forms, named_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxserve.models.quantized import QuantizedExperts
-from jaxserve.weights.fusing import Part, joined
+from jaxserve.weights.fused_parameters import Part, joined
 from jaxserve.weights.quantize import Codes, quantize
 
 THREADS = 4

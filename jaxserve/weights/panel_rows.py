@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.safetensors import TensorEntry
-from pallas_kernels.llvm_panels import PANEL, panel_shape
+from pallas_kernels.cpu.panels import PANEL, panel_shape
 
 # The axes of a parameter that are inputs, and those that are outputs; one in front is the expert.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.strict_json import open_regular, parse_object
+from jaxserve.models.config.strict_json import open_regular, parse_object
 
 # The reference library allows 100 MB; a model of 100 billion parameters needs 0.2 MB, and a parsed
 # header takes 20 times its size in memory.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig, UnsupportedModel
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 from jaxserve.engine.loading import load
 from jaxserve.engine.source import find_source
 from jaxserve.models.quantized import QuantizedExperts

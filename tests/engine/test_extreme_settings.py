@@ -11,7 +11,7 @@ from jaxserve import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.validation import Limits
+from jaxserve.engine.request_factory import Limits
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxserve import EngineConfig
 from jaxserve.engine.engine import Delta, Engine
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.validation import Limits
+from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxserve import CheckpointError, EngineConfig
-from jaxserve.engine.gguf_ends import gguf_ends
-from jaxserve.engine.gguf_splits import SPLITS
-from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.engine.source import find_source
-from jaxserve.engine.text import Tokenizer as OurTokenizer
+from jaxserve.engine.text.gguf_ends import gguf_ends
+from jaxserve.engine.text.gguf_splits import SPLITS
+from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
 from tests.engine.checkpoint import CHAT_TEMPLATE
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
 from tests.engine.llama_cpp_splits import metadata as fields_of

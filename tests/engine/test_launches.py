@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.pace import Pace
 
 WORK = {
     "one": SamplingParams(temperature=0, max_tokens=14),
@@ -76,14 +76,14 @@ def test_what_the_host_must_see_is_taken_step_by_step(loaded: Loaded, plans: lis
 
 
 def test_launches_are_as_long_as_nobody_notices() -> None:
-    assert Pace(16, 4).steps() == 4 and Pace(2, 4).steps() == 2
-    pace = Pace(16, None)
+    assert LaunchLength(16, 4).steps() == 4 and LaunchLength(2, 4).steps() == 2
+    pace = LaunchLength(16, None)
     assert pace.steps() == 1
     pace.has_read(submitted=0.0, num_steps=10**9)  # within nanoseconds each
     assert pace.steps() == 16
-    none = Pace(16, None)
+    none = LaunchLength(16, None)
     none.has_read(submitted=0.0, num_steps=1, now=0.0)
     assert none.steps() == 16
-    slow = Pace(16, None)
+    slow = LaunchLength(16, None)
     slow.has_read(submitted=-1e6, num_steps=1)
     assert slow.steps() == 1

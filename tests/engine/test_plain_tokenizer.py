@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.plain_tokenizer import PlainTokenizer, read_plain
-from jaxserve.engine.text import Tokenizer, byte_letters
+from jaxserve.engine.text.plain_tokenizer import PlainTokenizer, read_plain
+from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
 from tests.engine.checkpoint import byte_tokenizer
 
 
@@ -101,7 +101,7 @@ def test_the_bundled_model_needs_no_transformers() -> None:
     code = (
         "import sys\n"
         "from jaxserve.config import bundled_model\n"
-        "from jaxserve.engine.text import Tokenizer\n"
+        "from jaxserve.engine.text.tokenizer import Tokenizer\n"
         "one = Tokenizer(bundled_model(), 4096)\n"
         "assert one.render_chat([{'role': 'user', 'content': 'hi'}])\n"
         "print([m for m in ('jax', 'torch', 'transformers') if m in sys.modules])"

@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
 from jaxserve.engine.source import find_source
-from jaxserve.execution import compilation
-from jaxserve.execution.compilation import fingerprint, prepare_cache
+from jaxserve.execution.start import compilation
+from jaxserve.execution.start.compilation import fingerprint, prepare_cache
 from tests.engine.checkpoint import save_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -123,7 +123,7 @@ def test_importing_loads_no_heavy_library() -> None:
 STARTS = """
 import json, sys
 from jaxserve import LLM, SamplingParams
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 
 checkpoint, settings = sys.argv[1], json.loads(sys.argv[2])
 sampling = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logit_bias={"5": 1.0})
@@ -257,7 +257,7 @@ def test_a_source_that_has_moved_is_missed(tmp_path: Path, monkeypatch: pytest.M
     kept = tmp_path / "jaxserve/execution/step.py"
     kept.write_text(kept.read_text() + "# another line\n")
     assert fingerprint()["source"] != before
-    listed = tmp_path / "jaxserve/scheduling/settings.py"
+    listed = tmp_path / "jaxserve/scheduling/row_settings.py"
     listed.rename(listed.with_name("moved.py"))
     with pytest.raises(FileNotFoundError, match=r"settings\.py"):
         fingerprint()

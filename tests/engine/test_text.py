@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CheckpointError, SamplingParams
-from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.text import Tokenizer, default_sampling, read_generation_config
-from jaxserve.scheduling.scores import Scores
-from jaxserve.server.logprobs import CompletionTokens, TokenTexts
-from jaxserve.server.protocol import ChatMessage, ChatRequest, FunctionDefinition, Tool
-from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tool_calls.talk import Talk
+from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling, read_generation_config
+from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
+from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
 from tests.engine.checkpoint import byte_tokenizer
 
@@ -168,7 +167,7 @@ def test_what_decoding_leaves_out_is_what_counts_as_special(marked: Tokenizer) -
 
 
 def test_calls_are_read_where_only_tokenizer_json_flags_their_mark(marked: Tokenizer) -> None:
-    talk = Talk(marked, ServerConfig(tool_call_parser="mistral"))
+    talk = Dialect(marked, "mistral", None)
     chat = ChatRequest(
         messages=[ChatMessage(role="user", content="?")],
         tools=[Tool(function=FunctionDefinition(name="f"))],
@@ -191,7 +190,7 @@ def test_calls_are_read_where_only_tokenizer_json_flags_their_mark(marked: Token
 def test_offsets_count_what_the_text_shows(marked: Tokenizer, skip: bool) -> None:
     ids = [5, 260, 6]
     zeros, none = np.zeros(3), np.zeros((3, 0))
-    scores = Scores(zeros, zeros, none, none)
+    scores = TokenLogprobs(zeros, zeros, none, none)
     offsets = CompletionTokens(TokenTexts(marked, False), skip).drawn(ids, [scores], 0).text_offset
     assert offsets == [len(marked.decode(ids[:end], skip)) for end in range(3)]
 

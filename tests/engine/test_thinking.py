@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import AsyncLLM, EngineConfig, InvalidRequest, SamplingParams
 from jaxserve.engine.loading import Loaded, load
-from jaxserve.engine.thinking import ThinkingMarks
+from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.request import Request
 from jaxserve.structured import StructuredOutputsParams
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.structured import StructuredOutputsParams
 from tests.engine.checkpoint import byte_tokenizer
 

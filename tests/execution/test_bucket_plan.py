@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.execution.bucket_plan import BUSY_SECONDS, BucketPlan, anchors, choose_sizes
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.start.bucket_plan import BUSY_SECONDS, BucketPlan, anchors, choose_sizes
 
 BUCKETS = BucketSet(32, 512)
 LEAST = (1, 32), (512,)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.execution import sampler_state as state_of
-from jaxserve.execution.logit_edits import edited
+from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.sampling import sample
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.sequence import Sequence
@@ -26,7 +26,7 @@ LONGEST = 2500
 
 load_slot = jax.jit(state_of.load_slot, donate_argnums=0)
 record = jax.jit(state_of.record)
-edit = jax.jit(edited)
+edit = jax.jit(edit_logits)
 
 
 class Table:
@@ -57,7 +57,7 @@ class Table:
             "slots": where,
             "sample_slots": where,
             "penalties": self.slots.penalties[where],
-            "asks": self.slots.asks[where],
+            "features": self.slots.features[where],
             "min_length": np.zeros(len(slots), np.int32),
         }
         for name, value in changes.items():
@@ -96,7 +96,7 @@ def test_edits_equal_the_oracles(seed: int) -> None:
             logits[row].astype(np.float64), params, prompts[row], outputs[row], (), words_of(params)
         )
         np.testing.assert_allclose(found[row], want, rtol=1e-5, atol=1e-5)
-        if not params.asks:
+        if not params.features:
             assert np.array_equal(found[row], logits[row])
 
 

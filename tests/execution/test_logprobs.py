@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.execution.logprobs import score, score_positions, top_k
-from jaxserve.request import Ask
+from jaxserve.request import SamplerFeature
 from tests.oracle import score as slow_score
 
 best = jax.jit(top_k, static_argnums=1)
@@ -60,7 +60,7 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     targets[-1] = -1
     first = max(num_tokens - 2, 0)
     batch = SimpleNamespace(
-        asks=np.array([Ask.PROMPT_LOGPROBS, Ask.LOGPROBS], np.int32),
+        features=np.array([SamplerFeature.PROMPT_LOGPROBS, SamplerFeature.LOGPROBS], np.int32),
         sample_index=jnp.array([first, num_tokens - 1], np.int32),
         targets=targets,
         row_of_token=np.array([0] * (num_tokens - 1) + [1], np.int32),

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.execution import compilation
-from jaxserve.execution.programs import ProgramStore, make_private
+from jaxserve.execution.start import compilation
+from jaxserve.execution.start.programs import ProgramStore, make_private
 
 pytestmark = pytest.mark.usefixtures("no_jax_cache")
 WHAT = {"model": "one"}
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "is_traced"),
     [
-        *((f"jaxserve/scheduling/{one}.py", True) for one in ("settings", "scores", "slot_table")),
+        *((f"jaxserve/scheduling/{part}.py", True) for part in ("row_settings", "logprobs", "slot_table")),
         *((name, True) for name in ("jaxserve/request.py", "jaxserve/execution/step.py")),
         ("jaxserve/scheduling/scheduler.py", False),
         ("jaxserve/engine/engine.py", False),
@@ -251,7 +251,7 @@ def test_what_was_used_longest_ago_goes_first(
         os.utime(path, (age, age))
     run(store(folder).get("one", never))
     largest = max(path.stat().st_size for path in (folder / "objects").iterdir())
-    monkeypatch.setattr("jaxserve.execution.programs._MOST_BYTES", largest + 10)
+    monkeypatch.setattr("jaxserve.execution.start.programs._MOST_BYTES", largest + 10)
     one.prune()
     kept = store(folder)
     run(kept.get("one", never))

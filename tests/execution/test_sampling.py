@@ -46,7 +46,7 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
         min_length=column("min_tokens", np.int32),
         stop_token_ids=np.full((rows, 4), -1, np.int32),
         penalties=np.tile(np.array([1, 0, 0], np.float32), (rows, 1)),
-        asks=np.array([one.asks for one in settings], np.int32),
+        features=np.array([one.features for one in settings], np.int32),
         targets=none,
         stop_length=none,
         num_steps=np.int32(1),

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paged_cases import assert_close
 
-from pallas_kernels import grouped_matmul, reference, triton_grouped_matmul, xla_grouped_matmul
-from pallas_kernels.tuning import GroupedConfig
+from pallas_kernels import grouped_matmul, reference, xla_grouped_matmul
+from pallas_kernels.gpu import triton_grouped_matmul
+from pallas_kernels.gpu.tuning import GroupedConfig
 
 ROWS, GROUPS = 40, 5
 # Tiles smaller and larger than groups; sizes that blocks divide and that they do not.

@@ -15,9 +15,10 @@ import pytest
 from llvmlite import ir
 from paged_cases import PagedCall, assert_close, paged_call
 
-from pallas_kernels import llvm_decode, paged_decode_attention, reference
-from pallas_kernels.llvm_calls import Kernel
-from pallas_kernels.llvm_code import I64, POINTER, VOID, Code, compiled, const, host
+from pallas_kernels import paged_decode_attention, reference
+from pallas_kernels.cpu import decode as llvm_decode
+from pallas_kernels.cpu.ffi import Kernel
+from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
 
 STATIC = ("scale", "window", "soft_cap")
 SETUPS = {

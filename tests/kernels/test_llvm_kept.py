@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.execution.programs import ProgramStore
+from jaxserve.execution.start.programs import ProgramStore
 from pallas_kernels import kernel_code, panel_product, restore_kernels
-from pallas_kernels.llvm_calls import NAMES, Kernel, registered
-from pallas_kernels.llvm_code import host
-from pallas_kernels.llvm_decode import PagedDecode
-from pallas_kernels.llvm_panels import in_panels
-from pallas_kernels.llvm_product import PanelProduct
-from pallas_kernels.llvm_ragged import PagedTiles
-from pallas_kernels.llvm_sums import RowSums
+from pallas_kernels.cpu.decode import PagedDecode
+from pallas_kernels.cpu.ffi import NAMES, Kernel, registered
+from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.panels import in_panels
+from pallas_kernels.cpu.product import PanelProduct
+from pallas_kernels.cpu.ragged import PagedTiles
+from pallas_kernels.cpu.row_sums import RowSums
 
 KERNELS: list[Kernel] = [
     PanelProduct("float32", "bfloat16"),
@@ -37,7 +37,7 @@ LATER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxserve.execution.programs import ProgramStore
+from jaxserve.execution.start.programs import ProgramStore
 from pallas_kernels import llvm_calls
 
 def never(*_):
@@ -82,7 +82,7 @@ def test_a_program_of_another_kernel_by_that_name_is_not_taken(
 ) -> None:
     x, panels = np.ones((2, 3), np.float32), in_panels(np.ones((3, 5), np.float32))
     ProgramStore(tmp_path / "kept", {}, {}).get("product", lambda: lower(x, panels))
-    code = "jaxserve.execution.programs.kernel_code"
+    code = "jaxserve.execution.start.programs.kernel_code"
     monkeypatch.setattr(code, lambda name: kernel_code(name) + b"changed")
     later = ProgramStore(tmp_path / "kept", {"its": "other settings"}, {})
     later.get("product", lambda: lower(x, panels))

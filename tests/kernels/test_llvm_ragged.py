@@ -14,7 +14,7 @@ from test_llvm_decode import SETUPS as DECODE_SETUPS
 from test_llvm_decode import STATIC, parts_of
 
 from pallas_kernels import ragged_paged_attention, reference
-from pallas_kernels.llvm_ragged import PagedTiles
+from pallas_kernels.cpu.ragged import PagedTiles
 
 SETUPS = {
     "float64, group of 3": {"dtype": jnp.float64, "heads": 6},

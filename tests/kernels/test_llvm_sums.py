@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import llvm_sums, ops, row_sums, sigmoid, softmax
-from pallas_kernels.llvm_sums import RowSums
+from pallas_kernels import ops, row_sums, sigmoid, softmax
+from pallas_kernels.cpu import row_sums as llvm_sums
+from pallas_kernels.cpu.row_sums import RowSums
 
 OF = ("numbers", "squares", "exps")
 SIZES = (1, 3, 8, 31, 32, 33, 64, 100, 768, 2053)

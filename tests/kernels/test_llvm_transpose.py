@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.llvm_code import host
-from pallas_kernels.llvm_panels import PANEL, in_panels, panel_shape
-from pallas_kernels.llvm_transpose import (
+from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.panels import PANEL, in_panels, panel_shape
+from pallas_kernels.cpu.transpose import (
     ALIGNMENT,
     Cut,
     Transposition,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference as plain
-from pallas_kernels.llvm_code import Host, host
-from pallas_kernels.llvm_panels import PANEL, columns, in_panels, panel_shape, reference
-from pallas_kernels.llvm_product import (
+from pallas_kernels.cpu.ir_builder import Host, host
+from pallas_kernels.cpu.panels import PANEL, columns, in_panels, panel_shape, reference
+from pallas_kernels.cpu.product import (
     PanelProduct,
     columns_at_once,
     kernel_for,
@@ -22,7 +22,7 @@ from pallas_kernels.llvm_product import (
     row_tiles,
     run,
 )
-from pallas_kernels.llvm_quantized import QuantizedPanelProduct
+from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Of x and weights, and how far a sum may be off, relative to the sum of its products' sizes. Each

@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import dequantize
 from pallas_kernels import reference as plain
-from pallas_kernels.llvm_code import Host, host
-from pallas_kernels.llvm_panels import PANEL, rows_in_order
-from pallas_kernels.llvm_quantized import QuantizedPanelProduct, quantized_panel_product, run
+from pallas_kernels.cpu.ir_builder import Host, host
+from pallas_kernels.cpu.panels import PANEL, rows_in_order
+from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct, quantized_panel_product, run
 
 # Form, inputs, groups, zero points, scales. Chunks of rows of codes end at 1,024: whole groups, or
 # within one.

@@ -8,14 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import (
-    grouped_matmul,
-    kv_write,
-    paged_decode_attention,
-    ragged_paged_attention,
-    tuning,
-)
+from pallas_kernels import grouped_matmul, kv_write, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.arguments import Case, GroupedCase
+from pallas_kernels.gpu import tuning
 
 # JAX 0.11 announces the end of Pallas's Triton backend, which still works there.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")

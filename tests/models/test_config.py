@@ -9,9 +9,9 @@ import transformers
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Llama3Scaling, ModelConfig, Rope, read_model_config
-from jaxserve.models.architectures import ARCHITECTURES
+from jaxserve.models.config.architectures import ARCHITECTURES
+from jaxserve.models.config.rope import LinearScaling, YarnScaling
 from jaxserve.models.registry import FAMILIES
-from jaxserve.models.rope_fields import LinearScaling, YarnScaling
 from tests.models.cases import FULL, LLAMA3_SCALING, LONGROPE, SLIDING, YARN
 
 LLAMA: dict[str, Any] = {

@@ -17,12 +17,10 @@ from jaxserve.models import (
     PagedStep,
     abstract_model,
     build_model,
-    cohere,
-    gemma,
     logical_axes,
-    olmo,
     read_model_config,
 )
+from jaxserve.models.families import cohere, gemma, olmo
 from jaxserve.models.layers import LLAMA, Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights

@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import attention, experts, latent, read_model_config
-from jaxserve.models.architectures import ARCHITECTURES
-from jaxserve.models.config import IGNORED, NEUTRAL
+from jaxserve.models.config.architectures import ARCHITECTURES
+from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from pallas_kernels import grouped_matmul, ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import FAST, PagedRunner, load

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.models import ModelConfig
-from jaxserve.models.rope_fields import LongRopeScaling, YarnScaling
+from jaxserve.models.config.rope import LongRopeScaling, YarnScaling
 
 Raw = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.expert_fields import Experts
+from jaxserve.models.config.experts import Experts
 from jaxserve.models.routing import Router, route
 
 

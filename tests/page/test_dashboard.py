@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.server.dashboard import (
+from jaxserve.server.page.dashboard import (
     BLANK,
     CACHED,
     FIRST_SLOT,

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.engine.detokenizer import Detokenizer
-from jaxserve.engine.gguf_text import gguf_tokenizer
 from jaxserve.engine.loading import load
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer
 from tests.published.models import (
     CHATS,
     LANGUAGES,

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import regex
 
-from jaxserve.engine.gguf_splits import SPLITS
-from jaxserve.engine.gguf_text import gguf_tokenizer
-from jaxserve.engine.text import Tokenizer, byte_letters
+from jaxserve.engine.text.gguf_splits import SPLITS
+from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
 from tests.published.conftest import cache
 from tests.published.models import texts
 from tests.published.packages import ensure

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.commit_result import StepResult
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.results import StepResult
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable

@@ -30,9 +30,9 @@ from scheduler_setups import MAX_MODEL_LEN, SETUPS, Setup
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.commit_result import StepResult
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.results import StepResult
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 

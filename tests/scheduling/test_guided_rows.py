@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from harness import Served
 
+from jaxserve.scheduling.guided_rows import BESIDE_WAITING
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.together import BESIDE_WAITING
 
 
 def served(*guided: bool, **options) -> Served:

@@ -6,7 +6,7 @@ from harness import DRAWN, Served, prompt
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.fitting import fitted
+from jaxserve.scheduling.budget import fitted
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable

@@ -9,7 +9,7 @@ import itertools
 import sys
 from typing import Any
 
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 from jaxserve.execution.runner import Runner
 
 MARK = [7, 7, 7]

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from jaxserve.cli import main
+from jaxserve.commands.cli import main
 from jaxserve.engine.engine import Engine
 
 SECONDS = 0.01

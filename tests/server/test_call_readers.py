@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.server.tool_calls.dialect import AnswerReader
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     THINKING,
@@ -18,7 +19,6 @@ from jaxserve.server.tool_calls.formats import (
 )
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, CallReader
-from jaxserve.server.tool_calls.talk import AnswerReader
 from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
 
 NAMES = ("f", "get.it", "sum_up")

@@ -14,13 +14,13 @@ import pytest
 
 from jaxserve import AsyncLLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
-from jaxserve.server.app import App
-from jaxserve.server.generation import Generation
-from jaxserve.server.listener import bind
-from jaxserve.server.process import Process
-from jaxserve.server.served import Models, ServedModel
+from jaxserve.server.api.generation import Generation
+from jaxserve.server.http.app import App
+from jaxserve.server.http.listener import bind
+from jaxserve.server.http.process import Process
+from jaxserve.server.http.start_report import StartReport, Stop
+from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.start import StartReport, Stop
 from tests.server.slow import slow_down
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import make_parser
+from jaxserve.commands.cli import make_parser
+from jaxserve.commands.options import field_help
 from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
-from jaxserve.options import field_help
 from jaxserve.server import page
-from jaxserve.server.guard import OPEN_PATHS
-from jaxserve.server.logs import BURST, JsonLines, RateLimit
-from jaxserve.server.observed import Histogram
-from jaxserve.server.parsing import parse_json
-from jaxserve.server.plans import check_models, memory_shares, plan_models
-from jaxserve.server.served import Admission
+from jaxserve.server.http.guard import OPEN_PATHS
+from jaxserve.server.http.logs import BURST, JsonLines, RateLimit
+from jaxserve.server.schema.decode import parse_json
+from jaxserve.server.served.models import Admission
+from jaxserve.server.served.request_metrics import Histogram
+from jaxserve.server.served.specs import check_models, memory_shares, plan_models
 from jaxserve.server.settings import ServerConfig
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.listener import bind
+from jaxserve.server.http.listener import bind
 from tests.server.live import ROOT, SECONDS, SMALL
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jaxserve.engine.grammars import Constraint, Grammars
+from jaxserve.engine.text.grammars import Constraint, Grammars
+from jaxserve.server.tool_calls.dialect import AnswerReader
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
 from jaxserve.server.tool_calls.reader import CallReader
-from jaxserve.server.tool_calls.talk import AnswerReader
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.test_call_grammars import FORMS, FUNCTIONS
 from tests.structured.test_grammars import TOKENIZER

@@ -9,13 +9,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.engine.grammars import Constraint, Grammars
-from jaxserve.engine.thinking import ThinkingConstraint, ThinkingMarks
+from jaxserve.engine.text.grammars import Constraint, Grammars
+from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.tool_calls.dialect import AnswerReader
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
 from jaxserve.server.tool_calls.reader import CallReader
-from jaxserve.server.tool_calls.talk import AnswerReader
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import closed
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.grammars import (
+from jaxserve.engine.text.grammars import (
     MAX_CACHED,
     MAX_CACHED_SECONDS,
     Constraint,
@@ -333,7 +333,7 @@ def test_memory_of_forms_is_bounded() -> None:
     """Each of these holds 17 MB; all of them would take 350."""
     program = """
 import json, sys
-from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.text.grammars import Grammars
 from jaxserve.structured import StructuredOutputsParams
 grammars = Grammars(lambda: sys.argv[1], int(sys.argv[2]), [3])
 def resident():

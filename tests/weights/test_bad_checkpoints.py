@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, read_model_config
 from jaxserve.weights import load_weights
-from jaxserve.weights.loading import parameter_values
+from jaxserve.weights.model_weights import parameter_values
 from jaxserve.weights.safetensors import read_header
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve.weights.copying import PADDING, SCRATCH_BYTES, TILE, copy_checked
+from jaxserve.weights.block_copy import PADDING, SCRATCH_BYTES, TILE, copy_checked
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(name) for name in ("float64", "float32", "float16")] + [BF16]

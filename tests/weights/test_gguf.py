@@ -80,7 +80,7 @@ def test_every_architecture_in_blocks(tmp_path, case):
 @pytest.mark.parametrize("case", ["gptoss", "deepseek2", "mixtral", "commandr_norms_bias"])
 def test_panels_are_the_same(tmp_path, monkeypatch, case):
     """What the CPU's own products read is filled from parts of a file as from a whole tensor."""
-    monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 512)
+    monkeypatch.setattr("jaxserve.weights.block_reader.PANEL_BYTES", 512)
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
     save_file(tensors, tmp_path / "model.safetensors")
@@ -192,7 +192,7 @@ def test_tensors_are_read_in_blocks(tmp_path, monkeypatch, case):
     kind = Type.MXFP4 if case == "gptoss" else Type.Q8_0
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, kind))
     whole = load_weights(file, gguf_config(file), jnp.float32)
-    monkeypatch.setattr("jaxserve.weights.reading.BLOCK_BYTES", 512)
+    monkeypatch.setattr("jaxserve.weights.block_reader.BLOCK_BYTES", 512)
     assert_equal(load_weights(file, gguf_config(file), jnp.float32), whole)
     assert_equal(hugging_face(tmp_path / "hf", raw, tensors), whole)
 

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import dimensions
-from jaxserve.weights import load_weights, reading
-from jaxserve.weights.reading import reading_ahead
+from jaxserve.weights import block_reader as reading
+from jaxserve.weights import load_weights
+from jaxserve.weights.block_reader import reading_ahead
 from jaxserve.weights.safetensors import Shard, SharedFile, read_header
 
 

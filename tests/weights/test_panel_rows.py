@@ -20,7 +20,7 @@ from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights import load_weights, safetensors
 from jaxserve.weights.panel_rows import panel_plan
-from jaxserve.weights.placing import use_panels
+from jaxserve.weights.placement import use_panels
 from jaxserve.weights.safetensors import Shard, TensorEntry
 
 RAW: dict[str, Any] = {
@@ -85,7 +85,7 @@ def bits(model: Any) -> tuple[Any, list[tuple[Any, Any, bytes]]]:
     ],
 )
 def test_panels_are_those_laid_out_afterwards(tmp_path, variant, stored, wanted, monkeypatch):
-    monkeypatch.setattr("jaxserve.weights.reading.PANEL_BYTES", 1)  # as many blocks as can be
+    monkeypatch.setattr("jaxserve.weights.block_reader.PANEL_BYTES", 1)  # as many blocks as can be
     folder = checkpoint(tmp_path, VARIANTS[variant], stored)
     config = read_model_config(folder)
     want = load_weights(folder, config, wanted)

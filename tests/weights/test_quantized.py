@@ -15,15 +15,15 @@ import pytest
 from flax import nnx
 
 from jaxserve.config import bundled_model
-from jaxserve.engine.text import Tokenizer
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, checkpoint_weights, read_model_config
 from jaxserve.models.linear import matmul
-from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SeveralWeights
+from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights import load_weights, random_weights
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
-from jaxserve.weights.loading import filled
+from jaxserve.weights.model_weights import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from tests.models.tiny_models import PagedRunner, relative_error
 from tests.weights import packing
@@ -187,7 +187,7 @@ def test_a_quantized_checkpoint_equals_the_one_it_stands_for(form, tmp_path, log
         if whole.ndim == 1 or "embedding" in path or path.endswith("bias"):
             assert value.dtype == np.float32
             continue
-        codes = value.weights if isinstance(value, SeveralWeights) else [value]
+        codes = value.weights if isinstance(value, SplitWeight) else [value]
         rows = sum(code.values.nbytes for code in codes)
         padding = 80 / 64 if form == "fp8_blocks" else 1  # to whole blocks of 40 inputs, at most
         assert whole.size * width <= rows <= whole.size * width * padding

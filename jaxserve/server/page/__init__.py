@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from jaxserve.server import dashboard
+from jaxserve.server.page import dashboard
 
 _MEDIA = {
     ".html": "text/html; charset=utf-8",

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.protocol import ChatRequest, NamedTool, ResponseFormat, Tool
+from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
 from jaxserve.server.tool_calls.reader import NAME, CallReader

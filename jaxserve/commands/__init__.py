@@ -1,0 +1,1 @@
+"""The `jaxserve` command: one file for each of its subcommands."""

@@ -1,0 +1,127 @@
+"""Detokenizer: token ids to text, incrementally."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+
+from tokenizers.decoders import DecodeStream
+
+from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.request import SamplingParams
+
+_CONTEXT_TOKENS = 8
+
+
+class Detokenizer:
+    """One sequence's text, token by token.
+
+    Never emits half a character: bytes that do not make one yet wait for the next token, and are
+    left out where none comes. Never emits what may turn out to be the beginning of a stop string.
+
+    Attributes:
+        text: everything decoded, cut at the stop string once one was found.
+        stop: the stop string that was found, or None.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Listing[int], sampling: SamplingParams
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
+        self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._skip_special = sampling.skip_special_tokens
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
+        self._before = self._decode(self._context)
+        # The stream begins with the context itself, where that ends in U+FFFD: it may be a
+        # character that is not whole yet, and what completes it would change the context's text.
+        self._repeats_context = self._before.endswith("\ufffd")
+        self._stops = sampling.stop or ()
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._beginnings_of_stops = sampling.beginnings_of_stops
+        self._include_stop = sampling.include_stop_str_in_output
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
+        self._waiting: list[int] = []  # tokens that have made no text yet
+        self._search_from = 0
+        self._num_emitted = 0
+        self.text = ""
+        self.stop: str | None = None
+
+    def add(self, token_id: int) -> bool:
+        """Take one more token; True if its text completes a stop string."""
+        self._num_tokens += 1
+        piece = self._stream.step(self._backend, token_id)
+        if piece is None:
+            self._waiting.append(token_id)
+            return False
+        self._waiting.clear()
+        if self._repeats_context:
+            self._repeats_context, piece = False, _after(self._before, piece)
+        return self._extend(piece)
+
+    def finish(self) -> None:
+        """Take note that no more tokens will come.
+
+        Bytes that make no character become U+FFFD. The beginning of one without its end is left
+        out.
+        """
+        if self._waiting and self.stop is None:
+            context = self._bytes(self._context if self._repeats_context else ())
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            whole = decoder.decode(context + self._bytes(self._waiting))
+            self._extend(_after(context.decode(errors="replace"), whole))
+        self._longest_stop = 0
+
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        hidden = self._tokenizer.special_ids if self._skip_special else ()
+        shown = (token for token in token_ids if token not in hidden)
+        return b"".join(map(self._tokenizer.token_bytes, shown))
+
+    def _decode(self, token_ids: Listing[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special)
+
+    def _extend(self, piece: str) -> bool:
+        before = len(self.text)
+        self.text += piece
+        if not self._stops:
+            return False
+        if self._num_tokens <= self._min_tokens:
+            self._search_from = len(self.text)
+            return False
+        start = max(self._search_from, before - self._longest_stop + 1)
+        found = [(self.text.find(stop, start), stop) for stop in self._stops]
+        found = [(at, len(stop), stop) for at, stop in found if at >= 0]
+        if not found:
+            return False
+        at, length, self.stop = min(found)
+        self.text = self.text[: at + length if self._include_stop else at]
+        return True
+
+    def take(self) -> str:
+        """The text that is certain by now and was not taken before."""
+        end = len(self.text)
+        if self.stop is None and self._longest_stop:
+            end -= self._held_back()
+        piece = self.text[self._num_emitted : end]
+        self._num_emitted = max(self._num_emitted, end)
+        return piece
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        limit = min(self._longest_stop - 1, len(self.text) - self._search_from)
+        for length in range(limit, 0, -1):
+            if self.text[-length:] in self._beginnings_of_stops:
+                return length
+        return 0
+
+
+def _after(before: str, whole: str) -> str:
+    """Return what follows a text in one that begins with it.
+
+    A character that the first text began and other tokens completed is theirs.
+    """
+    pairs = enumerate(zip(before, whole, strict=False))
+    same = min(len(before), len(whole))
+    return whole[next((at for at, (left, right) in pairs if left != right), same) :]

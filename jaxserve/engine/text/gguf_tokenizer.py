@@ -1,0 +1,274 @@
+"""The tokenizer of a GGUF file.
+
+Only what a file holds is in its tokenizer: it is built from the metadata here, as llama.cpp and the
+tokenizer.json of such models have it, and not by Transformers' classes, which bring special tokens
+of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from jaxserve.engine.text.gguf_ends import end_texts
+from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.engine.text.tokenizer import byte_letters
+from jaxserve.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+# Kinds that llama.cpp reads and this does not, and what they would need.
+_MISSING = MappingProxyType(
+    {
+        "t5": "a vocabulary of unigrams",
+        "bert": "WordPiece",
+        "rwkv": "RWKV's greedy search for the longest token",
+        "plamo2": "PLaMo-2's search for the best path",
+        "gemma4": "merges of characters with bytes to fall back on",
+        "hybriddna": "merges beside words of DNA",
+        "whitespace": "whole words between blanks",
+    }
+)
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are found as they are
+_WHOLE = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+_PER_TOKEN = ("tokens", "scores", "token_type")
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+MAX_TEMPLATE_CHARS = 1 << 20
+_BLANK = "▁"  # how vocabularies of characters write it
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
+    """The tokenizer that a GGUF file's metadata describes, as one of Transformers'.
+
+    Raises:
+        CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
+    """
+    try:
+        return _tokenizer(metadata)
+    except Exception as error:  # whatever a vocabulary that contradicts itself leads to
+        raise CheckpointError(
+            f"{where}: its tokenizer cannot be built ({str(error)[:500]}); pass tokenizer=DIR"
+        ) from error
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Any:
+    kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
+    types, split = _types(metadata, tokens, kind), None
+    names = _special(metadata, tokens)
+    if kind == "gpt2":
+        split = _split(metadata)
+        backend = _byte_level(metadata["tokenizer.ggml.merges"], tokens, types, split)
+    else:
+        backend, tokens = _with_scores(metadata, tokens, names.get("unk_token"))
+    begins = split is None or split.begins
+    # Phi-3's templates write a line's end behind each of them, and its tokenizer takes it away.
+    strips = kind == "llama" and metadata["general.architecture"] == "phi3"
+    _add_whole(backend, tokens, types, strips=strips)
+    ends = [
+        names.get(token) if metadata.get(f"tokenizer.ggml.add_{token[:3]}_token", default) else None
+        for token, default in (("bos_token", begins), ("eos_token", False))
+    ]
+    if any(ends):
+        bos, eos = ends
+        backend.post_processor = TemplateProcessing(
+            single=[part for part in (bos, "$A", eos) if part],
+            special_tokens=[(token, tokens.index(token)) for token in ends if token],
+        )
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and (
+        not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS
+    ):
+        raise CheckpointError(
+            f"tokenizer.chat_template must be text of at most {MAX_TEMPLATE_CHARS} characters"
+        )
+    transformers = importlib.import_module("transformers")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, **names
+    )
+
+
+def _kind(metadata: Mapping[str, Any]) -> str:
+    """The kind of vocabulary.
+
+    Raises:
+        CheckpointError: it is none that can be built, or there are no tokens.
+    """
+    kind: Any = metadata.get("tokenizer.ggml.model")
+    if kind in _MISSING:
+        raise CheckpointError(
+            f"tokenizer.ggml.model is {kind!r}, which needs {_MISSING[kind]}, and that is not "
+            "built here; 'gpt2' and 'llama' are"
+        )
+    if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
+        raise CheckpointError(
+            f"tokenizer.ggml.model is {str(kind)[:80]!r}, which is not 'gpt2' or 'llama' with its "
+            "tokens"
+        )
+    return kind
+
+
+def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
+    """Each token's type, with the ends of answers as control tokens, which files mark wrongly.
+
+    Raises:
+        CheckpointError: types, scores and tokens are not of one length.
+    """
+    lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
+    sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
+    if len({*sizes.values(), len(tokens)}) > 1 or (kind == "llama" and "scores" not in sizes):
+        raise CheckpointError(f"tokenizer.ggml: tokens, scores and types do not fit: {sizes}")
+    types = lists["token_type"] or [1] * len(tokens)
+    known = end_texts(dict(zip(tokens, types, strict=True)))
+    return [
+        _CONTROL if token in known else found for token, found in zip(tokens, types, strict=True)
+    ]
+
+
+def _split(metadata: Mapping[str, Any]) -> Split:
+    """How a byte-level vocabulary splits text before merging.
+
+    Raises:
+        CheckpointError: the file says something unknown.
+    """
+    name = metadata.get("tokenizer.ggml.pre")
+    if not name:
+        _log.warning("tokenizer.ggml.pre is missing: text is split as llama.cpp does by default")
+        name = "default"
+    if name in IN_CHARACTERS:
+        raise CheckpointError(
+            f"tokenizer.ggml.pre is {name!r}, which needs merges of characters in place of bytes, "
+            "and these are not built here"
+        )
+    split = SPLITS.get(name) if isinstance(name, str) else None
+    if split is None:
+        raise CheckpointError(
+            f"tokenizer.ggml.pre is {str(name)[:80]!r}; allowed: {', '.join(sorted(SPLITS))}"
+        )
+    return split
+
+
+def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) -> Tokenizer:
+    """A vocabulary of merges, spelled in letters that stand for bytes.
+
+    Tokens that are found whole are spelled as they are. Others in foreign letters, which no text
+    leads to, are respelled, so that they decode to what they say.
+    """
+    letters = byte_letters()
+    alphabet = set(letters)
+    vocab = {
+        token
+        if kind in _WHOLE or alphabet.issuperset(token)
+        else "".join(letters[byte] for byte in token.encode()): index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+    }
+    pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
+    backend = Tokenizer(models.BPE(vocab, pairs, ignore_merges=split.ignore_merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _with_scores(
+    metadata: Mapping[str, Any], tokens: list[str], unknown: str | None
+) -> tuple[Tokenizer, list[str]]:
+    """A vocabulary of characters with scores, and its tokens as they are spelled in it.
+
+    Files list no merges: a token is made of any two others, the best token first. Gemma's scores do
+    not say which that is: it is the first in the file, but of Gemma 3 the longest runs of blanks
+    come before all. Files hold these runs in real blanks, and tokenizer.json in their sign.
+    """
+    scores: list[float] = _plain(metadata["tokenizer.ggml.scores"])
+    architecture = str(metadata["general.architecture"])
+    is_gemma = architecture.startswith("gemma")
+    if is_gemma:
+        tokens = [token if token.strip(" ") else _BLANK * len(token) for token in tokens]
+        by_place = architecture in ("gemma", "gemma2")
+        scores = [
+            -index if by_place or token.strip(_BLANK) else len(token)
+            for index, token in enumerate(tokens)
+        ]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = _merges(vocab, scores)
+    backend = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma)
+    steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        # Every part between whole tokens begins with a blank.
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_BLANK), normalizers.Replace(" ", _BLANK)]
+        )
+        steps.append(decoders.Strip(" ", left=1))
+    else:
+        backend.normalizer = normalizers.Replace(" ", _BLANK)
+    backend.decoder = decoders.Sequence(steps)
+    return backend, tokens
+
+
+def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, the best first; of equal ones the longest left."""
+    found = [
+        (score, end, (token[:end], token[end:]))
+        for token, score in zip(vocab, scores, strict=True)
+        for end in range(1, len(token))
+        if token[:end] in vocab and token[end:] in vocab
+    ]
+    found.sort(key=lambda merge: merge[:2], reverse=True)
+    return [pair for _, _, pair in found]
+
+
+def _add_whole(backend: Tokenizer, tokens: list[str], types: list[int], *, strips: bool) -> None:
+    """Make tokens found as they are: special ones, and those that a file's author defined.
+
+    Args:
+        strips: blanks behind special tokens belong to them, but behind a text's ends.
+    """
+    ends = ("<unk>", "<s>", "<|endoftext|>")
+    added = [
+        AddedToken(
+            token,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            rstrip=strips and token not in ends,
+        )
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in _WHOLE
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
+
+
+def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    found = {}
+    for name, key in SPECIAL.items():
+        token = metadata.get(f"tokenizer.ggml.{key}")
+        if token is None:
+            continue
+        if type(token) is not int or not 0 <= token < len(tokens):
+            raise CheckpointError(
+                f"tokenizer.ggml.{key} is {str(token)[:80]}; allowed: an id below {len(tokens)}"
+            )
+        found[name] = tokens[token]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,153 @@
+"""The vocabulary as grammars need it, in the JSON of the tokenizers library.
+
+A tokenizer turns the texts of its added tokens into those tokens wherever they stand. In a form
+that must hold such a text, that goes wrong: llguidance takes special tokens, and added ones of the
+form `<...>`, for signs that are no text, tokenizes the text into them, and then finds that they do
+not spell it. So here text never becomes a special token, and every other token is the text that it
+adds to an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from jaxserve.engine.text.tokenizer import byte_letters
+
+# Stands for the blank in vocabularies of pieces instead of theirs, U+2581, which a text may hold.
+_BLANK = "\ufdd0"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str, int]]:
+    """Return a tokenizer whose tokens keep their ids, and spell what they add to an answer.
+
+    Special tokens get names that no text holds; a grammar writes one as `<[id]>`. Other added
+    tokens become entries of the vocabulary. Normalizers go, since a form's text stands as it is.
+
+    Args:
+        source: a tokenizer.json.
+        vocab_size: width of the logits. Ids from there on go, ids without a token get one that is
+            special.
+
+    Returns:
+        The other tokenizer.json, and the ids of the added tokens by their texts.
+    """
+    tokenizer = json.loads(source)
+    entries = _Entries(tokenizer["model"])
+    is_byte_level = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
+    special, named = [], {}
+    for token in tokenizer["added_tokens"]:
+        number, text = token["id"], token["content"]
+        if number < vocab_size:
+            named[text] = number
+        if token["special"] or not entries.rename(number, text, _spell(text, is_byte_level)):
+            special.append(number)
+    entries.cut(vocab_size)
+    special = [number for number in special if number < vocab_size]
+    special += [number for number in range(vocab_size) if number not in entries.names]
+    # Nobody can know these names, so that no text of a request holds one.
+    secret = secrets.token_hex(8)
+    names = {number: f"<{secret} {number}>" for number in sorted(set(special))}
+    for number, name in names.items():
+        entries.rename(number, entries.names.get(number, ""), name)
+    entries.write()
+    flags = dict.fromkeys(_FLAGS, False) | {"special": True}
+    tokenizer |= {
+        "added_tokens": [{"id": number, "content": names[number], **flags} for number in names],
+        "normalizer": _only_blanks(tokenizer.get("normalizer")),
+        "pre_tokenizer": _without_prefix(tokenizer.get("pre_tokenizer")),
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+    text = json.dumps(tokenizer, ensure_ascii=False)
+    return text if is_byte_level else text.replace("\u2581", _BLANK), named
+
+
+class _Entries:
+    """The entries of a model's vocabulary, by id.
+
+    Args:
+        model: of a tokenizer.json; BPE has a mapping, Unigram a list of pieces and scores.
+    """
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        self._model = model
+        vocab = model["vocab"]
+        self._scores: dict[int, float] = {}
+        if isinstance(vocab, list):
+            self.names = {number: piece for number, (piece, _) in enumerate(vocab)}
+            self._scores = {number: score for number, (_, score) in enumerate(vocab)}
+        else:
+            self.names = {number: piece for piece, number in vocab.items()}
+        self._numbers = {piece: number for number, piece in self.names.items()}
+        self._lost: set[str] = set()
+
+    def rename(self, number: int, before: str, after: str) -> bool:
+        """Give an entry another name, or add it; False where another entry has that name."""
+        if self._numbers.get(after, number) != number:
+            return False
+        if self._numbers.get(before) == number and before != after:
+            self._forget(number)
+        self.names[number], self._numbers[after] = after, number
+        return True
+
+    def _forget(self, number: int) -> None:
+        name = self.names.pop(number)
+        del self._numbers[name]
+        self._lost.add(name)
+
+    def cut(self, size: int) -> None:
+        """Forget the entries whose ids are `size` or more."""
+        for number in [number for number in self.names if number >= size]:
+            self._forget(number)
+
+    def write(self) -> None:
+        """Put the entries back, without the merges of those that are gone."""
+        if isinstance(self._model["vocab"], list):
+            worst = min(self._scores.values(), default=0.0) - 100.0
+            self._model["vocab"] = [
+                [self.names[number], self._scores.get(number, worst)]
+                for number in range(len(self.names))
+            ]
+            return
+        self._model["unk_token"] = None
+        self._model["vocab"] = {name: number for number, name in self.names.items()}
+        if self._lost and "merges" in self._model:
+            merges: Iterable[Any] = self._model["merges"]
+            self._model["merges"] = [merge for merge in merges if not self._is_lost(merge)]
+
+    def _is_lost(self, merge: str | list[str]) -> bool:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        return not self._lost.isdisjoint((left, right, left + right))
+
+
+def _spell(text: str, is_byte_level: bool) -> str:
+    """Return how the vocabulary writes what decoding makes of an added token's text."""
+    if not is_byte_level:
+        return text.replace(" ", "\u2581")
+    letters = byte_letters()
+    # The decoder takes letters of bytes for these bytes in added tokens, too.
+    if set(text) <= set(letters):
+        return text
+    return "".join(letters[byte] for byte in text.encode())
+
+
+def _only_blanks(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the part of a normalizer that writes blanks as the vocabulary does."""
+    parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    kept = [part for part in parts if part.get("pattern") == {"String": " "}]
+    return {"type": "Sequence", "normalizers": kept} if kept else None
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the pre-tokenizer without blanks that it puts before a text."""
+    if part is None:
+        return None
+    inner = part.get("pretokenizers")
+    if inner is not None:
+        return {**part, "pretokenizers": [_without_prefix(each) for each in inner]}
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part

@@ -1,0 +1,175 @@
+"""ThinkingConstraint: what a sequence may say while it thinks, and that it comes to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.scheduling.slot_table import NO_TOKEN
+
+# Tokens in which a marker that is several of them is looked for, as text.
+_TAIL = 16
+# Tokens that may stand before the mark which begins the thoughts: blank lines.
+_BEFORE_START = 3
+
+
+@dataclass(frozen=True)
+class ThinkingMarks:
+    """The marks around a sequence's thoughts.
+
+    Args:
+        start: what begins them, and `end` what ends them.
+        end_token_ids: the end in tokens, as it is forced.
+        decode: token ids to text.
+        start_token_id: of the start where it is one token; else NO_TOKEN.
+        is_open: whether the prompt has begun them.
+        is_closed: whether the prompt has ended them.
+    """
+
+    start: str
+    end: str
+    end_token_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]
+    start_token_id: int = NO_TOKEN
+    is_open: bool = False
+    is_closed: bool = False
+
+
+class Inner(Protocol):
+    """What holds after the thoughts; see `engine.text.grammars.Constraint`."""
+
+    words: np.ndarray
+
+    def advance(self, token: int) -> bool: ...
+
+    def copy(self) -> Inner: ...
+
+
+class ThinkingConstraint:
+    """Leaves thoughts free until their budget is spent, and forces their end then.
+
+    Args:
+        marks: where thoughts begin and end.
+        budget: tokens that may be thought; None for any number.
+        inner: what the text after the thoughts must be; None for anything.
+        vocab_size: width of the logits.
+        ends: token ids that end a sequence, which thoughts may not where something must follow.
+        ahead: tokens that may be drawn before the host has seen the newest. From there to the end
+            of the budget the row waits for each token.
+
+    Attributes:
+        words: u32[W], as those of `Constraint`.
+        is_guided: whether what may come after the next token depends on it.
+    """
+
+    def __init__(
+        self,
+        marks: ThinkingMarks,
+        budget: int | None,
+        inner: Inner | None,
+        vocab_size: int,
+        ends: Sequence[int],
+        ahead: int,
+    ) -> None:
+        self._marks = marks
+        self._budget = budget
+        self._ahead = ahead
+        self._inner = inner
+        self._free = _bits(vocab_size)
+        if inner is not None:
+            self._free = self._free & ~_bits(vocab_size, ends)
+        self._anything = _bits(vocab_size)
+        self._forced = [_bits(vocab_size, [token]) for token in marks.end_token_ids]
+        self._tail: list[int] = []
+        self._num_tokens = 0  # thought, or drawn before a thought
+        self._num_forced = 0
+        self._start_id = [] if marks.start_token_id == NO_TOKEN else [marks.start_token_id]
+        self._phase = "thinking" if marks.is_open else "before"
+        if marks.is_closed:
+            self._phase = "after"
+        # What may begin a form may begin a thought too; after another token there is none.
+        self._may_start = _bits(vocab_size, self._start_id)
+        self._settle()
+
+    def copy(self) -> ThinkingConstraint:
+        """Another one in the same state."""
+        copied = ThinkingConstraint.__new__(ThinkingConstraint)
+        copied.__dict__.update(self.__dict__)
+        copied._tail = list(self._tail)
+        copied._inner = None if self._inner is None else self._inner.copy()
+        return copied
+
+    def advance(self, token: int) -> bool:
+        """Take a token that the sequence got.
+
+        Returns:
+            Whether the text is complete.
+
+        Raises:
+            GrammarError: see `Constraint.advance`.
+        """
+        complete = False
+        if self._phase == "after":
+            complete = self._inner is not None and self._inner.advance(token)
+        elif self._phase == "forcing":
+            # Whatever else comes, the end begins anew behind it.
+            is_forced = token == self._marks.end_token_ids[self._num_forced]
+            self._num_forced = self._num_forced + 1 if is_forced else 0
+            if self._num_forced == len(self._forced):
+                self._phase = "after"
+        elif self._phase == "thinking":
+            self._num_tokens += 1
+            if self._has(token, self._marks.end, self._marks.end_token_ids):
+                self._phase = "after"
+        else:
+            complete = self._before(token)
+        self._settle()
+        return complete
+
+    def _before(self, token: int) -> bool:
+        self._num_tokens += 1
+        if self._has(token, self._marks.start, self._start_id):
+            self._phase, self._num_tokens, self._tail = "thinking", 0, []
+        elif self._inner is not None:
+            self._phase = "after"
+            return self._inner.advance(token)
+        elif self._num_tokens >= (_BEFORE_START if self._start_id else _TAIL):
+            self._phase = "after"
+        return False
+
+    def _has(self, token: int, mark: str, ids: Sequence[int]) -> bool:
+        """Whether a mark has just been completed."""
+        if len(ids) == 1:
+            return token == ids[0]
+        self._tail = [*self._tail[1 - _TAIL :], token]
+        return mark in self._marks.decode(self._tail)
+
+    def _settle(self) -> None:
+        """What the phase allows next."""
+        budget = self._budget
+        if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:
+            self._phase = "forcing"
+        inner, left = self._inner, (1 << 30 if budget is None else budget - self._num_tokens)
+        if self._phase == "forcing":
+            self.words, self.is_guided = self._forced[self._num_forced], True
+        elif self._phase == "thinking":
+            self.words, self.is_guided = self._free, inner is not None or left <= self._ahead
+        elif self._phase == "before":
+            self.is_guided = inner is not None or left <= self._ahead
+            self.words = self._anything if inner is None else inner.words | self._may_start
+        else:
+            self.is_guided = inner is not None
+            self.words = self._anything if inner is None else inner.words
+
+
+def _bits(vocab_size: int, tokens: Sequence[int] | None = None) -> np.ndarray:
+    """u32[W]: a bit for each of some tokens, or for all."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    if tokens is None:
+        bits[:vocab_size] = True
+    else:
+        bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

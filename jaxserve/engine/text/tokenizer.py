@@ -1,0 +1,362 @@
+"""Text to token ids and back: tokenizer and chat template."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from jaxserve.engine.text.plain_tokenizer import read_plain
+from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.request import SamplingParams
+
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_JSON_BYTES = 1 << 20
+MAX_TOKENS_BEYOND = 64  # of more tokens without logits, the tokenizer is another model's
+_log = logging.getLogger(__name__)
+# A byte of no known character, in vocabularies that are made of characters.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        directory: holds tokenizer.json and what belongs to it.
+        vocab_size: width of the model's logits; every word's id must be below it.
+
+    Raises:
+        CheckpointError: no tokenizer there, or one that does not fit the model.
+    """
+
+    def __init__(self, directory: str | Path, vocab_size: int) -> None:
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory}: there is no tokenizer.json; pass tokenizer=DIR, or "
+                "skip_tokenizer_init=True to serve token ids only"
+            )
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
+        try:
+            plain = read_plain(Path(directory))
+            self._take(plain or _read_with_transformers(str(directory)), str(path), vocab_size)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exceptions for a corrupt file
+            raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
+
+    @classmethod
+    def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
+        """One of Transformers' tokenizers as ours; CheckpointError where it does not fit."""
+        made = cls.__new__(cls)
+        made._take(tokenizer, where, vocab_size)
+        return made
+
+    def _take(self, tokenizer: Any, where: str, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
+        self._vocab_size = vocab_size
+        self._beyond = self._tokens_beyond(where)
+        self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._is_byte_level = "ByteLevel" in str(self.backend.decoder)
+        self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
+        # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
+        flagged = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(at for at, token in flagged.items() if token.special)
+        self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
+        # Runs of spaces are no marks of anything.
+        added = [text for text in self._tokenizer.get_added_vocab() if len(text.strip()) > 1]
+        added.sort(key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
+        self._longest_added = max(map(len, added), default=1)
+        self._templates = self._read_templates(where)
+
+    def _tokens_beyond(self, where: str) -> dict[int, str]:
+        """Added tokens without logits, such as the marks of images beside a model of text.
+
+        Raises:
+            CheckpointError: words have none either, so the tokenizer is another model's.
+        """
+        size, added = self._vocab_size, self._tokenizer.get_added_vocab()
+        ids = self._tokenizer.get_vocab()
+        found = {token: text for text, token in ids.items() if token >= size}
+        if any(text not in added for text in found.values()) or len(found) > MAX_TOKENS_BEYOND:
+            raise CheckpointError(
+                f"{where}: holds token id {max(found)}, and the model has logits for {size}"
+            )
+        if found:
+            listed = ", ".join(f"{text!r} ({token})" for token, text in sorted(found.items()))
+            _log.warning(
+                "%s: the model has logits for %d tokens, so these are never drawn, and refused in "
+                "prompts: %s",
+                where,
+                size,
+                listed,
+            )
+        return found
+
+    def _within(self, ids: list[int], param: str) -> list[int]:
+        """The ids again; InvalidRequest where the model does not know one."""
+        if self._beyond:
+            for token in ids:
+                if token in self._beyond:
+                    raise InvalidRequest(
+                        f"{param} holds the token {self._beyond[token]!r}, whose id {token} this "
+                        f"model does not know; its ids are 0 to {self._vocab_size - 1}",
+                        param,
+                    )
+        return ids
+
+    def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
+        """The chat template without tools and with them, which may be another.
+
+        Raises:
+            CheckpointError: it has no meaning, or does not end.
+        """
+        if self._tokenizer.chat_template is None:
+            return {}
+        sources: dict[bool, str] = {}
+        for tools in (False, True):
+            # Several named templates without a default serve only what they are named for.
+            with suppress(ValueError):
+                sources[tools] = self._tokenizer.get_chat_template(tools=[{}] if tools else None)
+        try:
+            made = {source: ChatTemplate(source) for source in set(sources.values())}
+            templates = {tools: made[source] for tools, source in sources.items()}
+            if False in templates:
+                self._try(templates[False])
+        except Exception as error:
+            raise CheckpointError(f"{where}: the chat template is not usable: {error}") from error
+        return templates
+
+    def _try(self, template: ChatTemplate) -> None:
+        """Raises TemplateTooLong for what does not end; refusals of so short a talk are fine."""
+        try:
+            self._render(template, [{"role": "user", "content": "?"}], {}, 1.0)
+        except TemplateTooLong:
+            raise
+        except Exception:
+            return
+
+    def has_template(self, tools: bool) -> bool:
+        """Whether there is a chat template for talks with tools, or without."""
+        return self._template(tools) is not None
+
+    def _template(self, tools: bool) -> ChatTemplate | None:
+        return self._templates.get(tools) or self._templates.get(False)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's text, that for tools where there are two; empty without one."""
+        found = self._templates.get(True) or self._templates.get(False)
+        return found.source if found else ""
+
+    def template_reads(self, name: str) -> bool:
+        """Whether a chat template looks at a variable of this name."""
+        return any(template.reads(name) for template in self._templates.values())
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that the vocabulary spells so, if it is an added one."""
+        return self._tokenizer.get_added_vocab().get(text)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is that of a special token, which is left out of texts by default."""
+        return self.token_id(text) in self.special_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects.
+
+        Raises:
+            InvalidRequest: it is no text, or holds a token that the model does not know.
+        """
+        return self._within(self._encode(text, add_special_tokens), "prompt")
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, with nothing around it, known to the model or not."""
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"prompt is not valid Unicode: {error}", "prompt") from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, token_ids: Listing[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, in UTF-8; possibly a part of a character."""
+        text = self._added_texts.get(token_id)
+        if text is not None:  # runs of blanks are such tokens too
+            return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
+        text = self.backend.id_to_token(token_id)
+        if text is None:  # the model has more logits than there are tokens
+            return b""
+        if self._is_byte_level:
+            return bytes(self._bytes[letter] for letter in text if letter in self._bytes)
+        if found := _BYTE_TOKEN.fullmatch(text):
+            return bytes((int(found[1], 16),))
+        return text.replace("\u2581", " ").encode()  # how such vocabularies write a blank
+
+    def render_chat(
+        self, messages: Listing[Mapping[str, Any]], seconds: float = 1.0, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template.
+
+        Messages and tools are data: where one holds the text of a special token, that is encoded as
+        text.
+
+        Args:
+            messages: each a dict with a role and content.
+            seconds: of CPU time that the template may take.
+            options: what else the template is told, such as tools.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses the messages.
+            TemplateTooLong: it took longer, or made too much text.
+        """
+        if not isinstance(messages, list | tuple) or not messages:
+            raise InvalidRequest("messages must be a non-empty list", "messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise InvalidRequest(
+                    "each message must be a dict with a role and content", "messages"
+                )
+        template = self._template(bool(options.get("tools")))
+        if template is None:
+            raise InvalidRequest("this model has no chat template", "messages")
+        try:
+            pieces = self._render(template, messages, options, seconds)
+        except InvalidRequest:
+            raise
+        except Exception as error:  # whatever a template raises is about its input
+            raise InvalidRequest(
+                f"the chat template refuses the messages: {error}", "messages"
+            ) from error
+        ids = [
+            token
+            for piece in pieces
+            for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
+        return self._within(ids, "messages")
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: Listing[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        seconds: float,
+    ) -> list[str]:
+        """The rendered text, in pieces that are to be encoded one by one."""
+        # No text can hold the mark by design or by chance; it is where text is cut for encoding.
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        end = f"\ue002{mark[1:-1]}"
+        variables: dict[str, Any] = {"add_generation_prompt": True, "tools": None}
+        variables |= {"documents": None, **self._cut(options, mark)}
+        continued = variables.pop("continue_final_message", False)
+        variables |= self._tokenizer.special_tokens_map
+        conversation = [self._cut(message, mark) for message in messages]
+        if continued:
+            conversation[-1]["content"] = f"{conversation[-1].get('content') or ''}{end} "
+        text = template.render({**variables, "messages": conversation}, seconds)
+        if continued:
+            text, found, after = text.rpartition(end)
+            if not found:
+                raise InvalidRequest(
+                    "the chat template leaves out the message to continue", "continue_final_message"
+                )
+            text = text if after.startswith(" ") else text.rstrip()
+        return text.split(mark)
+
+    def _cut(self, value: Any, mark: str) -> Any:
+        """A message with a mark in every special token's text, so that none is left whole."""
+        if isinstance(value, Mapping):
+            # Templates look for names that are identifiers, and no special token is one.
+            return {
+                name if name.isidentifier() else self._cut(name, mark): self._cut(inner, mark)
+                for name, inner in ((str(name), inner) for name, inner in value.items())
+            }
+        if isinstance(value, list | tuple):
+            return [self._cut(inner, mark) for inner in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        value = str(value)
+        while self._added.search(value):
+            value = self._added.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        # What follows may be data too, and would make it whole.
+        ends = (value[-size:] for size in range(1, self._longest_added))
+        return value + mark if any(end in self._beginnings for end in ends) else value
+
+
+def byte_letters() -> list[str]:
+    """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
+    of Latin-1, else the next one from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def _read_with_transformers(directory: str) -> Any:
+    """Imported late: it takes longer than the rest of a start, and is needed by few tokenizers."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+
+
+def read_generation_config(directory: str | Path) -> dict[str, Any]:
+    """generation_config.json of a checkpoint, or an empty dict where there is none.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        loaded = json.loads(path.read_text())
+        if not isinstance(loaded, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return loaded
+
+
+def default_sampling(generation_config: Mapping[str, Any], where: str) -> SamplingParams:
+    """The sampling settings that a checkpoint recommends.
+
+    Raises:
+        CheckpointError: a recommended value is out of range.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    chosen = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        chosen["max_tokens"] = generation_config["max_new_tokens"]
+    if generation_config.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    try:
+        return SamplingParams(**chosen)
+    except InvalidRequest as error:
+        raise CheckpointError(f"{where}: generation_config.json: {error}") from error

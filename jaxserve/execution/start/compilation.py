@@ -1,0 +1,132 @@
+"""What is kept from one start to the next: compiled programs, and XLA's choices for a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.execution.start.programs import ProgramStore, make_private
+from jaxserve.models import ModelConfig
+
+_log = logging.getLogger(__name__)
+_PACKAGES = Path(__file__).parent.parent.parent.parent
+# The files that programs are traced from.
+_SOURCES = (
+    *("pallas_kernels", "jaxserve/execution", "jaxserve/models", "jaxserve/weights"),
+    "jaxserve/request.py",
+    *(f"jaxserve/scheduling/{name}.py" for name in ("slot_table", "row_settings", "logprobs")),
+)
+# Settings that no program depends on beyond what its name and its arguments' shapes say.
+_NOT_COMPILED = (
+    *("model", "tokenizer", "skip_tokenizer_init", "load_format", "seed"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "memory_share"),
+    *("num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy"),
+    *("async_scheduling", "long_prefill_token_threshold", "compilation_cache_dir"),
+    "check_invariants",
+)
+
+
+def prepare_cache(directory: Path) -> Path | None:
+    """Make ready what JAX keeps by itself; the folder for compiled programs, or None for none.
+
+    On a GPU, XLA keeps what it measured to choose its kernels. JAX couples that to its own cache of
+    programs, which is left empty: see ProgramStore. Where the user has set that cache up, it
+    stays, and takes the place of ours.
+    """
+    kept = getattr(jax.config, "jax_compilation_cache_dir", None)
+    autotuning = directory / "autotuning"
+    if kept not in (None, str(autotuning)):
+        _log.info("compiled programs are left to JAX's own cache in %s", kept)
+        return None
+    if kept is None and jax.default_backend() != "cpu":
+        try:
+            make_private(autotuning)
+        except OSError as error:
+            _log.warning("autotuning results are not kept: %s", error)
+        else:
+            jax.config.update("jax_compilation_cache_dir", str(autotuning))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    return directory / "programs"
+
+
+def open_store(
+    directory: Path | None,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    leaves: list[Any],
+) -> ProgramStore:
+    """The programs of an engine's earlier starts.
+
+    Args:
+        directory: where programs are kept, or None.
+        config: resolved.
+        model_config: of the model.
+        leaves: its arrays.
+    """
+    settings = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in (*_NOT_COMPILED, "decode_sizes", "token_sizes")
+    }
+    what = {
+        "settings": repr(sorted(settings.items())),
+        "model": repr(model_config),
+        "leaves": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves],
+        "asked_sizes": [config.decode_sizes, config.token_sizes],
+        "device": jax.devices()[0].device_kind,
+        "threads": cpu_threads(),
+    }
+    return ProgramStore(directory, what, fingerprint())
+
+
+def fingerprint() -> dict[str, Any]:
+    """What compiled programs depend on besides the engine's settings: versions, machine, source."""
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "flax": metadata.version("flax"),
+        "device": f"{device.platform} {device.device_kind}",
+        "platform": device.client.platform_version,
+        "cpu": f"{_cpu_features()}, {cpu_threads()} threads",
+        "compiler_settings": compiler_settings()
+        | {
+            name: str(getattr(jax.config, name, None))
+            for name in ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
+        },
+        "source": _source_digest(),
+    }
+
+
+def _cpu_features() -> str:
+    """The machine's architecture and a digest of its instruction sets."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("flags", "Features", "model name", "CPU part")
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    found = [f"{key.strip()}:{value}" for key, value in lines.items() if key.strip() in names]
+    return f"{platform.machine()} {hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]}"
+
+
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = _PACKAGES / source
+        if not path.exists():  # it would leave the digest, and later edits would not count
+            raise FileNotFoundError(f"programs are traced from {path}, which is not there")
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".json"):
+                digest.update(str(file.relative_to(_PACKAGES)).encode() + b"\0")
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,310 @@
+"""ProgramStore: compiled programs in files, so that a start need neither trace nor compile them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.stages import Compiled, Lowered
+
+from pallas_kernels import kernel_code, restore_kernels
+
+_log = logging.getLogger(__name__)
+_MAGIC = b"jaxserve program 1\n"
+# The form of an object's content; another one is another object.
+_FORM = "3: payload, trees, machine code of kernels by name"
+_KERNEL = re.compile(r'\b(?:custom_call_target="|stablehlo\.custom_call @)(jaxserve_\w+)')
+_MOST_HEADER_BYTES = 1 << 16
+_MOST_BYTES = 8 << 30
+
+
+class ProgramStore:
+    """Programs by name, read from files where an earlier start left them.
+
+    Two levels. `starts/WHAT/NAME` says which object was compiled for a program of these settings,
+    and on what: a start that finds its own fingerprint there loads the object and traces nothing.
+    `objects/KEY` holds programs by what XLA was given, so that a start whose fingerprint differs
+    (after a change of this package, say) traces its programs and compiles only what has changed.
+
+    Objects are native code and are run as they are. So every folder must be the user's own and
+    closed to others, files the user's own and no links; a file whose digest is not the one in its
+    header is not loaded. What cannot be read is a warning and is compiled.
+
+    An object has the machine code of the kernels of `pallas_kernels.cpu.ffi` that it calls.
+
+    JAX's own cache is not used for these programs: on CPU, what comes out of it cannot be
+    serialized again (its functions are not found when it runs, jaxlib 0.10.2).
+
+    Args:
+        directory: None keeps nothing; made if missing.
+        what: what the programs are for, as JSON values: it names their folder.
+        where: what they were compiled on and from; programs with another are refused.
+
+    Attributes:
+        num_loaded, num_built: programs read from files, and compiled.
+        folder: where this engine's programs are named; None if nothing is kept.
+        seconds: what loading, tracing and compiling took, added up over threads.
+    """
+
+    def __init__(
+        self, directory: Path | None, what: Mapping[str, Any], where: Mapping[str, Any]
+    ) -> None:
+        self.num_loaded = self.num_built = 0
+        self.seconds = {"load": 0.0, "trace": 0.0, "compile": 0.0}
+        self.folder: Path | None = None
+        self._where = json.loads(json.dumps(where))
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        if directory is None:
+            return
+        self._objects = directory / "objects"
+        folder = directory / "starts" / _digest(json.dumps(what, sort_keys=True).encode())[:32]
+        try:
+            for one in (directory, self._objects, folder.parent, folder):
+                make_private(one)
+        except OSError as error:
+            self._warn("compiled programs are not kept: %s", error)
+        else:
+            self.folder = folder
+
+    def __str__(self) -> str:
+        where = "nowhere: nothing is kept" if self.folder is None else self.folder
+        return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {where}"
+
+    def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
+        """The program of this name; `lower` traces it where no file has it. From any thread."""
+        if self.folder is None:
+            return self._compile(self._trace(lower))
+        entry = self.folder / _file_name(name)
+        found = self._known(entry)
+        program = None if found is None else self._load(self._objects / found)
+        if program is not None:
+            return program
+        lowered = self._trace(lower)
+        key = _object_key(lowered, self._where)
+        program = None if key == found else self._load(self._objects / key)
+        if program is None:
+            program = self._compile(lowered)
+            self._keep(self._objects / key, program)
+        content = json.dumps({"where": self._where, "object": key}).encode()
+        self._write(entry, {"name": name}, content)
+        return program
+
+    def notes(self) -> dict[str, Any] | None:
+        """What `note` kept for this start; None where there is nothing that can be used."""
+        if self.folder is None:
+            return None
+        read = self._read(self.folder / "notes")
+        kept = None if read is None else json.loads(read)
+        return kept["notes"] if kept is not None and kept["where"] == self._where else None
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Keep JSON values that were measured on this machine."""
+        if self.folder is not None:
+            content = json.dumps({"where": self._where, "notes": notes}).encode()
+            self._write(self.folder / "notes", {"name": "notes"}, content)
+
+    def _trace(self, lower: Callable[[], Lowered]) -> Lowered:
+        with self._timed("trace"):
+            return lower()
+
+    def _compile(self, lowered: Lowered) -> Compiled:
+        with self._timed("compile"):
+            program = lowered.compile()
+        with self._lock:
+            self.num_built += 1
+        return program
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        with self._lock:
+            self.seconds[stage] += time.perf_counter() - started
+
+    def _known(self, entry: Path) -> str | None:
+        """The object that an entry names, if it was made under this fingerprint."""
+        content = self._read(entry)
+        if content is None:
+            return None
+        try:
+            kept = json.loads(content)
+            where, key = kept["where"], kept["object"]
+            if not re.fullmatch(r"[0-9a-f]{64}", key):
+                raise ValueError("it names no object")
+        except (ValueError, KeyError, TypeError) as error:
+            self._warn("%s cannot be used and is made anew: %s", entry, error)
+            return None
+        if where == self._where:
+            return key
+        names = sorted(n for n in {*where, *self._where} if where.get(n) != self._where.get(n))
+        self._warn(
+            "programs in %s are refused: they were compiled with another %s; they are traced again",
+            entry.parent,
+            ", ".join(names),
+        )
+        return None
+
+    def _load(self, path: Path) -> Compiled | None:
+        with self._timed("load"):
+            content = self._read(path)
+            if content is None:
+                return None
+            try:
+                payload, in_tree, out_tree, kernels = pickle.loads(content)
+                if kernels:
+                    restore_kernels(kernels)
+                # Without it, for as many devices as are visible; an engine has the first of them.
+                program = serialize_executable.deserialize_and_load(
+                    payload, in_tree, out_tree, execution_devices=jax.devices()[:1]
+                )
+            except Exception as error:  # whatever a foreign or outdated file makes of it
+                self._warn("%s cannot be loaded and is compiled anew: %s", path, error)
+                return None
+        with suppress(OSError):
+            os.utime(path)  # for `prune`
+        with self._lock:
+            self.num_loaded += 1
+        return program
+
+    def _keep(self, path: Path, program: Compiled) -> None:
+        try:
+            kernels = _kernels(program.as_text() or "")
+            content = pickle.dumps((*serialize_executable.serialize(program), kernels))
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            self._warn("a program cannot be kept: %s", error)
+            return
+        self._write(path, {"object": path.name}, content)
+
+    def _read(self, path: Path) -> bytes | None:
+        """A file's content, or None, with a warning unless it is simply not there."""
+        try:
+            content = _read_own(path)
+            if not content.startswith(_MAGIC):
+                raise ValueError("it is no file of this kind")
+            line, found, body = content[len(_MAGIC) :].partition(b"\n")
+            if not found or len(line) > _MOST_HEADER_BYTES:
+                raise ValueError("it has no header")
+            header = json.loads(line)
+            if not isinstance(header, dict) or header.get("sha256") != _digest(body):
+                raise ValueError("it is damaged or was changed")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            self._warn("%s cannot be used and is made anew: %s", path, error)
+            return None
+        return body
+
+    def _write(self, path: Path, header: dict[str, Any], content: bytes) -> None:
+        """Replace a file as a whole; a full disk or a read-only one is a warning."""
+        line = json.dumps(header | {"sha256": _digest(content), "bytes": len(content)}).encode()
+        new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
+                file.write(_MAGIC + line + b"\n" + content)
+            os.replace(new, path)
+        except OSError as error:
+            self._warn("a compiled program is not kept: %s", error)
+            new.unlink(missing_ok=True)
+
+    def _warn(self, text: str, *values: Any) -> None:
+        """Log a warning, each only once: one cause often concerns every program."""
+        message = text % values
+        with self._lock:
+            if message in self._warned:
+                return
+            self._warned.add(message)
+        _log.warning("%s", message)
+
+    def prune(self) -> None:
+        """Delete the objects that were used longest ago where all take more than 8 GiB."""
+        if self.folder is None:
+            return
+        files = [
+            (path.stat().st_mtime, path.stat().st_size, path) for path in _files(self._objects)
+        ]
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= _MOST_BYTES:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def make_private(directory: Path) -> None:
+    """Make a folder that only its user may enter, or check that one is.
+
+    Raises:
+        PermissionError: it belongs to somebody else, is open to others, is a link, or lies where
+            everybody can put another one in its place.
+        OSError: it cannot be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{directory} is not a folder")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to somebody else")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(f"{directory} is open to others (mode {mode:04o}; it must be 0700)")
+    around = directory.parent.stat().st_mode
+    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
+        raise PermissionError(f"{directory.parent} can be written by everybody")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(f"{directory} cannot be written")
+
+
+def _read_own(path: Path) -> bytes:
+    """A regular file of the user's own.
+
+    Raises:
+        OSError: it is not that, or cannot be read.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError("it is not a regular file")
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError("it belongs to, or can be written by, somebody else")
+        return file.read()
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_file()]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _file_name(name: str) -> str:
+    """A file name for a program: readable, and unique."""
+    return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{_digest(name.encode())[:8]}"
+
+
+def _kernels(program: str) -> dict[str, bytes]:
+    """The machine code of each kernel of our own that a program's text names."""
+    return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
+
+
+def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
+    """What XLA is given, and the machine and versions; not the source that was traced."""
+    given = {name: value for name, value in where.items() if name != "source"}
+    text, trees = lowered.as_text(), str(lowered.in_tree) + str(lowered.out_tree)
+    kernels = {name: _digest(code) for name, code in _kernels(text).items()}
+    return _digest((_FORM + json.dumps([given, kernels], sort_keys=True) + trees + text).encode())

@@ -1,0 +1,164 @@
+"""What config.json says layer by layer: which attend through a window, and which rotate."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LAYERS = 1 << 10
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One entry a layer.
+
+    Attributes:
+        windows: positions that a query sees, its own included; None for all.
+        rotary: whether queries and keys are rotated.
+    """
+
+    windows: tuple[int | None, ...]
+    rotary: tuple[bool, ...]
+
+    @property
+    def window(self) -> int | None:
+        """The widest window; None where a layer has none, and so sees every position."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
+
+
+# Reads a LayerTable for a number of layers.
+ReadLayers = Callable[[Fields, int], LayerTable]
+
+
+def full_attention(fields: Fields, layers: int) -> LayerTable:
+    """No window; `layer_types`, if there, says the same."""
+    return _table(fields, None, [False] * layers)
+
+
+def one_window(fields: Fields, layers: int) -> LayerTable:
+    """`sliding_window` on every layer, or on none where it is null."""
+    window = _window(fields)
+    sliding = [window is not None] * layers
+    kinds = _kinds(fields, sliding)
+    if kinds != sliding:
+        fields.refuse("layer_types", f"{_named(sliding[0])!r} for every layer")
+    return _table(fields, window, sliding)
+
+
+def by_type(fields: Fields, layers: int) -> LayerTable:
+    """`layer_types`, by default the window on every layer that has one."""
+    window = _window(fields)
+    return _table(fields, window, [window is not None] * layers)
+
+
+def every(period: int, *, field: str | None = None) -> ReadLayers:
+    """`layer_types`, by default a window on all layers but every `period`-th.
+
+    Args:
+        period: layers from one without a window to the next.
+        field: the field of config.json that gives another period.
+    """
+
+    def read(fields: Fields, layers: int) -> LayerTable:
+        length = period
+        if field is not None:
+            length = fields.integer(field, 1, MAX_LAYERS, default=period)
+        sliding = [(index + 1) % length != 0 for index in range(layers)]
+        return _table(fields, _window(fields), sliding)
+
+    return read
+
+
+def rotated_windows(fields: Fields, layers: int) -> LayerTable:
+    """Cohere 2's: `every(4)` or n-th, n being `sliding_window_pattern`; only windows rotate."""
+    table = every(4, field="sliding_window_pattern")(fields, layers)
+    return LayerTable(table.windows, tuple(window is not None for window in table.windows))
+
+
+def by_switch(fields: Fields, layers: int) -> LayerTable:
+    """`layer_types`, by default the layers from `max_window_layers` on; if `use_sliding_window`."""
+    if not fields.flag("use_sliding_window", default=False):
+        # Both size a window that is off.
+        fields.take("sliding_window")
+        fields.take("max_window_layers")
+        return _table(fields, None, [False] * layers)
+    window = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    first = fields.integer(
+        "max_window_layers", 0, MAX_LAYERS, default=0 if fields.has("layer_types") else None
+    )
+    return _table(fields, window, [index >= first for index in range(layers)])
+
+
+def one_switched_window(fields: Fields, layers: int) -> LayerTable:
+    """`sliding_window` on every layer, if `use_sliding_window`."""
+    if fields.flag("use_sliding_window", default=False):
+        return one_window(fields, layers)
+    fields.take("sliding_window")  # sizes a window that is off
+    return _table(fields, None, [False] * layers)
+
+
+def no_rope(fields: Fields, layers: int) -> LayerTable:
+    """Some layers rotate nothing: the zeros of `no_rope_layers`, by default every n-th.
+
+    n is `no_rope_layer_interval`. With `use_sliding_window` those layers, or the ones of
+    `layer_types`, have the window.
+    """
+    interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default=4)
+    rotary = [(index + 1) % interval != 0 for index in range(layers)]
+    listed = fields.take("no_rope_layers")
+    if listed is not None:
+        flags = listed if isinstance(listed, list) else []
+        if len(flags) < layers or any(
+            type(flag) is not int or flag not in (0, 1) for flag in flags
+        ):
+            fields.refuse("no_rope_layers", f"0 or 1 for each of the {layers} layers")
+        else:
+            rotary = [flag == 1 for flag in flags[:layers]]
+    on = fields.flag("use_sliding_window", default=False)
+    window = _window(fields) if on else None
+    if not on:
+        fields.take("sliding_window")
+    sliding = [window is not None and not rotates for rotates in rotary]
+    table = _table(fields, window, sliding)
+    return LayerTable(table.windows, tuple(rotary))
+
+
+def _window(fields: Fields) -> int | None:
+    """The value of `sliding_window`; null is one, and must be said."""
+    if fields.take("sliding_window") is None:
+        if not fields.mentions("sliding_window"):
+            fields.refuse("sliding_window", "a number of positions, or null for no window")
+        return None
+    return fields.integer("sliding_window", 1, MAX_POSITIONS)
+
+
+def _kinds(fields: Fields, default: Sequence[bool]) -> list[bool]:
+    """Which layers have a window, by `layer_types` or else by default."""
+    kinds = fields.take("layer_types")
+    if kinds is None:
+        return list(default)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default)
+        or any(kind not in (FULL, SLIDING) for kind in kinds)
+    ):
+        fields.refuse("layer_types", f"{FULL!r} or {SLIDING!r} for each of {len(default)} layers")
+        return list(default)
+    return [kind == SLIDING for kind in kinds]
+
+
+def _table(fields: Fields, window: int | None, default: Sequence[bool]) -> LayerTable:
+    sliding = _kinds(fields, default)
+    if window is None and any(sliding):
+        if fields.has("layer_types"):
+            fields.refuse("layer_types", f"{FULL!r} for every layer where no window is in use")
+        else:
+            fields.refuse("sliding_window", "a number of positions")
+    windows = tuple(window if slides else None for slides in sliding)
+    return LayerTable(windows, (True,) * len(sliding))
+
+
+def _named(slides: bool) -> str:
+    return SLIDING if slides else FULL

@@ -1,0 +1,269 @@
+"""What jaxserve knows of a model before it reads a weight: config.json, read strictly.
+
+A field that changes what the model computes is read, or refused. A field nobody has looked at is
+refused too: it may be the one that matters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.architectures import ARCHITECTURES, Architecture, Scales
+from jaxserve.models.config.experts import Experts
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
+from jaxserve.models.config.latent import Latent
+from jaxserve.models.config.layers import MAX_LAYERS, LayerTable
+from jaxserve.models.config.quantization import FIELD as QUANTIZATION
+from jaxserve.models.config.quantization import StoredQuantization, read_quantization
+from jaxserve.models.config.rope import Rope, read_ropes
+from jaxserve.models.config.strict_json import read_object
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HIDDEN = 1 << 17
+MAX_MLP = 1 << 20
+MAX_HEADS = 1 << 12
+MAX_HEAD_DIM = 1 << 12
+MAX_VOCAB = 1 << 22
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# Fields of config.json that do not change what inference computes. `auto_map` names code that ships
+# with the checkpoint: none of it is ever run, and what is computed is what the architecture's own
+# name says, as in Transformers without trust_remote_code. Every published DeepSeek has the field.
+IGNORED = frozenset({
+    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout",
+    "auto_map", "chunk_size_feed_forward", "finetuning_task", "id2label", "initializer_range",
+    "is_decoder", "is_llama_config", "label2id", "max_length", "max_sequence_length",
+    "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "problem_type",
+    "return_dict", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torchscript",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
+})  # fmt: skip
+
+# Fields that change what is computed, with the one value that jaxserve computes.
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "add_cross_attention": False,
+        "hidden_act": "silu",
+        "is_encoder_decoder": False,
+        "pretraining_tp": 1,
+        "pruned_heads": {},
+        "rope_interleaved": False,
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's shape and constants, under the names of config.json.
+
+    `rms_norm_eps` is that of every norm, whatever the family calls it; `use_qk_norm` is the switch
+    of families that have one. `dtype` is the one the checkpoint declares ("float32" if it declares
+    none). `local_rope` is that of layers with a window, where it differs. `attention_bias` is of
+    queries, keys and values, `output_bias` of the projection after attention. `head_dim` is that of
+    the cache. `experts` and `latent` are None for models without them; `extra_layers` of the
+    checkpoint are not the model's. Hashable, so that modules can hold it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    use_qk_norm: bool
+    rope: Rope
+    local_rope: Rope | None
+    layers: LayerTable
+    scales: Scales
+    experts: Experts | None
+    latent: Latent | None
+    extra_layers: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    quantization: StoredQuantization | None = None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
+        """Read the contents of a config.json.
+
+        Args:
+            raw: the parsed object.
+            where: names the source in errors.
+
+        Raises:
+            UnsupportedModel: an unknown architecture, or else one error that lists every field
+                that is malformed, out of bounds, unknown, or not computed by jaxserve.
+        """
+        name = _architecture(raw, where)
+        rules = ARCHITECTURES[name]
+        fields = Fields(raw, problems=[])
+        fields.take("architectures")
+        fields.choice("model_type", [rules.model_type], default=rules.model_type)
+        latent = rules.latent(fields)
+        sizes = _sizes(fields, rules, latent)
+        positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        rotated = sizes["head_dim"] if latent is None else latent.rotary
+        rope, local_rope = read_ropes(fields, rules.rope, positions, rotated)
+        config = cls(
+            architecture=name,
+            vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
+            intermediate_size=fields.integer("intermediate_size", 1, MAX_MLP),
+            max_position_embeddings=_length(fields, rules, positions),
+            rms_norm_eps=fields.number(rules.norm_eps, 0.0, 0.1),
+            use_qk_norm=fields.flag(rules.qk_norm, default=False) if rules.qk_norm else False,
+            rope=rope,
+            local_rope=local_rope,
+            layers=rules.layers(fields, sizes["num_hidden_layers"]),
+            scales=rules.scales(fields, sizes["hidden_size"]),
+            experts=rules.experts(fields, sizes["num_hidden_layers"]),
+            latent=latent,
+            extra_layers=_extra_layers(fields, rules),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
+            attention_bias=_bias(fields, "attention_bias", rules.qkv_bias),
+            output_bias=_bias(fields, "attention_bias", rules.output_bias),
+            mlp_bias=_bias(fields, "mlp_bias", rules.mlp_bias),
+            dtype=_dtype(fields),
+            eos_token_ids=_token_ids(fields, "eos_token_id"),
+            bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+            quantization=_quantization(fields, rules),
+            **sizes,
+        )
+        neutral = {**NEUTRAL, **rules.neutral}
+        fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
+        fields.finish(IGNORED | rules.ignored)
+        if fields.problems:
+            problems = dict.fromkeys(fields.problems)  # a field read twice is refused once
+            raise UnsupportedModel(
+                f"{where}: this {name} cannot be served; "
+                f"{len(problems)} field(s) are wrong:\n  " + "\n  ".join(problems)
+            )
+        return config
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """A layer's rotary embedding; None where queries and keys are not rotated."""
+        if not self.layers.rotary[layer]:
+            return None
+        local = self.local_rope if self.layers.windows[layer] is not None else None
+        return local or self.rope
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of what the rotary embedding turns, or turns a part of: a head, or its own part."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
+    def context_length(self) -> int:
+        """Most positions of a sequence, stretched as the rotary embedding says."""
+        positions = self.max_position_embeddings
+        return positions if self.local_rope is not None else self.rope.reach(positions)
+
+    def for_length(self, length: int) -> Self:
+        """The same model for sequences of at most `length` positions.
+
+        LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
+        """
+        local = self.local_rope
+        return replace(
+            self,
+            rope=self.rope.for_length(length),
+            local_rope=None if local is None else local.for_length(length),
+        )
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Read `config.json` in a checkpoint's folder.
+
+    Raises:
+        CheckpointError: the file is absent or not a JSON object.
+        UnsupportedModel: see `ModelConfig.from_dict`.
+    """
+    path = Path(directory) / "config.json"
+    return ModelConfig.from_dict(read_object(path, MAX_CONFIG_BYTES), str(path))
+
+
+def _architecture(raw: Mapping[str, Any], where: str) -> str:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return name
+    got = f"is {shown(names)}" if "architectures" in raw else "is missing"
+    supported = ", ".join(ARCHITECTURES)
+    raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
+
+
+def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[str, int]:
+    hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    for key in sorted(rules.explicit):
+        if not fields.has(key):
+            fields.refuse(key, "a value; it has no default")
+    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
+    if latent is None:
+        head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, default=max(hidden // heads, 2))
+        if not fields.has("head_dim") and heads * head_dim != hidden:
+            allowed = f"a multiple of num_attention_heads ({heads}) if no head_dim"
+            fields.refuse("hidden_size", allowed)
+    else:
+        head_dim = latent.cached
+        if kv_heads != heads:
+            fields.refuse("num_key_value_heads", f"num_attention_heads ({heads}), or nothing")
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
+    """How the weights are stored, unless the architecture has a way of its own."""
+    return None if QUANTIZATION in rules.ignored else read_quantization(fields)
+
+
+def _extra_layers(fields: Fields, rules: Architecture) -> int:
+    return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
+
+
+def _length(fields: Fields, rules: Architecture, positions: int) -> int:
+    if rules.length is None:
+        return positions
+    return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)
+
+
+def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:
+    return fields.flag(key, default=False) if fixed is None else fixed
+
+
+def _dtype(fields: Fields) -> str:
+    old = fields.choice("torch_dtype", DTYPES, default="")
+    new = fields.choice("dtype", DTYPES, default="")
+    if old and new and old != new:
+        fields.refuse("torch_dtype", f"the same as dtype ({new!r})")
+    return new or old or "float32"
+
+
+def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
+    """An id, a list of ids, or null; every id within the vocabulary."""
+    vocab = fields.take("vocab_size")
+    value = fields.take(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    top = vocab if type(vocab) is int else MAX_VOCAB
+    if len(ids) > 1024 or any(type(i) is not int or not 0 <= i < top for i in ids):
+        fields.refuse(key, f"an id below vocab_size ({top}), a list of ids, or null")
+        return ()
+    return tuple(ids)

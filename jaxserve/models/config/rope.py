@@ -1,0 +1,356 @@
+"""The rotary embedding as config.json describes it, in both of its spellings.
+
+The older is `rope_theta` beside `rope_scaling`; the newer (2025) holds everything in
+`rope_parameters`, once, or once for each type of layer.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Self
+
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields
+
+MAX_FACTOR = 1e6
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+QUERY_BETA = "llama_4_scaling_beta"
+ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """A base that grows with the position, beyond the original context."""
+
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of the rotary embedding to longer contexts."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN; `attention_factor` multiplies cosines and sines.
+
+    Latent attention scales its scores by `mscale_all_dim` besides; 0 where it is absent. Queries at
+    position p are multiplied by 1 + `query_beta` * log(1 + p // original), as in Llama 4.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+    mscale_all_dim: float = 0.0
+    query_beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: a divisor for each pair, one set for short contexts and one for long.
+
+    `stretched` says which set is in use. Keys in the cache cannot be turned again, so it is one for
+    all requests: the long one if they may exceed the original context.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    stretched: bool
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary position embedding; `partial` is the share of each head that is rotated."""
+
+    theta: float
+    scaling: Scaling | None = None
+    partial: float = 1.0
+
+    def dimensions(self, head_dim: int) -> int:
+        """Rotated dimensions of a head; an odd number is rounded up to whole pairs."""
+        return int(head_dim * self.partial)
+
+    def reach(self, positions: int) -> int:
+        """Positions that can be served, of a model that declares `positions`, as in vLLM."""
+        match self.scaling:
+            case LinearScaling(factor) | DynamicScaling(factor):
+                return min(int(positions * factor), MAX_POSITIONS)
+            case YarnScaling(factor, original):
+                return min(max(positions, int(original * factor)), MAX_POSITIONS)
+            case _:
+                return positions
+
+    def for_length(self, length: int) -> Self:
+        """The same for sequences of at most `length` positions; see `LongRopeScaling`."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRopeScaling):
+            return self
+        stretched = length > scaling.original_max_position_embeddings
+        return replace(self, scaling=replace(scaling, stretched=stretched))
+
+
+@dataclass(frozen=True)
+class RopeRules:
+    """How a family spells its rotary embedding.
+
+    Attributes:
+        theta: the base where config.json has none.
+        kinds: values of `rope_type`; by default all.
+        by_layer_type: layers with a window have an embedding of their own, which only the newer
+            spelling can scale.
+        local_theta: its base, where `rope_local_base_freq` is absent; None: that of the others.
+        partial: the family knows `partial_rotary_factor`.
+        original_outside: `original_max_position_embeddings` is a field of config.json itself.
+        query_growth: the family knows `llama_4_scaling_beta`.
+    """
+
+    theta: float = 10_000.0
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+    by_layer_type: bool = False
+    local_theta: float | None = None
+    partial: bool = False
+    original_outside: bool = False
+    query_growth: bool = False
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a scaling is read with: its own fields and the model's."""
+
+    fields: Fields
+    positions: int  # max_position_embeddings
+    original: int | None  # original_max_position_embeddings of config.json itself
+    dimensions: int  # rotated in each head
+    query_growth: bool
+
+
+def read_ropes(
+    fields: Fields, rules: RopeRules, positions: int, head_dim: int
+) -> tuple[Rope, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it is another.
+
+    Args:
+        fields: of config.json.
+        rules: how the family spells it.
+        positions: max_position_embeddings.
+        head_dim: a head's size.
+    """
+    theta = fields.number("rope_theta", 1.0, 1e12, default=rules.theta)
+    local_theta = rules.local_theta or theta
+    if rules.local_theta is not None:
+        local_theta = fields.number("rope_local_base_freq", 1.0, 1e12, default=rules.local_theta)
+    scaling, parameters = fields.take("rope_scaling"), fields.take("rope_parameters")
+    if scaling is not None and parameters is not None:
+        fields.refuse("rope_scaling", "null or absent beside rope_parameters")
+    outer = _Outer(fields, rules, positions, head_dim)
+    if not rules.by_layer_type:
+        key = "rope_scaling" if parameters is None else "rope_parameters"
+        return outer.read(scaling if parameters is None else parameters, key, theta), None
+    if parameters is None:
+        return outer.read(scaling, "rope_scaling", theta), Rope(local_theta)
+    if not isinstance(parameters, dict) or parameters.keys() != LAYER_TYPES:
+        fields.refuse("rope_parameters", f"a mapping of {' and '.join(sorted(LAYER_TYPES))}")
+        return Rope(theta), Rope(local_theta)
+    full, local = (parameters[kind] for kind in sorted(LAYER_TYPES))
+    return (
+        outer.read(full, "rope_parameters.full_attention", theta),
+        outer.read(local, "rope_parameters.sliding_attention", local_theta),
+    )
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """The fields around a rope's own."""
+
+    fields: Fields
+    rules: RopeRules
+    positions: int
+    head_dim: int
+
+    def read(self, raw: object, key: str, theta: float) -> Rope:
+        """One rope from its mapping; `theta` is that of the fields around it."""
+        fields, kinds = self.fields, self.rules.kinds
+        partial, original = 1.0, None
+        if self.rules.partial:
+            partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+        if self.rules.original_outside and fields.take(ORIGINAL) is not None:
+            original = fields.integer(ORIGINAL, 2, MAX_POSITIONS)
+        if raw is None:
+            return self._checked(Rope(theta, None, partial))
+        if not isinstance(raw, dict):
+            fields.refuse(key, f"a mapping with rope_type {_either(kinds)}, or null")
+            return Rope(theta)
+        inner = Fields(raw, fields.problems, prefix=f"{key}.")
+        inner_theta = inner.number("rope_theta", 1.0, 1e12, default=theta)
+        if fields.has("rope_theta") and theta != inner_theta:
+            fields.refuse("rope_theta", f"the same as {key}.rope_theta ({inner_theta:g})")
+        kind = _kind(inner, kinds)
+        if self.rules.partial:
+            outer = partial
+            partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
+            if fields.has("partial_rotary_factor") and partial != outer:
+                fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
+        else:
+            # vLLM would rotate that part of a head, Transformers all of it or, scaled, would fail.
+            inner.neutral({"partial_rotary_factor": 1.0})
+        if self.rules.original_outside and original is None and kind != "default":
+            fields.refuse(ORIGINAL, f"an integer, beside {key}")
+        rope = self._checked(Rope(inner_theta, None, partial))
+        size = rope.dimensions(self.head_dim)
+        scaling = SCALINGS[kind](
+            _Case(inner, self.positions, original, size, self.rules.query_growth)
+        )
+        inner.finish()
+        return replace(rope, scaling=scaling)
+
+    def _checked(self, rope: Rope) -> Rope:
+        size = rope.dimensions(self.head_dim)
+        if size < 2 or size + size % 2 > self.head_dim:
+            self.fields.refuse("head_dim", f"one of which whole pairs are rotated, not {size}")
+        return rope
+
+
+def _either(kinds: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, kinds))
+
+
+def _kind(fields: Fields, kinds: tuple[str, ...]) -> str:
+    """`rope_type`, or `type` as it was called before."""
+    kind = fields.choice("rope_type", kinds, default="")
+    older = fields.choice("type", kinds, default=kind)
+    if not kind and not older:
+        fields.refuse("rope_type", _either(kinds))
+    elif kind and kind != older:
+        fields.refuse("type", f"the same as rope_type ({kind!r})")
+    return kind or older or "default"
+
+
+def _factor(fields: Fields) -> float:
+    factor = fields.number("factor", 0.0, MAX_FACTOR)
+    if factor < 1.0:
+        fields.refuse("factor", "1 or more")
+    return factor
+
+
+def _linear(case: _Case) -> Scaling:
+    return LinearScaling(_factor(case.fields))
+
+
+def _dynamic(case: _Case) -> Scaling:
+    if case.dimensions <= 2:
+        case.fields.refuse("rope_type", "not 'dynamic' where only one pair is rotated")
+    return DynamicScaling(_factor(case.fields), case.positions)
+
+
+def _llama3(case: _Case) -> Scaling:
+    fields = case.fields
+    low = fields.number("low_freq_factor", 0.0, MAX_FACTOR)
+    high = fields.number("high_freq_factor", 0.0, 2 * MAX_FACTOR)
+    if high <= low:
+        fields.refuse("high_freq_factor", f"above low_freq_factor ({low:g})")
+    original = fields.integer(ORIGINAL, 1, MAX_POSITIONS)
+    return Llama3Scaling(_factor(fields), low, high, original)
+
+
+def _yarn(case: _Case) -> Scaling:
+    fields = case.fields
+    factor = _factor(fields)
+    mscale = _or_zero(fields, "mscale")
+    of_all = _or_zero(fields, "mscale_all_dim")
+    attention = fields.optional("attention_factor", 0.0, 100.0)
+    if attention is None:
+        # How much longer contexts flatten attention, as fitted in the paper's section 3.4.
+        growth = 0.1 * math.log(max(factor, 1.0))
+        attention = 1.0 + growth
+        if mscale and of_all:
+            attention = (1.0 + mscale * growth) / (1.0 + of_all * growth)
+    scaling = YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=fields.integer(
+            ORIGINAL, 1, MAX_POSITIONS, default=case.positions
+        ),
+        beta_fast=fields.number("beta_fast", 0.0, 1e4, default=32.0),
+        beta_slow=fields.number("beta_slow", 0.0, 1e4, default=1.0),
+        truncate=fields.flag("truncate", default=True),
+        attention_factor=attention,
+        mscale_all_dim=of_all,
+        query_beta=_query_beta(case),
+    )
+    if case.query_growth:
+        fields.take("max_position_embeddings")  # repeated there; nothing reads it
+    if scaling.beta_fast < scaling.beta_slow:
+        fields.refuse("beta_fast", f"at least beta_slow ({scaling.beta_slow:g})")
+    return scaling
+
+
+def _or_zero(fields: Fields, key: str) -> float:
+    """A positive number; 0, which means none, if it is 0, absent or null."""
+    value = fields.take(key)
+    if value is None or (type(value) in (int, float) and value == 0):
+        return 0.0
+    return fields.number(key, 0.0, 100.0)
+
+
+def _query_beta(case: _Case) -> float:
+    if not case.query_growth:
+        return 0.0
+    if not case.fields.has(QUERY_BETA):
+        case.fields.refuse(QUERY_BETA, "a number; it has no default")
+    return _or_zero(case.fields, QUERY_BETA)
+
+
+def _longrope(case: _Case) -> Scaling:
+    fields = case.fields
+    original = fields.integer(ORIGINAL, 2, MAX_POSITIONS, default=case.original)
+    if case.original not in (None, original):
+        fields.refuse(ORIGINAL, f"{case.original}, as outside")
+    factor = fields.optional("factor", 0.0, MAX_FACTOR) or case.positions / original
+    attention = fields.optional("attention_factor", 0.0, 100.0)
+    if attention is None:
+        attention = math.sqrt(1.0 + math.log(max(factor, 1.0)) / math.log(original))
+    pairs = (case.dimensions + 1) // 2
+    return LongRopeScaling(
+        short=fields.numbers("short_factor", pairs, 0.0, MAX_FACTOR),
+        long=fields.numbers("long_factor", pairs, 0.0, MAX_FACTOR),
+        original_max_position_embeddings=original,
+        attention_factor=attention,
+        stretched=case.positions > original,
+    )
+
+
+def _none(case: _Case) -> None:
+    return None
+
+
+SCALINGS: Mapping[str, Callable[[_Case], Scaling | None]] = MappingProxyType(
+    {
+        "default": _none,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+        "su": _longrope,  # LongRoPE's name in early Phi-3 checkpoints
+    }
+)

@@ -1,0 +1,77 @@
+"""Settings: what a step must know of a row's request, side by side in 32-bit words."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.request import MAX_STOP_TOKEN_IDS
+
+Array = Any
+# Of each setting, in the order of `Settings`: its type, and words; 0 for a single number.
+_PARTS = (
+    (np.int32, 0),
+    (np.int32, 0),
+    (np.float32, 0),
+    (np.float32, 0),
+    (np.float32, 0),
+    (np.int32, 0),
+    (np.uint32, 2),
+    (np.float32, 3),
+    (np.int32, 0),
+    (np.int32, MAX_STOP_TOKEN_IDS),
+)
+
+
+# W, words a row.
+WIDTH = sum(max(1, words) for _, words in _PARTS)
+# Of a row, all but the last part.
+_HEAD = struct.Struct(
+    "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS[:-1])
+)
+
+
+def put_settings(words: memoryview, row: int, *values: float) -> None:
+    """Write a row of i32[R, W], in the order of `Settings`, but for its stop_token_ids.
+
+    At once, and through a view made before: a number at a time costs numpy more than the rest of
+    what a new sequence takes, and so does such a view.
+    """
+    _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
+
+
+class Settings(NamedTuple):
+    """The settings of R rows, each a part of one array i32[R, W].
+
+    Rows of one array are copied together, and reach the device as one.
+    """
+
+    stop_length: Array  # i32[R], known tokens at which the sequence ends for length
+    min_length: Array  # i32[R], tokens before which it may not end
+    temperature: Array  # f32[R], 0 for greedy
+    top_p: Array  # f32[R], neutral 1
+    min_p: Array  # f32[R], neutral 0
+    top_k: Array  # i32[R], neutral 0
+    seed: Array  # u32[R, 2], the words of a threefry key
+    penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
+    features: Array  # i32[R], flags of `SamplerFeature`; neutral 0
+    stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
+
+    @classmethod
+    def of(cls, words: Array, view: Callable[[Array, Any], Array] | None = None) -> Settings:
+        """The parts of i32[R, W], on the host views of it.
+
+        Args:
+            view: reads 32-bit words as another type; None for numpy's.
+        """
+        parts, first = [], 0
+        for dtype, count in _PARTS:
+            part = words[:, first : first + count] if count else words[:, first]
+            if dtype is not np.int32:
+                part = part.view(dtype) if view is None else view(part, dtype)
+            parts.append(part)
+            first += max(1, count)
+        return cls(*parts)

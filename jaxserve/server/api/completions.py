@@ -1,0 +1,235 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import Request as EngineRequest
+from jaxserve.request import SamplingParams, exact_int
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
+from jaxserve.server.schema.openai import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+)
+from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
+from jaxserve.server.served.models import ServedModel
+
+DEFAULT_MAX_TOKENS = 16
+# As fields.NOT_YET: what only conversations have.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "thinking_token_budget": (None,),
+}
+
+
+def as_prompts(prompt: str | list) -> list[str | list[int]]:
+    """The prompts of a request, which may be one or a list: text, or token ids.
+
+    Raises:
+        InvalidRequest: no prompt, or a list of mixed kinds.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if not kinds:
+        raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    raise InvalidRequest("prompt must hold text only, token ids only, or lists of those", "prompt")
+
+
+async def completions(request: Request) -> Response:
+    """Complete each prompt n times."""
+    call = EndpointRequest(request)
+    body = call.parse(CompletionRequest, UNSUPPORTED)
+    check_stream(body)
+    if body.response_format is not None:
+        call.renamed["structured_outputs"] = "response_format"
+    model = call.find_model(body.model)
+    prompts = as_prompts(body.prompt)
+    wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    if is_echo_only(body):
+        wanted = 1  # the engine draws at least one token; nobody is told of it
+    # An echoed prompt is scored as the answer is; what scores it is refused under that name.
+    scored = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, -1 if scored is None else scored)
+    check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, scored)
+    if body.best_of is not None and body.best_of != sampling.n:
+        raise InvalidRequest("best_of must be equal to n", "best_of")
+    call.admit(model, len(prompts) * sampling.n)
+    requests: list[EngineRequest] = []
+    texts: list[str] = []
+    for prompt in prompts:
+        ids = prompt
+        if isinstance(ids, str):
+            ids = await model.encode(ids, body.add_special_tokens is not False)
+        kept = truncated(ids, body.truncate_prompt_tokens, model.limits.max_model_len)
+        requests.append(await call.request(model, kept, sampling, body))
+        whole = prompt if len(kept) == len(ids) else kept
+        texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
+    form = CompletionForm(body, texts, sampling, model.llm.get_tokenizer())
+    return await respond(request, Generation(model, requests), form, bool(body.stream))
+
+
+def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[int]:
+    """The last `keep` tokens of a prompt; -1 keeps what leaves room for one token of answer."""
+    if keep is None:
+        return prompt
+    keep = exact_int(keep, "truncate_prompt_tokens", -1, max_model_len - 1)
+    if keep == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens"
+        )
+    return prompt[-(max_model_len - 1 if keep == -1 else keep) :]
+
+
+def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return model.tokenizer().decode(prompt, skip_special_tokens)
+
+
+def is_echo_only(body: CompletionRequest) -> bool:
+    """Whether the answer is the prompt alone, with its logprobs."""
+    return bool(body.echo) and body.max_tokens == 0 and type(body.max_tokens) is int
+
+
+class CompletionForm:
+    """Words a generation as completions.
+
+    Args:
+        body: the request.
+        echoes: what each prompt's completions begin with.
+        sampling: settings of the prompts.
+        tokenizer: spells tokens; None where there is none.
+    """
+
+    def __init__(
+        self, body: CompletionRequest, echoes: list[str], sampling: SamplingParams, tokenizer: Any
+    ) -> None:
+        self._body = body
+        self._id = f"cmpl-{uuid4().hex}"
+        self._ids = bool(body.return_token_ids)
+        self._echo_only = is_echo_only(body)
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
+        self._echoes = [echo for echo in echoes for _ in range(sampling.n)]
+        self._sent = [0] * len(self._echoes)  # tokens of each choice that have gone out
+        self._fresh = set(range(len(self._echoes)))
+        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._scores_echo = bool(body.echo) and body.logprobs is not None
+        self._tokens = [
+            CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._echoes
+        ]
+        # Parts that wait for the scores of their prompt, which come with its first completion.
+        self._held: list[Part] = []
+
+    def _response(self, generation: Generation, choices: list) -> CompletionResponse:
+        return CompletionResponse(self._id, generation.created, generation.model.name, choices)
+
+    def _used(self, generation: Generation, sent: list[int] | None = None) -> Usage:
+        usage = generation.usage(sent)
+        if self._echo_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _logprobs(
+        self, generation: Generation, part: Part | Choice, is_first: bool
+    ) -> CompletionLogprobs | None:
+        width = self._body.logprobs
+        if width is None:
+            return None
+        choice, tokens = generation.choices[part.index], self._tokens[part.index]
+        before = None
+        scores = generation.prompt_scores[choice.prompt]
+        if self._scores_echo and is_first and scores is not None:
+            before = tokens.prompt(choice.prompt_token_ids, scores, width)
+            if self._echo_only:
+                return before
+        return joined(before, tokens.drawn(part.token_ids, part.scores, width))
+
+    def whole(self, generation: Generation) -> CompletionResponse:
+        choices = []
+        for one in generation.choices:
+            text = self._echoes[one.index] + ("" if self._echo_only else one.text)
+            logprobs = self._logprobs(generation, one, True)
+            choice = CompletionChoice(one.index, text, logprobs, one.finish_reason, one.stop_reason)
+            if self._echo_only:
+                choice.finish_reason, choice.stop_reason = "length", None
+            if self._ids:
+                choice.token_ids = [] if self._echo_only else one.token_ids
+                choice.prompt_token_ids = one.prompt_token_ids
+            scores, width = generation.prompt_scores[one.prompt], self._body.prompt_logprobs
+            if width is not None and scores is not None:
+                choice.prompt_logprobs = self._texts.prompt(one.prompt_token_ids, scores, width)
+            choices.append(choice)
+        response = self._response(generation, choices)
+        response.usage = self._used(generation)
+        response.service_tier = response.kv_transfer_params = None
+        return response
+
+    def opening(self, generation: Generation) -> bytes:
+        return b""
+
+    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        if self._scores_echo:
+            parts, self._held = self._held + parts, []
+            ready = []
+            for part in parts:
+                known = generation.prompt_scores[generation.choices[part.index].prompt] is not None
+                (ready if known else self._held).append(part)
+            parts = ready
+        return b"".join([self._part(generation, part) for part in parts])
+
+    def _part(self, generation: Generation, part: Part) -> bytes:
+        text = "" if self._echo_only else part.text
+        is_first = part.index in self._fresh
+        self._sent[part.index] += len(part.token_ids)
+        if is_first:
+            self._fresh.discard(part.index)
+            text = self._echoes[part.index] + text
+        if not (text or part.finish_reason or self._ids or part.scores):
+            return b""
+        logprobs = self._logprobs(generation, part, is_first)
+        choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
+        choice.prompt_logprobs = msgspec.UNSET
+        if self._echo_only:
+            choice.finish_reason, choice.stop_reason = "length", None
+        if self._ids:
+            choice.token_ids = [] if self._echo_only else part.token_ids
+            if is_first:
+                choice.prompt_token_ids = generation.choices[part.index].prompt_token_ids
+        response = self._response(generation, [choice])
+        if self._continuous:
+            response.usage = self._used(generation, self._sent)
+        elif self._usage:
+            response.usage = None
+        return event(response)
+
+    def closing(self, generation: Generation) -> bytes:
+        if not self._usage:
+            return DONE
+        response = self._response(generation, [])
+        response.usage = self._used(generation)
+        return event(response) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE

@@ -1,0 +1,97 @@
+"""What a server says about itself: liveness, readiness, models, version."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import jaxserve
+from jaxserve.server.api.streaming import json_response
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.served.models import Models, ServedModel
+
+
+class HealthResponse(msgspec.Struct):
+    """Answer of GET /health and /ready."""
+
+    status: str = "ok"
+
+
+class VersionResponse(msgspec.Struct):
+    """Answer of GET /version."""
+
+    version: str
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What requests may ask of a model besides text."""
+
+    logprobs: bool = True
+
+
+class ModelCard(msgspec.Struct):
+    """One name by which a model is served."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "jaxserve"
+    parent: str | None = None
+    capabilities: Capabilities = Capabilities()
+
+
+class ModelList(msgspec.Struct):
+    """Answer of GET /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+async def health(request: Request) -> Response:
+    """200 while every engine lives and gets on with its work, 503 otherwise.
+
+    Asks no engine: one that hangs cannot hang this.
+    """
+    limit = request.app.state.served.config.health_timeout
+    for model in request.app.state.served.models.all:
+        thread = model.llm.thread
+        if not thread.is_alive():
+            raise ApiError(503, f"the engine of {model.name} has ended", code="engine_dead")
+        seconds = thread.standstill()
+        if seconds > limit:
+            raise ApiError(
+                503, f"the engine of {model.name} has not moved for {seconds:.0f} s", code="stalled"
+            )
+    return json_response(HealthResponse())
+
+
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken, 503 while the server stops or its queues are full."""
+    if request.app.state.served.lifecycle.is_draining:
+        raise ApiError(503, "the server is stopping", code="shutting_down")
+    models: Models = request.app.state.served.models
+    if all(model.admission.is_full for model in models.all):
+        raise ApiError(503, "the queue is full", code="queue_full")
+    return await health(request)
+
+
+async def version(request: Request) -> Response:
+    return json_response(VersionResponse(jaxserve.__version__))
+
+
+async def list_models(request: Request) -> Response:
+    models: Models = request.app.state.served.models
+    cards = [_card(model, name) for model in models.all for name in model.names]
+    return json_response(ModelList(cards))
+
+
+async def get_model(request: Request) -> Response:
+    name = request.path_params["model"]
+    return json_response(_card(request.app.state.served.models.find(name), name))
+
+
+def _card(model: ServedModel, name: str) -> ModelCard:
+    return ModelCard(name, model.created, model.limits.max_model_len, model.name)

@@ -1,0 +1,126 @@
+"""GET /openapi.json: made from the schemas that requests are checked against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import jaxserve
+from jaxserve.server.api.info import HealthResponse, ModelCard, ModelList, VersionResponse
+from jaxserve.server.api.streaming import json_response
+from jaxserve.server.api.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jaxserve.server.schema.anthropic import (
+    CountRequest,
+    CountResponse,
+    MessagesRequest,
+    MessagesResponse,
+)
+from jaxserve.server.schema.openai import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+)
+from jaxserve.server.schema.responses import ResponsesRequest, ResponsesResponse
+
+# Path: (request, answer), of every endpoint that takes a body; those with `stream` can stream.
+POSTS: dict[str, tuple[type, type]] = {
+    "/v1/completions": (CompletionRequest, CompletionResponse),
+    "/v1/chat/completions": (ChatRequest, ChatResponse),
+    "/v1/responses": (ResponsesRequest, ResponsesResponse),
+    "/v1/messages": (MessagesRequest, MessagesResponse),
+    "/v1/messages/count_tokens": (CountRequest, CountResponse),
+    "/tokenize": (TokenizeRequest, TokenizeResponse),
+    "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+}
+GETS: dict[str, type | None] = {
+    "/v1/models": ModelList,
+    "/v1/models/{model}": ModelCard,
+    "/health": HealthResponse,
+    "/ready": HealthResponse,
+    "/version": VersionResponse,
+    "/metrics": None,
+}
+_REFUSALS = {
+    "400": "A field is wrong; `param` names it.",
+    "401": "No valid API key.",
+    "403": "A Host or Origin that is not served.",
+    "404": "No such model or path.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "415": "Not application/json.",
+    "429": "The queue is full; see Retry-After.",
+    "431": "The headers are too large.",
+    "500": "The engine failed at this request.",
+    "503": "The server stops, or the request waited too long.",
+    "504": "The request took too long.",
+}
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    types = [kind for pair in POSTS.values() for kind in pair]
+    types += [kind for kind in GETS.values() if kind is not None]
+    types.append(ErrorResponse)
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    by_type = dict(zip(types, schemas, strict=True))
+    refusals = {status: _answer(text, by_type[ErrorResponse]) for status, text in _REFUSALS.items()}
+    paths: dict[str, Any] = {}
+    for path, (asked, answered) in POSTS.items():
+        good = _answer("The answer.", by_type[answered])
+        if hasattr(asked, "stream"):
+            good["content"]["text/event-stream"] = {}  # a schema would be that of each event
+        paths[path] = {
+            "post": {
+                "operationId": _name(path),
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": by_type[asked]}},
+                },
+                "responses": {"200": good, **refusals},
+            }
+        }
+    for path, answered in GETS.items():
+        good: dict[str, Any] = {"description": "Metrics.", "content": {"text/plain": {}}}
+        if answered is not None:
+            good = _answer("The answer.", by_type[answered])
+        paths[path] = {"get": {"operationId": _name(path), "responses": {"200": good, **refusals}}}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": jaxserve.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+def _name(path: str) -> str:
+    return path.strip("/").translate(str.maketrans("/{}", "_  ")).replace(" ", "")
+
+
+async def openapi(request: Request) -> Response:
+    return json_response(document())

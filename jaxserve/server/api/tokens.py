@@ -1,0 +1,92 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.engine.request_factory import check_token_ids
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.chat import as_template_messages, template_options
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.streaming import json_response
+from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
+from jaxserve.server.tool_calls.tools import check_tools, described
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt, or of a conversation through the chat template."""
+    call = EndpointRequest(request)
+    body = call.parse(TokenizeRequest)
+    model = call.find_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        chat = ChatRequest(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        rendered, options = as_template_messages(body.messages), template_options(chat)
+        if body.tools:
+            check_tools(body.tools)
+            options["tools"] = described(body.tools)
+        ids = await model.render(rendered, **options)
+    else:
+        ids = await model.encode(body.prompt or "", body.add_special_tokens is not False)
+    response = TokenizeResponse(len(ids), model.limits.max_model_len, ids)
+    if body.return_token_strs:
+        response.token_strs = model.tokenizer().token_strings(ids)
+    return json_response(response)
+
+
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens included."""
+    call = EndpointRequest(request)
+    call.renamed["prompt"] = "tokens"
+    body = call.parse(DetokenizeRequest)
+    model = call.find_model(body.model)
+    tokenizer = model.tokenizer()
+    ids = check_token_ids(body.tokens, model.limits.vocab_size).tolist() if body.tokens else []
+    return json_response(DetokenizeResponse(await asyncio.to_thread(tokenizer.decode, ids, False)))

@@ -1,0 +1,1 @@
+"""The application around the endpoints: connections, limits, log lines, the process."""

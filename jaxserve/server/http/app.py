@@ -1,0 +1,125 @@
+"""The application: routes, and what is shared between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.chat import chat_completions
+from jaxserve.server.api.completions import completions
+from jaxserve.server.api.info import get_model, health, list_models, ready, version
+from jaxserve.server.api.metrics import metrics
+from jaxserve.server.api.openapi import openapi
+from jaxserve.server.api.responses import responses
+from jaxserve.server.api.streaming import error_response
+from jaxserve.server.api.tokens import detokenize, tokenize
+from jaxserve.server.http.guard import Guard
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.served.models import Lifecycle, Models
+from jaxserve.server.settings import ServerConfig
+
+# Paths whose requests make an engine draw tokens.
+_DRAWING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+
+
+def routes() -> list[BaseRoute]:
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
+
+
+class App:
+    """The ASGI application and what its endpoints share.
+
+    An endpoint finds this object as `request.app.state.served`.
+
+    Args:
+        models: what is served.
+        config: the limits.
+        more_routes: of pages and the like.
+        open_paths: paths that need no API key.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        config: ServerConfig,
+        more_routes: Iterable[BaseRoute] = (),
+        open_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        self.models = models
+        self.config = config
+        self.lifecycle = Lifecycle()
+        door = Middleware(
+            Guard,
+            config=config,
+            lifecycle=self.lifecycle,
+            open_paths=open_paths,
+            check_room=self.check_room,
+        )
+        middleware = [door]
+        if config.allowed_origins:
+            middleware.insert(
+                0,
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(config.allowed_origins),
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                ),
+            )
+        self.asgi = Starlette(
+            routes=[*routes(), *more_routes],
+            middleware=middleware,
+            exception_handlers={HTTPException: _http_error},
+        )
+        self.asgi.router.redirect_slashes = False
+        self.asgi.state.served = self
+
+    def check_room(self, path: str) -> None:
+        """Refuse what could not be taken in now, whatever it asks for.
+
+        Raises:
+            ApiError: 503, the server is stopping.
+            Overloaded: the queue is full. Of several models, each request says which it means.
+        """
+        if path not in _DRAWING:
+            return
+        if self.lifecycle.is_draining:
+            raise ApiError(503, "the server is stopping", code="shutting_down")
+        if len(self.models.all) == 1:
+            self.models.all[0].admission.check(1, 1)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method) as error objects."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        return error_response(
+            ApiError(405, f"{request.method} is not allowed here", headers=headers)
+        )
+    return error_response(
+        ApiError(error.status_code, "there is nothing at this path", code="not_found")
+    )

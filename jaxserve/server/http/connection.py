@@ -1,0 +1,295 @@
+"""Connection: uvicorn's h11 protocol, with the time limits and bounds that it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from jaxserve.server.http.guard import MAX_HEADER_BYTES
+from jaxserve.server.schema.errors import ApiError, too_many_connections
+from jaxserve.server.settings import ServerConfig
+
+# A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
+MIN_PIECE_BYTES, FREE_PIECES = 16, 4096
+# How long a connection beyond the limit has to ask for what it may.
+CROWD_SECONDS = 1.0
+_ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.IGNORECASE)
+
+
+class Parser(h11.Connection):
+    """h11's parser, which gives up early on bodies that will be too large or come in tiny chunks.
+
+    Targets in absolute form become paths, with the authority in them as Host (RFC 9112, 3.2.2).
+
+    Args:
+        max_body_bytes: size of a body.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self._max_body_bytes = max_body_bytes
+        self._pieces = self._bytes = 0
+
+    def next_event(self) -> Any:
+        """As h11's; raises RemoteProtocolError with status 413 besides."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._pieces += 1
+            self._bytes += len(event.data)
+            if self._pieces > max(FREE_PIECES, self._bytes // MIN_PIECE_BYTES):
+                raise _too_large(f"The body comes in chunks of fewer than {MIN_PIECE_BYTES} bytes.")
+        elif isinstance(event, h11.Request):
+            self._pieces = self._bytes = 0
+            if event.http_version not in (b"1.0", b"1.1"):
+                raise h11.RemoteProtocolError("this version of HTTP is not served")
+            event = _with_path(event)
+        # What the line before a chunk says is left of it; h11 keeps that to itself.
+        announced = getattr(self._reader, "_bytes_in_chunk", 0)
+        if self._bytes + announced > self._max_body_bytes:
+            raise _too_large(f"The body is larger than {self._max_body_bytes} bytes.")
+        return event
+
+
+def _too_large(message: str) -> h11.RemoteProtocolError:
+    return h11.RemoteProtocolError(message, error_status_hint=413)
+
+
+def _with_path(request: h11.Request) -> h11.Request:
+    """A request whose target is a path; one in absolute form says more than its Host header."""
+    found = _ABSOLUTE.fullmatch(request.target)
+    if found is None:
+        return request
+    if not found["authority"]:
+        raise h11.RemoteProtocolError("the target names no host")
+    path = found["path"] if found["path"].startswith(b"/") else b"/" + found["path"]
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    return h11.Request(
+        method=request.method,
+        target=path,
+        headers=[(b"host", found["authority"]), *headers],
+        http_version=request.http_version,
+    )
+
+
+class Crowd:
+    """Connections beyond the limit, which may ask for /health and nothing else.
+
+    Args:
+        most: of them at once; who has waited longest gives way to who comes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = max(1, most)
+        self._members: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._members
+
+    def add(self, connection: Connection) -> None:
+        self._members[connection] = None
+        if len(self._members) > self._most:
+            next(iter(self._members)).refuse()
+
+    def discard(self, connection: Connection) -> None:
+        self._members.pop(connection, None)
+
+
+class _Pieces:
+    """Stands in for a transport while the pieces of an answer are put together."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+class Connection(H11Protocol):
+    """One client's connection.
+
+    Closed when it sends no complete header in time, or reads nothing of what is ready for it.
+
+    Args:
+        limits: the server's.
+        crowd: of all connections.
+        **named: see `H11Protocol`.
+    """
+
+    def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
+        super().__init__(**named)
+        self.conn = Parser(limits.max_body_bytes)
+        self._limits = limits
+        self._crowd = crowd
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) - len(self._crowd) > self._limits.max_connections:
+            self._crowd.add(self)
+            self._header_timer = self.loop.call_later(CROWD_SECONDS, self.refuse)
+        size = self._limits.send_buffer_bytes
+        transport.set_write_buffer_limits(high=size)
+        connected: socket.socket | None = transport.get_extra_info("socket")
+        if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+        self._watch_header()
+
+    def refuse(self) -> None:
+        """End a connection of the crowd, with a word where no answer is on its way."""
+        self._stop("_header_timer")
+        self._crowd.discard(self)
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_raw(too_many_connections(), 503))
+        self.transport.close()
+
+    def close_idle(self) -> None:
+        """Close where no request is being answered or sent."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE:
+            head = data.partition(b"\r\n\r\n")[0]
+            if b"\r\n " in head or b"\r\n\t" in head:
+                self.send_400_response("A header is folded over several lines.")
+                return
+        super().data_received(data)
+        self._watch_header()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_header()
+
+    def handle_events(self) -> None:
+        before = self.scope
+        super().handle_events()
+        scope = self.scope
+        if scope is not before and scope is not None and scope["http_version"] == "1.1":
+            scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
+            scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
+        if scope is not before and scope is not None and self in self._crowd:
+            scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
+
+    def _should_upgrade(self) -> bool:
+        """No protocol but HTTP/1 is spoken: who asks for another is answered in this one."""
+        return False
+
+    async def _write_event(self, data: bytes) -> bool:
+        """Send a piece of a chunked body past ASGI and h11, which cost more than it does.
+
+        Returns:
+            False where that cannot be: the piece must go the usual way.
+        """
+        cycle = self.cycle
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if cycle.disconnected:
+            return True
+        if not cycle.response_started or self.conn.our_state is not h11.SEND_BODY:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """What is sent within goes out at its end, in one piece: one call, one packet."""
+        cycle, joined = self.cycle, _Pieces()
+        cycle.transport = joined  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            cycle.transport = self.transport
+            if joined.pieces:
+                self.transport.write(b"".join(joined.pieces))
+            if joined.is_closed:
+                self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close where no answer is on its way, else after it."""
+        if self.conn.our_state is h11.ERROR:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _watch_header(self) -> None:
+        """A header that has begun, or the first one, must be complete in time.
+
+        So must what is left of a body that was answered without it.
+        """
+        state, cycle = self.conn.their_state, self.cycle
+        waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
+        if state is h11.SEND_BODY and cycle is not None and cycle.response_complete:
+            waiting = True
+        if not waiting or self.transport.is_closing():
+            self._stop("_header_timer")
+        elif self._header_timer is None:
+            seconds = self._limits.header_timeout
+            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop("_write_timer")
+        seconds = self._limits.write_timeout
+        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("_write_timer")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._crowd.discard(self)
+        self._stop("_header_timer")
+        self._stop("_write_timer")
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def _stop(self, name: str) -> None:
+        timer: asyncio.TimerHandle | None = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and close."""
+        reason = sys.exc_info()[1]
+        status = getattr(reason, "error_status_hint", 400)
+        if status == 431:
+            msg = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+        elif status == 413:
+            msg = str(reason)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_raw(ApiError(status, msg, code="bad_http"), status))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def _raw(error: ApiError, status: int) -> bytes:
+    """A whole response, for who cannot be answered through the application."""
+    body = msgspec.json.encode(error.body())
+    phrase = STATUS_PHRASES[status]
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%b" % (status, phrase, len(body), body)
+    )

@@ -1,0 +1,119 @@
+"""The process: signals, the end of it, and the check that its engines live."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from jaxserve.server.http.app import App
+from jaxserve.server.http.connection import Connection, Crowd
+from jaxserve.server.http.open_files import Room, make_room
+from jaxserve.server.schema.errors import ApiError
+
+_log = logging.getLogger(__name__)
+# What is left of a request's end when all of them have been ended: its last bytes.
+FAREWELL_SECONDS = 1.5
+# Connections that wait in the kernel to be accepted.
+_QUEUE = 2048
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+class Process(uvicorn.Server):
+    """A server that stops in order.
+
+    The first SIGTERM or interrupt drains: new work is refused with 503, running requests go on
+    until `drain_timeout`, then end with an error. A second one ends them at once. An engine that
+    dies ends the process.
+
+    Args:
+        app: what it serves.
+        room: for connections; by default what the limit of open files leaves.
+
+    Attributes:
+        status: exit status for the process, once `serve` has returned.
+    """
+
+    def __init__(self, app: App, room: Room | None = None) -> None:
+        room = make_room(app.config.max_connections) if room is None else room
+        limits = replace(app.config, max_connections=room.connections)
+        super().__init__(
+            uvicorn.Config(
+                app.asgi,
+                host=limits.host,
+                port=limits.port,
+                http=partial(Connection, limits=limits, crowd=Crowd(room.beyond)),  # type: ignore[arg-type]
+                backlog=room.beyond,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=FAREWELL_SECONDS,  # type: ignore[arg-type]
+            )
+        )
+        self.status = 0
+        self._served = app
+        self._num_signals = 0
+        self._deadline = 0.0
+        self._is_first_tick = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which takes the connections of one turn for the length of the queue."""
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(_QUEUE)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Asyncio accepts no connection for a second where it finds no file for one."""
+        if getattr(context.get("exception"), "errno", None) not in _NO_FILES:
+            loop.default_exception_handler(context)
+            return
+        _log.warning("no file is left for a connection; idle ones are closed")
+        for connection in list(self.server_state.connections):
+            connection.close_idle()  # type: ignore[union-attr]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._served.lifecycle.is_draining = True
+            self._deadline = time.monotonic() + self._served.config.drain_timeout
+
+    async def on_tick(self, counter: int) -> bool:
+        await super().on_tick(counter)
+        dead = [m.name for m in self._served.models.all if not m.llm.thread.is_alive()]
+        if dead:
+            _log.critical("the engine of %s has ended", ", ".join(dead))
+            self.status = 1
+            return True
+        if not self._num_signals:
+            return False
+        self._close_idle()
+        active = [one for model in self._served.models.all for one in model.active]
+        late = self._num_signals > 1 or time.monotonic() > self._deadline
+        if active and not late:
+            return False
+        for generation in active:
+            generation.fail(ApiError(503, "the server is stopping", code="shutting_down"))
+        return True
+
+    def _close_idle(self) -> None:
+        """Once the server drains: end idle connections now, and the others after their answers.
+
+        Those that come later are told by a header of their answers.
+        """
+        if self._is_first_tick:
+            self._is_first_tick = False
+            for connection in list(self.server_state.connections):
+                connection.shutdown()

@@ -1,0 +1,270 @@
+"""GET /dashboard/events: what an engine is doing, four times a second, as server-sent events.
+
+Numbers only: no prompt and no answer leaves through here, since keys may belong to different users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.metrics import EngineStats
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.server.api.streaming import event, while_connected
+from jaxserve.server.http.app import App
+from jaxserve.server.schema.errors import as_api_error, too_busy
+from jaxserve.server.served.models import ServedModel
+
+PERIOD = 0.25
+MAX_WATCHERS = 64
+MAX_RUNNING, MAX_WAITING = 256, 64
+MAX_CELLS = 4096
+# Codes of the page map; from FIRST_SLOT on, the slot that holds the page.
+BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
+
+
+class Row(msgspec.Struct, array_like=True):
+    """A completion being served. Sent as an array, in the order of these fields.
+
+    Attributes:
+        slot: where it runs; -1 while it waits.
+        request: the engine's name for the request; `index` counts its completions.
+        prompt: tokens of the prompt; `cached` of them were found in the prefix cache.
+        computed: tokens, of prompt and answer, whose KV is in the cache.
+        generated: tokens drawn, and `limit` how many it may draw.
+    """
+
+    slot: int
+    request: str
+    index: int
+    prompt: int
+    cached: int
+    computed: int
+    generated: int
+    limit: int
+
+
+class Pages(msgspec.Struct):
+    """The page map.
+
+    Attributes:
+        total: pages; `held` by someone, `shared` by several, `cached` and free.
+        per_cell: pages that one cell stands for; it shows the first of them.
+        runs: [code, cells] pairs in the order of the pages, without the null page.
+    """
+
+    total: int
+    held: int
+    shared: int
+    cached: int
+    per_cell: int
+    runs: list[int]
+
+
+class Snapshot(msgspec.Struct):
+    """An engine at one moment.
+
+    Attributes:
+        at: seconds, of a clock that starts anywhere.
+        stats: its counters.
+        running: by slot, at most MAX_RUNNING.
+        waiting: the next to start first, at most MAX_WAITING.
+        pages: who holds what.
+        first_token, inter_token: how many latencies were measured so far, and their sum in
+            seconds.
+    """
+
+    at: float
+    stats: EngineStats
+    running: list[Row]
+    waiting: list[Row]
+    pages: Pages
+    first_token: tuple[int, float] = (0, 0.0)
+    inter_token: tuple[int, float] = (0, 0.0)
+
+
+@dataclass
+class _Copy:
+    """What must be read between steps; the rest is made of it elsewhere."""
+
+    stats: EngineStats
+    running: list[Row]
+    waiting: list[Row]
+    ref_count: np.ndarray
+    is_cached: np.ndarray
+    held: np.ndarray
+    num_held: list[int]
+
+
+def _copy(engine: Engine) -> _Copy:
+    """On the engine's thread: rows and plain copies of arrays, and nothing slower."""
+    slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
+    running = sorted(scheduler.running_sequences(), key=lambda one: one.slot)
+    waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
+    pages = [slots.pages(one.slot) for one in running]
+    return _Copy(
+        engine.stats(),
+        [_running(engine, one) for one in running],
+        [_row(one, len(one.token_ids), 0) for one in waiting],
+        pool.ref_count[1:].copy(),
+        pool.is_cached[1:].copy(),
+        np.concatenate(pages) - 1 if pages else np.zeros(0, np.int32),
+        [len(held) for held in pages],
+    )
+
+
+def _running(engine: Engine, sequence: Sequence) -> Row:
+    slots, slot = engine.slots, sequence.slot
+    return _row(sequence, int(slots.num_known[slot]), int(slots.num_computed[slot]))
+
+
+def _row(sequence: Sequence, known: int, computed: int) -> Row:
+    prompt = sequence.num_prompt
+    return Row(
+        sequence.slot,
+        sequence.request.request_id,
+        sequence.index,
+        prompt,
+        max(sequence.num_cached, 0),
+        computed,
+        known - prompt,
+        sequence.request.max_length - prompt,
+    )
+
+
+def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
+    """Who holds what.
+
+    Args:
+        ref_count: i32[P], holders of each page, the null page left out.
+        is_cached: bool[P].
+        owner: i32[P], a slot that holds the page; -1 where none does.
+    """
+    total = len(ref_count)
+    held, shared = ref_count > 0, ref_count > 1
+    codes = np.where(owner >= 0, owner + FIRST_SLOT, np.where(is_cached, CACHED, BLANK))
+    codes[shared] = SHARED
+    per_cell = -(-total // MAX_CELLS)
+    cells = codes[::per_cell]
+    starts = np.flatnonzero(np.diff(cells, prepend=-1))
+    lengths = np.diff(starts, append=len(cells))
+    return Pages(
+        total,
+        int(np.count_nonzero(held)),
+        int(np.count_nonzero(shared)),
+        int(np.count_nonzero(is_cached & ~held)),
+        per_cell,
+        np.stack([cells[starts], lengths], axis=1).ravel().tolist(),
+    )
+
+
+def take_snapshot(model: ServedModel) -> Snapshot:
+    """A model's engine as of now. Waits for the step in progress; not for the event loop.
+
+    Raises:
+        EngineClosed, EngineDead: there is no engine to ask.
+    """
+    thread, seen = model.llm.thread, model.observed
+    copy: _Copy = thread.call(lambda: _copy(thread.engine))
+    owner = np.full(len(copy.ref_count), -1)
+    owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
+    pages = page_map(copy.ref_count, copy.is_cached, owner)
+    first, between = seen.time_to_first_token, seen.inter_token_latency
+    return Snapshot(
+        time.monotonic(),
+        copy.stats,
+        copy.running[:MAX_RUNNING],
+        copy.waiting,
+        pages,
+        (sum(first.counts), first.sum),
+        (sum(between.counts), between.sum),
+    )
+
+
+class Dashboard:
+    """Streams snapshots; however many watch, an engine is asked once a period."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[ServedModel, tuple[float, asyncio.Future[bytes]]] = {}
+        self._num_watchers = 0
+
+    async def events(self, request: Request) -> Response:
+        """GET /dashboard/events?model=NAME
+
+        Raises:
+            ApiError: 404, there is no such model; 429, too many watch already.
+        """
+        app: App = request.app.state.served
+        model = app.models.find(request.query_params.get("model"))
+        if self._num_watchers >= MAX_WATCHERS:
+            raise too_busy(f"{MAX_WATCHERS} dashboards are open already", "too_many_watchers", 10)
+        return _Feed(self, model, app)
+
+    async def latest(self, model: ServedModel) -> bytes:
+        """The event of a snapshot not older than a period; taken once for all who ask."""
+        now = time.monotonic()
+        taken, future = self._snapshots.get(model, (-PERIOD, None))
+        if future is None or (future.done() and now - taken >= PERIOD / 2):
+            future = asyncio.ensure_future(asyncio.to_thread(_event_of, model))
+            self._snapshots[model] = (now, future)
+        return await asyncio.shield(future)
+
+    def watch(self, change: int) -> None:
+        """Somebody starts (1) or stops (-1) watching."""
+        self._num_watchers += change
+
+
+def _event_of(model: ServedModel) -> bytes:
+    return event(take_snapshot(model))
+
+
+class _Feed(Response):
+    """Snapshots until the reader goes or the server stops."""
+
+    def __init__(self, dashboard: Dashboard, model: ServedModel, app: App) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self._dashboard = dashboard
+        self._model = model
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._dashboard.watch(1)
+        try:
+            await while_connected(receive, self._run(send))
+        finally:
+            self._dashboard.watch(-1)
+
+    async def _run(self, send: Send) -> None:
+        body = await self._dashboard.latest(self._model)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        try:
+            while not self._app.lifecycle.is_draining:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await asyncio.sleep(PERIOD)
+                body = await self._dashboard.latest(self._model)
+            last = b""
+        except Exception as error:
+            last = event(as_api_error(error).body(), "error")
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def routes() -> list[BaseRoute]:
+    return [Route("/dashboard/events", Dashboard().events, methods=["GET"])]

@@ -1,0 +1,87 @@
+"""Bodies to schemas: strict JSON, counted before it is built."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxserve.server.schema.errors import ApiError
+
+T = TypeVar("T")
+
+# A string, whole or cut off at the end of the body. Possessive, so that no body takes long.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_OPENING = frozenset(b"[{")
+# `Expected int, got str - at $.messages[0].content` -> messages
+_PATH = re.compile(r" - at `\$\.?([A-Za-z_][A-Za-z0-9_]*)?")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:
+    """Decode a JSON body of UTF-8.
+
+    Refuses before anything is built: nesting deeper than `max_depth`, more than `max_nodes`
+    values. Refuses too: NaN, numbers out of range, lone surrogates, a name given twice.
+
+    Raises:
+        ApiError: 400.
+    """
+    frame = _STRING.sub(b'""', body)
+    if frame.count(b",") + frame.count(b"[") + frame.count(b"{") > max_nodes:
+        raise ApiError(400, f"the body has more than {max_nodes} JSON values", code="too_large")
+    if _depth(frame) > max_depth:
+        raise ApiError(400, f"the body is nested deeper than {max_depth}", code="too_deep")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if _count_names(value) != frame.count(b":"):
+        raise ApiError(400, "the body gives a name twice in one object", code="duplicate_name")
+    return value
+
+
+def _depth(frame: bytes) -> int:
+    depth = deepest = 0
+    for bracket in frame.translate(None, _NOT_BRACKETS):
+        depth += 1 if bracket in _OPENING else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _count_names(value: Any) -> int:
+    """Names in all objects of a decoded document."""
+    count, pending = 0, [value] if isinstance(value, dict | list) else []
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            count += len(one)
+            one = one.values()
+        pending += [inner for inner in one if isinstance(inner, dict | list)]
+    return count
+
+
+def to_schema(value: Any, schema: type[T]) -> T:
+    """A decoded document as a Struct.
+
+    Raises:
+        ApiError: 400, naming the field whose type is wrong.
+    """
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = [rule.search(text) for rule in (_PATH, _MISSING)]
+        param = ".".join(one.group(1) for one in found if one is not None) or None
+        text = text.replace("`$.", "`").replace(" - at `$`", "")
+        raise ApiError(400, text, param, "invalid_type") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep", code="too_deep") from None
+
+
+def unknown_fields(value: Any, schema: type[msgspec.Struct]) -> list[str]:
+    """Names at the top of a document that its schema does not know."""
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    return sorted(value.keys() - known)

@@ -1,0 +1,138 @@
+"""From a request's fields to SamplingParams; what the engine cannot do yet is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams
+from jaxserve.server.schema.openai import Sampling
+from jaxserve.structured import NAME, StructuredOutputsParams
+
+# Fields that are known and not served yet, each with the values that ask for nothing and pass.
+# A field leaves this table when the engine can do it.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logprob_token_ids": (None, []),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "prompt_embeds": (None,),
+    "lora_path": (None,),
+    "spaces_between_special_tokens": (None, True),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "suffix": (None, ""),
+    "mm_processor_kwargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "truncation_side": (None, "left"),
+}
+# Read by their name from a request; the rest of SamplingParams is settled elsewhere.
+_SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+    *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("allowed_token_ids", "bad_words"),
+)
+
+
+def refuse_unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse what would have to be ignored silently.
+
+    Raises:
+        InvalidRequest: naming a field of the table that asks for something.
+    """
+    for name in sorted(fields.keys() & table.keys()):
+        value, neutral = fields[name], table[name]
+        if not any(type(value) is type(one) and value == one for one in neutral):
+            raise InvalidRequest(f"{name} is not supported by this server", name)
+
+
+def sampling_params(
+    request: Sampling,
+    defaults: SamplingParams,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """A request's settings over the checkpoint's; what is an argument, endpoints spell differently.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    given = {name: getattr(request, name) for name in _SAMPLING}
+    given["logit_bias"] = _logit_bias(request.logit_bias)
+    given["structured_outputs"] = _form(request)
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        **given,
+    )
+
+
+def check_sizes(request: Sampling, vocab_size: int) -> None:
+    """Raises InvalidRequest for lists that are too long to be looked at one by one."""
+    name = "allowed_token_ids"
+    if len(request.allowed_token_ids or ()) > vocab_size:
+        raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
+
+
+def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's keys are texts."""
+    if asked is None:
+        return None
+    for key in asked:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias: {key[:60]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in asked.items()}
+
+
+def _form(request: Sampling) -> StructuredOutputsParams | None:
+    """What form the text must have, said in vLLM's words or in OpenAI's.
+
+    Raises:
+        InvalidRequest: naming the field that said it.
+    """
+    asked, form = request.structured_outputs, request.response_format
+    if form is None or form.type == "text":
+        if asked is None:
+            return None
+        every = msgspec.structs.asdict(asked)
+        given = {name: value for name, value in every.items() if value is not None}
+        if "structural_tag" in given:
+            raise InvalidRequest("structured_outputs.structural_tag is not supported", NAME)
+        return StructuredOutputsParams(**given)
+    if asked is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs exclude each other", "response_format"
+        )
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise InvalidRequest("response_format needs json_schema.schema", "response_format")
+    return StructuredOutputsParams(json=form.json_schema.schema)
+
+
+def check_stream(request: Sampling) -> None:
+    """Raises InvalidRequest for what needs stream, and for what excludes it."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream=true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs are not available with stream=true", "prompt_logprobs"
+        )

@@ -1,0 +1,117 @@
+"""Which models a server serves, under which names, with which part of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.config import NO_MODEL, EngineConfig, kind_of_model
+from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.server.settings import ServerConfig
+
+BUNDLED = "demo_model"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model to be served.
+
+    Attributes:
+        names: that requests call it by; the first is what answers carry.
+        root: its folder, file or name on the hub, as it was given.
+        config: its engine's settings.
+    """
+
+    names: list[str]
+    root: str
+    config: EngineConfig
+
+
+def plan_models(
+    models: Iterable[str], settings: dict[str, Any], config: ServerConfig
+) -> list[ModelSpec]:
+    """Read `[NAME=]MODEL` of each model; none means the bundled one.
+
+    Raises:
+        InvalidRequest: a name without a model, a name given twice, weights for a model that is
+            not there, or settings out of range.
+    """
+    named = []
+    for text in models:
+        name, equals, folder = text.rpartition("=")
+        if not folder or (equals and not name) or "," in name:
+            raise InvalidRequest(
+                f"models are given as MODEL or NAME=MODEL, names without commas; got {text!r}",
+                "models",
+            )
+        named.append((name or folder, folder))
+    folders: list[tuple[str, str | None]] = [*named] or [(BUNDLED, None)]
+    names = [name for name, _ in folders]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"two models are named {name!r}", "models")
+    shares = memory_shares(names, config.model_weights)
+    whole = EngineConfig(**settings)
+    plans, end = [], 0.0
+    for name, folder in folders:
+        end += shares[name]
+        # On a GPU an engine takes what is free up to a limit; those before it have taken theirs.
+        limit = max(0.05, whole.gpu_memory_utilization * min(end, 1.0))
+        one = replace(whole, model=folder, memory_share=shares[name], gpu_memory_utilization=limit)
+        plans.append(ModelSpec([name], folder or BUNDLED, one))
+    if config.served_model_name:
+        if len(plans) > 1:
+            raise InvalidRequest(
+                "served_model_name is for one model; name several as NAME=MODEL",
+                "served_model_name",
+            )
+        names = list(config.served_model_name)
+        if not named and len(names) > 1 and kind_of_model(names[-1]) is not None:
+            raise InvalidRequest(
+                f"served_model_name takes all words after it, so {names[-1]!r} is a name: give the "
+                "model before it",
+                "served_model_name",
+            )
+        plans[0] = replace(plans[0], names=names)
+    return plans
+
+
+def check_models(plans: Iterable[ModelSpec]) -> None:
+    """Find a model that is not there before any other is loaded, which takes long.
+
+    Names on the hub are asked for when they are loaded.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for plan in plans:
+        name = plan.config.model
+        if name is not None and kind_of_model(str(name)) is None:
+            raise CheckpointError(f"model: {str(name)!r} {NO_MODEL}")
+
+
+def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
+    """Each model's share of the memory, adding up to 1, from `a=2,b=1`; 1 where none is given.
+
+    Raises:
+        InvalidRequest: it cannot be read, or names another model.
+    """
+    chosen = dict.fromkeys(names, 1.0)
+    for part in (weights or "").split(","):
+        if not part.strip():
+            continue
+        name, _, text = part.strip().rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if name not in chosen or not 0.0 < weight < 1e6:
+            raise InvalidRequest(
+                f"model_weights must be like a=2,b=1 with names of the models "
+                f"({', '.join(names)}) and positive numbers; got {part.strip()!r}",
+                "model_weights",
+            )
+        chosen[name] = weight
+    total = sum(chosen.values())
+    return {name: weight / total for name, weight in chosen.items()}

@@ -1,0 +1,171 @@
+"""Talk: how a model writes calls and thoughts; Reading: how one answer of it is to be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.text.thinking import ThinkingMarks
+from jaxserve.scheduling.slot_table import NO_TOKEN
+from jaxserve.server.tool_calls.formats import (
+    CALL_FORMATS,
+    DEFAULT_FORMAT,
+    THINKING,
+    CallFormat,
+    Thinking,
+    detect_calls,
+    detect_thinking,
+)
+from jaxserve.server.tool_calls.pieces import Content, Message, Piece, Thought
+from jaxserve.server.tool_calls.reader import CallReader
+from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
+from jaxserve.server.tool_calls.tools import ToolUse
+
+# Of a prompt's end, where templates open or close thoughts.
+_TAIL_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How answers of one request are to be read.
+
+    Attributes:
+        tools: what may be called, or None.
+        thinking: the marks of thoughts, or None.
+        start: how the prompt leaves the thoughts.
+        end_token_id: what ends them, where it is one token.
+        with_thoughts: whether thoughts are told.
+    """
+
+    tools: ToolUse | None = None
+    thinking: Thinking | None = None
+    start: Start = Start.CLOSED
+    end_token_id: int | None = None
+    with_thoughts: bool = True
+
+    def reader(self) -> AnswerReader | None:
+        """A reader of one answer; None where all of it is content."""
+        if self.tools is None and self.thinking is None:
+            return None
+        thinking = None if self.thinking is None else ThinkingReader(self.thinking, self.start)
+        calls = None if self.tools is None else self.tools.reader()
+        return AnswerReader(thinking, calls, self.with_thoughts)
+
+    def num_thought(self, token_ids: list[int], thoughts: str) -> int:
+        """How many of an answer's tokens are thoughts, their end included."""
+        if self.thinking is None or self.end_token_id is None or self.start is Start.CLOSED:
+            return 0
+        if self.end_token_id in token_ids:
+            return token_ids.index(self.end_token_id) + 1
+        return len(token_ids) if thoughts or self.start is Start.OPEN else 0
+
+
+class AnswerReader:
+    """Reads an answer as it comes; streams and whole answers go through the same one.
+
+    Attributes:
+        message: all that was read.
+    """
+
+    def __init__(
+        self, thinking: ThinkingReader | None, calls: CallReader | None, with_thoughts: bool = True
+    ) -> None:
+        self._thinking = thinking
+        self._calls = calls
+        self._with_thoughts = with_thoughts
+        self.message = Message()
+
+    def feed(self, text: str, final: bool = False) -> list[Piece]:
+        """More text; returns what is certain by now."""
+        pieces: list[Piece] = []
+        if self._thinking is not None:
+            thoughts, text = self._thinking.feed(text, final)
+            if thoughts and self._with_thoughts:
+                pieces.append(Thought(thoughts))
+        if self._calls is not None:
+            pieces += self._calls.feed(text, final)
+        elif text:
+            pieces.append(Content(text))
+        for piece in pieces:
+            self.message.add(piece)
+        return pieces
+
+
+class Dialect:
+    """What is known of how a model talks.
+
+    Args:
+        tokenizer: the model's, or None.
+        tool_call_parser: the name of its call format, "none", or None to read it off the template.
+        reasoning_parser: the name of its marks of thoughts, or None to read them off the template.
+
+    Attributes:
+        parser: the name of its call format, or None.
+        thinking: the marks of its thoughts, or None.
+        reads_tools: whether its chat template reads the tools of a request.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tool_call_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        template = "" if tokenizer is None else tokenizer.template_source
+        self.reads_tools = tokenizer is not None and tokenizer.template_reads("tools")
+        self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
+        if self.parser == "none":
+            self.parser = None
+        self.thinking = THINKING.get(reasoning_parser or detect_thinking(template) or "")
+        if tokenizer is None:
+            self.thinking = None
+
+    @property
+    def form(self) -> CallFormat:
+        """How the model's calls are written, or forced ones where that is not known."""
+        return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
+
+    def spell(self, mark: str) -> str:
+        """A mark as grammars write it: one added token, as the model was taught, or a text."""
+        token = self._tokenizer.token_id(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
+
+    def marks(self, prompt: list[int]) -> ThinkingMarks | None:
+        """Where the thoughts of an answer to a prompt begin and end, for the engine."""
+        if self.thinking is None:
+            return None
+        tokenizer, start = self._tokenizer, self.start(prompt)
+        token = tokenizer.token_id(self.thinking.start)
+        return ThinkingMarks(
+            start=self.thinking.start,
+            end=self.thinking.end,
+            end_token_ids=tuple(self._end_ids()),
+            decode=lambda ids: tokenizer.decode(ids, False),
+            start_token_id=NO_TOKEN if token is None else token,
+            is_open=start is Start.OPEN,
+            is_closed=start is Start.CLOSED,
+        )
+
+    def _end_ids(self) -> list[int]:
+        assert self.thinking is not None
+        token = self._tokenizer.token_id(self.thinking.end)
+        return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
+
+    def start(self, prompt: list[int]) -> Start:
+        """How a prompt leaves the thoughts."""
+        assert self.thinking is not None
+        return start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
+
+    def shows_special(self, use: ToolUse | None) -> bool:
+        """Whether the reader needs special tokens in the text."""
+        marks = [] if use is None else [use.form.mark, use.form.close]
+        if self.thinking is not None:
+            marks += [self.thinking.start, self.thinking.end]
+        return any(mark and self._tokenizer.is_special(mark) for mark in marks)
+
+    def reading(self, prompt: list[int], use: ToolUse | None, with_thoughts: bool) -> AnswerFormat:
+        """How the answers to a prompt are to be read."""
+        if self.thinking is None:
+            return AnswerFormat(use)
+        ids = self._end_ids()
+        end = ids[0] if len(ids) == 1 else None
+        return AnswerFormat(use, self.thinking, self.start(prompt), end, with_thoughts)

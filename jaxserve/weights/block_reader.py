@@ -1,0 +1,282 @@
+"""Read tensors block by block, on several threads, into the parameters that they fill.
+
+A block is read, cast and transposed by one thread, which holds it besides the parameters. What is
+read comes in a few streams, stretches of the files of about equal size: each is read from one end
+to the other, by one thread at a time, so that the kernel reads ahead for all of them. Several,
+because most of the time of reading from a fast disk is the kernel's own, for pages that it takes
+and copies: one stream would keep one core at it, whatever the other cores do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from threading import Event
+from types import MappingProxyType
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.panels import aligned_empty
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.block_copy import all_finite
+from jaxserve.weights.block_targets import BYTES, InPanels, Memory, Strided, TransposedPanels
+from jaxserve.weights.panel_rows import PanelPlan
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
+from pallas_kernels.cpu.panels import PANEL
+
+THREADS = 4
+STREAMS = 4
+BLOCK_BYTES = 8 << 20  # read at a time
+PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the processor's cache
+AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
+SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
+SKIM_MEMORY = 256 << 10  # that they are read into, over and over
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows to be read, where they go, and whether they end their part and their parameter."""
+
+    path: str
+    entry: TensorEntry
+    file: SharedFile
+    into: Strided | InPanels | TransposedPanels
+    parameter: np.ndarray
+    ends_part: bool
+    ends_parameter: bool
+
+    @property
+    def num_bytes(self) -> int:
+        first, last = self.into.rows
+        return self.entry.num_bytes * (last - first) // max(1, self.entry.shape[0])
+
+
+def read_parameters(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    shapes: Shapes,
+    report: Callable[[int], None],
+    *,
+    plans: Mapping[str, PanelPlan] = MappingProxyType({}),
+    check_finite: bool = True,
+    leave_host: bool = False,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Each parameter's path and values, or its panels, in the order in which streams end them.
+
+    A stream holds the parameter that it fills. Where those do not stay on the host, there are so
+    few streams, at least one, that these and a float32 copy of each fit in the largest shard.
+
+    Args:
+        table: which tensor fills what.
+        entries: where each tensor lies.
+        dims: sizes of the letters in the table's layouts.
+        shapes: of the parameters by path, and their dtypes.
+        report: told, after each tensor or part of one, the bytes read since it was last told.
+        plans: of the parameters that are read into panels, by path.
+        check_finite: refuse NaN and infinity, also where the cast makes them.
+        leave_host: whether parameters end elsewhere, or in another form.
+
+    Raises:
+        CheckpointError: a file cannot be read or has changed, or values are not finite.
+    """
+    groups = _in_order(table, entries)
+    done = 0
+    window: deque[tuple[_Job, Future[None]]] = deque()
+    count = _few_streams(entries, shapes) if leave_host else STREAMS
+    memory, files = Memory(), [SharedFile() for _ in range(count)]
+    streams = zip(_stretches(groups, entries, count), files, strict=True)
+    jobs = _in_step([_jobs(some, entries, dims, shapes, plans, file) for some, file in streams])
+    pool = ThreadPoolExecutor(THREADS, "read")
+    try:
+        while True:
+            while len(window) < 2 * THREADS and (job := next(jobs, None)) is not None:
+                window.append((job, pool.submit(_fill, job, memory, check_finite)))
+            if not window:
+                return
+            job, future = window.popleft()
+            future.result()
+            done += job.num_bytes
+            if job.ends_part:
+                report(done)
+                done = 0
+            if job.ends_parameter:
+                yield job.path, job.parameter
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for file in files:
+            file.close()
+
+
+@contextmanager
+def reading_ahead(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    meanwhile: Callable[[], object],
+) -> Iterator[None]:
+    """While it is open, have the system read what `read_parameters` will ask for first.
+
+    So the disk works while the caller finds out what the parameters are. What is wrong with a file
+    is left for `read_parameters` to say.
+
+    Args:
+        table: which tensor fills what.
+        entries: where each tensor lies.
+        meanwhile: called by another thread, which has ended, as all others, when this is closed.
+    """
+    stop = Event()
+    pool = ThreadPoolExecutor(STREAMS + 1, "ahead")
+    try:
+        called = pool.submit(meanwhile)
+        for groups in _stretches(_in_order(table, entries), entries, STREAMS):
+            names = dict.fromkeys(part.name for parts in groups for part in parts)
+            pool.submit(_skim, [entries[name] for name in names], stop)
+        yield
+        stop.set()
+        called.result()
+    finally:
+        stop.set()
+        pool.shutdown()
+
+
+def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
+    """Read the first AHEAD_BYTES and forget them."""
+    memory, left = aligned_empty((SKIM_MEMORY,), BYTES), AHEAD_BYTES
+    with closing(SharedFile()) as file:
+        for entry in entries:
+            for start in range(0, entry.num_bytes, SKIM_BYTES):
+                size = min(left, entry.num_bytes - start, SKIM_BYTES)
+                if stop.is_set() or not size:
+                    return
+                file.skim(entry.shard, entry.offset + start, size, memory)
+                left -= size
+
+
+def _in_order(
+    table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
+) -> list[list[WeightName]]:
+    """The parts of each parameter, and these, as they lie in the files."""
+    table = sorted(table, key=lambda part: part.path)
+    groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
+    for parts in groups:
+        parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
+    groups.sort(key=lambda parts: _place(entries[parts[0].name]))
+    return groups
+
+
+def _place(entry: TensorEntry) -> tuple[str, int]:
+    return str(entry.shard.path), entry.offset
+
+
+def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
+    """See `read_parameters`."""
+    shards: Counter[str] = Counter()
+    for entry in entries.values():
+        shards[str(entry.shard.path)] += entry.num_bytes
+    largest = max(
+        (prod(shape) * (dtype.itemsize + 4) for shape, dtype in shapes.values()), default=1
+    )
+    return max(1, min(STREAMS, max(shards.values(), default=0) // largest))
+
+
+def _stretches(
+    groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry], count: int
+) -> list[list[list[WeightName]]]:
+    """So many, of neighbours in their order, of about as many bytes each."""
+    sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
+    total, before = max(1, sum(sizes)), 0
+    found: list[list[list[WeightName]]] = [[] for _ in range(count)]
+    for parts, size in zip(groups, sizes, strict=True):
+        # Where its middle is; of no bytes at all, the last ends behind the last stretch.
+        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(parts)
+        before += size
+    return found
+
+
+def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:
+    """Every stream's jobs in their order; next is one of the stream that is least far."""
+    far = dict.fromkeys(streams, 0)
+    while far:
+        stream = min(far, key=far.__getitem__)
+        job = next(stream, None)
+        if job is None:
+            del far[stream]
+        else:
+            far[stream] += job.num_bytes
+            yield job
+
+
+def _jobs(
+    groups: Iterable[list[WeightName]],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    shapes: Shapes,
+    plans: Mapping[str, PanelPlan],
+    file: SharedFile,
+) -> Iterator[_Job]:
+    """Every block of a stream in order; a parameter is allocated with its first one."""
+    for parts in groups:
+        path = parts[0].path
+        plan = plans.get(path)
+        parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
+        if plan is not None and prod(plan.outputs) % PANEL:
+            parameter[..., -1, :, :] = 0  # beyond the last output, where tensors share panels
+        for part in parts:
+            entry = entries[part.name]
+            if plan is None:
+                goals = list(_strided(part, entry, parameter[part.at], dims))
+            else:
+                goals = list(_in_panels(plan, part, entry, parameter, dims))
+            for into in goals:
+                ends = into is goals[-1]
+                last = ends and part is parts[-1]
+                yield _Job(path, entry, file, into, parameter, ends, last)
+
+
+def _strided(
+    part: WeightName, entry: TensorEntry, whole: np.ndarray, dims: Mapping[str, int]
+) -> Iterator[Strided]:
+    for block in part.blocks(dims, BLOCK_BYTES // entry.dtype.itemsize):
+        yield Strided(block, whole[block.at])
+
+
+def _in_panels(
+    plan: PanelPlan,
+    part: WeightName,
+    entry: TensorEntry,
+    parameter: np.ndarray,
+    dims: Mapping[str, int],
+) -> Iterator[InPanels | TransposedPanels]:
+    if plan.rows is None:
+        for block, panels in zip(part.blocks(dims, 1), parameter, strict=True):
+            yield TransposedPanels(block, panels, plan.dtype)
+        return
+    parameter = parameter.reshape(-1, *plan.shape[-2:])
+    for some in plan.rows[part.name, part.part]:
+        for block in some.blocks(entry, PANEL_BYTES):
+            end = (block.column or 0) + block.rows[1] - block.rows[0]
+            panels = parameter[block.panel : block.panel - (-end // PANEL)]
+            yield InPanels(block.rows, panels, plan.dtype, block.column)
+
+
+def _fill(job: _Job, memory: Memory, check_finite: bool) -> None:
+    room = memory.of("read", job.num_bytes)
+    rows = job.entry.read_rows(*job.into.rows, room, job.file)
+    if not job.into.fill(rows, memory, check_finite):
+        raise _not_finite(rows, job.entry, job.into.dtype)
+
+
+def _not_finite(rows: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> CheckpointError:
+    where = f"{entry.shard.path}: tensor {entry.name!r}"
+    if all_finite(rows):
+        largest = np.abs(rows).max()
+        return CheckpointError(f"{where}: its largest value {largest} is too large for {dtype}")
+    return CheckpointError(f"{where}: holds NaN or infinity")

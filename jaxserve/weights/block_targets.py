@@ -1,0 +1,141 @@
+"""What is done with a block once it is read: cast, and copied or laid out as panels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import local
+
+import numpy as np
+
+from jaxserve.models.panels import aligned_empty
+from jaxserve.models.weight_table import Block
+from jaxserve.weights.block_copy import SCRATCH_BYTES, all_finite, copy_checked
+from pallas_kernels import inputs_in_panels, rows_in_panels
+from pallas_kernels.cpu.panels import PANEL, panel_shape, rows_as_columns
+
+BYTES = np.dtype(np.uint8)
+
+
+class Memory(local):
+    """What one thread reads into and casts in, over and over.
+
+    Fresh memory for each block would cost more than reading it: the kernel clears every page.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, np.ndarray] = {}
+        self.scratch = aligned_empty((SCRATCH_BYTES,), BYTES)
+
+    def of(self, use: str, size: int) -> np.ndarray:
+        """At least so many bytes, other ones for each use."""
+        if len(self._kept.get(use, ())) < size:
+            self._kept[use] = aligned_empty((size,), BYTES)
+        return self._kept[use]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Where a block goes in a parameter of its own shape."""
+
+    block: Block
+    target: np.ndarray
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.block.rows
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.target.dtype
+
+    def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite."""
+        return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
+
+
+@dataclass(frozen=True)
+class InPanels:
+    """The panels that rows make, of their own, or, from a column on, with others."""
+
+    rows: tuple[int, int]
+    panels: np.ndarray
+    dtype: np.dtype
+    column: int | None = None
+
+    def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite."""
+        rows = _castable(rows, self.dtype, memory)
+        if self.column is not None:
+            rows = rows.astype(self.dtype, copy=False)
+            rows_as_columns(rows, self.panels, self.column)
+            return not check_finite or all_finite(rows)
+        return rows_in_panels(rows, self.panels, self.dtype) or not check_finite
+
+
+@dataclass(frozen=True)
+class TransposedPanels:
+    """The panels that a block becomes which holds all of one expert's matrix, in whatever order."""
+
+    block: Block
+    panels: np.ndarray
+    dtype: np.dtype
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.block.rows
+
+    def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
+        """Whether what is checked is finite."""
+        rows = _castable(rows, self.dtype, memory)
+        (matrix,) = self.block.arrange(rows)
+        inputs = _inputs_first(matrix)
+        if inputs is not None:
+            return inputs_in_panels(inputs, self.panels, self.dtype) or not check_finite
+        columns = np.moveaxis(matrix, 0, -1)
+        if not columns.flags.c_contiguous:
+            size = columns.nbytes
+            turned = memory.of("turned", size)[:size].view(columns.dtype).reshape(columns.shape)
+            copy_checked(turned, columns, memory.scratch, check_finite=False)
+            columns = turned
+        outputs = columns.reshape(-1, len(matrix))
+        return rows_in_panels(outputs, self.panels, self.dtype) or not check_finite
+
+
+def _castable(rows: np.ndarray, dtype: np.dtype, memory: Memory) -> np.ndarray:
+    """Rows of what the kernels make panels of, which widen bfloat16 themselves, in one piece."""
+    if rows.dtype != dtype and not (rows.dtype.name == "bfloat16" and dtype == np.float32):
+        size = rows.size * dtype.itemsize
+        cast = memory.of("cast", size)[:size].view(dtype).reshape(rows.shape)
+        copy_checked(cast, rows, memory.scratch, check_finite=False)
+        return cast
+    return np.ascontiguousarray(rows)
+
+
+def _inputs_first(matrix: np.ndarray) -> np.ndarray | None:
+    """A matrix [I, outputs...] as [I, M, turns] where it lies so in memory, or [I, M]."""
+    if matrix.flags.c_contiguous:
+        return matrix.reshape(len(matrix), -1, 1)
+    turns = matrix.swapaxes(1, -1)
+    return turns if turns.ndim == 3 and turns.flags.c_contiguous else None
+
+
+def prepare_panels(
+    stored: Iterable[np.dtype], together: Iterable[np.dtype], dtype: np.dtype
+) -> None:
+    """Have the kernels compiled that make panels of `dtype` of rows of these dtypes.
+
+    Args:
+        stored: dtypes of tensors.
+        together: of those that hold all experts' matrices.
+        dtype: of the weights.
+    """
+    shape, word = panel_shape(PANEL, PANEL, dtype)
+    for one in stored:
+        panels = InPanels((0, PANEL), aligned_empty(shape, word), dtype)
+        panels.fill(np.zeros((PANEL, PANEL), one), Memory(), check_finite=False)
+    for one in together:
+        for turns in (1, 2):
+            panels = aligned_empty((turns, *shape[1:]), word)
+            rows = _castable(np.zeros((PANEL, PANEL, turns), one), dtype, Memory())
+            inputs_in_panels(rows, panels, dtype)

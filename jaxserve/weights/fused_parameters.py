@@ -1,0 +1,90 @@
+"""Quantized tensors of a checkpoint into the fused parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxserve.models.quantized import Quantized, SplitWeight
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.quantize import Codes
+
+Part = tuple[WeightName, Codes]
+
+
+def fused(
+    parts: Sequence[Part], shape: tuple[int, ...], contract: int, dims: Mapping[str, int]
+) -> Quantized:
+    """One parameter of `shape`, whose first `contract` dimensions are inputs.
+
+    Parts that are grouped alike become one matrix; those that are not stay apart.
+    """
+    outputs = shape[contract:]
+    if all(_alike(parts[0][1], codes) for _, codes in parts):
+        return joined(parts, contract, dims, outputs).placed(outputs)
+    weights, places = [], []
+    for part, codes in parts:
+        piece = _arranged(part, codes, contract, dims)
+        places.append(_place(part, outputs))
+        weights.append(piece.placed((piece.values.shape[1],)))
+    return SplitWeight(tuple(weights), tuple(places), outputs)
+
+
+def dequantized(
+    parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
+) -> np.ndarray:
+    """The parameter in full, for those that are not kept quantized."""
+    parameter = np.empty(shape, dtype)
+    for part, codes in parts:
+        parameter[part.at] = part.arrange(codes.dequantized().T, dims)
+    return parameter
+
+
+def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
+    """The codes of this part, its outputs in the model's order."""
+    outputs = part.shape(dims)[0]
+    numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, len(codes.values)))
+    columns = part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
+    return codes.with_columns(columns)
+
+
+def _alike(one: Codes, other: Codes) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
+
+
+def joined(
+    parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
+) -> Codes:
+    """One matrix of parts that are grouped alike, its outputs in the model's order."""
+    pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
+
+    def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.empty((len(arrays[0]), *outputs), arrays[0].dtype)
+        for (part, _), array in zip(parts, arrays, strict=True):
+            target = whole[part.at]
+            whole[part.at] = array.reshape(target.shape)
+        return whole.reshape(len(whole), -1)
+
+    first = pieces[0]
+    zeros = None
+    if any(piece.zeros is not None for piece in pieces):
+        zeros = join([piece.zeros_or_default() for piece in pieces])
+    return Codes(
+        first.form,
+        join([piece.values for piece in pieces]),
+        join([piece.scales for piece in pieces]),
+        zeros,
+        first.order,
+        first.group,
+    )
+
+
+def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The corner and the sizes of the part of the outputs that a tensor fills."""
+    numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.at]
+    first = np.unravel_index(numbers.min(), outputs)
+    last = np.unravel_index(numbers.max(), outputs)
+    return tuple((int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True))

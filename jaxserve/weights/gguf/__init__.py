@@ -1,0 +1,1 @@
+"""llama.cpp's GGUF files, under the names of the checkpoints that they were made from."""

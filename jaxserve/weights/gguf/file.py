@@ -1,0 +1,332 @@
+"""Read GGUF files that nobody vouches for.
+
+The format (github.com/ggml-org/ggml, docs/gguf.md): counts, then metadata as typed keys, then a
+table of tensors, then their data. The header is parsed here, since the reference reader maps the
+file (the process dies when a mapped file is truncated), believes every count, and makes an array of
+every token; values are unpacked by the `gguf` package's own functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.config.strict_json import open_regular
+from jaxserve.weights.safetensors import MAX_TENSORS, Shard, SharedFile, TensorEntry, identity
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# A vocabulary of 256 thousand tokens with its merges takes 15 MB.
+MAX_HEADER_BYTES = 128 << 20
+MAX_KEYS = 1 << 14
+MAX_KEY_BYTES = 1 << 16
+MAX_STRINGS = 1 << 22  # in an array
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
+
+# By the number of its type: struct's letter of a value in the metadata.
+SCALARS: Mapping[int, str] = MappingProxyType(
+    dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+)
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a tensor's values are stored: blocks of `values` in `num_bytes`, along the rows.
+
+    Attributes:
+        name: as gguf calls it.
+        dtype: of the values once they are unpacked.
+    """
+
+    name: str
+    values: int
+    num_bytes: int
+    dtype: np.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        return self.values > 1
+
+
+_FLOAT32 = np.dtype(np.float32)
+ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
+    {
+        0: Encoding("F32", 1, 4, _FLOAT32),
+        1: Encoding("F16", 1, 2, np.dtype(np.float16)),
+        2: Encoding("Q4_0", 32, 18, _FLOAT32),
+        3: Encoding("Q4_1", 32, 20, _FLOAT32),
+        6: Encoding("Q5_0", 32, 22, _FLOAT32),
+        7: Encoding("Q5_1", 32, 24, _FLOAT32),
+        8: Encoding("Q8_0", 32, 34, _FLOAT32),
+        12: Encoding("Q4_K", 256, 144, _FLOAT32),
+        13: Encoding("Q5_K", 256, 176, _FLOAT32),
+        14: Encoding("Q6_K", 256, 210, _FLOAT32),
+        30: Encoding("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+        39: Encoding("MXFP4", 32, 17, _FLOAT32),
+    }
+)
+
+
+@dataclass(frozen=True)
+class GgufTensor(TensorEntry):
+    """A tensor of a GGUF file, in the dtype and the order of its Hugging Face twin.
+
+    Attributes:
+        encoding: how it is stored.
+        heads: where not 0, of how many heads rows `0, 1, 2, ...` are stored as `0, half, 1, ...`,
+            as llama.cpp rotates neighbours and not halves.
+        added: to every value; llama.cpp stores Gemma's norms as 1 + weight.
+    """
+
+    encoding: Encoding
+    heads: int = 0
+    added: float = 0.0
+
+    @property
+    def rows_together(self) -> int:
+        """Whole heads where rows are permuted."""
+        return self.shape[0] // self.heads if self.heads else 1
+
+    def read_rows(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
+        """The rows from `first` to before `last`, unpacked; whole heads where rows are permuted.
+
+        `memory` and `file` are as in `TensorEntry.read_rows`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        raw = self.read_bytes(first, last, memory, file)
+        shape = (last - first, *self.shape[1:])
+        if self.encoding.is_packed:
+            blocks = shape[-1] // self.encoding.values
+            raw = raw.reshape(-1, blocks * self.encoding.num_bytes)
+            values = unpacked(raw, self.encoding).reshape(shape)
+        else:
+            values = raw.view(self.dtype).reshape(shape)
+        if self.heads:
+            half = self.shape[0] // self.heads // 2
+            paired = values.reshape(-1, half, 2, *shape[1:])
+            values = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)
+        return values - self.dtype.type(self.added) if self.added else values
+
+
+def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
+    """Rows of whole blocks, [N, bytes], as float32 values, [N, values]."""
+    # Imported where a file needs it: other checkpoints load without it.
+    gguf: Any = importlib.import_module("gguf")
+    kind = gguf.GGMLQuantizationType[encoding.name]
+    with np.errstate(all="ignore"):  # what is not finite is reported with its tensor's name
+        return gguf.dequantize(raw, kind)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file's header, checked; no tensor has been read.
+
+    Attributes:
+        path: of the file.
+        metadata: by key; arrays of numbers are NumPy's, arrays of text are lists.
+        tensors: by their names in the file.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """The header of one GGUF file.
+
+    Raises:
+        CheckpointError: naming the file, and the key or the tensor where one is to blame.
+    """
+    path = Path(path)
+    with os.fdopen(open_regular(path), "rb") as file:
+        shard = Shard(path, identity(file.fileno()))
+        header = _Header(path, file, shard.identity[2])
+        num_tensors, num_keys = header.start()
+        metadata = header.metadata(num_keys)
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(
+                f"{path}: is one of {metadata['split.count']} parts; join them with llama.cpp's "
+                "`llama-gguf-split --merge`"
+            )
+        infos = [header.tensor_info() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment % 8:
+            raise CheckpointError(
+                f"{path}: general.alignment must be a multiple of 8 up to {MAX_ALIGNMENT}"
+            )
+        start = -(-header.position // alignment) * alignment
+    return GgufFile(path, metadata, _tensors(shard, infos, start, alignment))
+
+
+@dataclass(frozen=True)
+class _Info:
+    """A row of the table of tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) // self.encoding.values * self.encoding.num_bytes
+
+
+def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> dict[str, GgufTensor]:
+    """Check that the tensors tile the rest of the file, each at a multiple of the alignment."""
+    path, size = shard.path, shard.identity[2]
+    tensors: dict[str, GgufTensor] = {}
+    end, last = 0, "the header"
+    for info in sorted(infos, key=lambda info: (info.offset, info.num_bytes)):
+        if info.offset != end:
+            what = "overlaps" if info.offset < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {info.name!r} {what} {last}")
+        entry = GgufTensor(
+            info.name,
+            shard,
+            info.encoding.dtype,
+            info.shape,
+            start + info.offset,
+            info.num_bytes,
+            info.encoding,
+        )
+        if tensors.setdefault(info.name, entry) is not entry:
+            raise CheckpointError(f"{path}: describes tensor {info.name!r} twice")
+        last, whole = f"tensor {info.name!r}", start + info.offset + info.num_bytes
+        if whole > size:
+            raise CheckpointError(
+                f"{path}: is truncated ({whole - size} bytes short); its header describes {last} "
+                f"up to byte {whole}, it has {size}"
+            )
+        end = -(-(info.offset + info.num_bytes) // alignment) * alignment
+    if size > start + end:
+        raise CheckpointError(f"{path}: has {size - start - end} bytes after the last tensor")
+    return tensors
+
+
+class _Header:
+    """Reads a header from its start on, and never beyond the file or the bound."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self._path = path
+        self._file = file
+        self._end = min(size, MAX_HEADER_BYTES)
+        self._size = size
+        self.position = 0
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what}")
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next bytes; `what` they are is named if they are not there."""
+        if not 0 <= count <= self._end - self.position:
+            limit = "the file" if self._end == self._size else f"{MAX_HEADER_BYTES} bytes"
+            raise self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
+        data = self._file.read(count)
+        if len(data) < count:
+            raise self.fail("changed while it was being loaded")
+        self.position += count
+        return data
+
+    def number(self, letter: str, what: str) -> Any:
+        return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), what))[0]
+
+    def text(self, most: int, what: str) -> str:
+        length = self.number("Q", what)
+        if length > most:
+            raise self.fail(f"{what} has {length} bytes; allowed: {most}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8") from None
+
+    def start(self) -> tuple[int, int]:
+        """The number of tensors and the number of keys."""
+        magic = self._file.read(4)
+        self.position = len(magic)
+        if magic != MAGIC:
+            what = "is empty" if not magic else "is not a GGUF file"
+            raise self.fail(f"{what}: it begins with {magic!r}; expected {MAGIC!r}")
+        version = self.number("I", "the version")
+        if version not in VERSIONS:
+            raise self.fail(f"is GGUF version {version}; allowed: {VERSIONS}, little-endian")
+        tensors = self.number("Q", "the number of tensors")
+        keys = self.number("Q", "the number of keys")
+        for count, what, most in ((tensors, "tensors", MAX_TENSORS), (keys, "keys", MAX_KEYS)):
+            if count > most:
+                raise self.fail(f"claims {count} {what}; allowed: {most}")
+        return tensors, keys
+
+    def metadata(self, count: int) -> dict[str, Any]:
+        """Every key and its value."""
+        found: dict[str, Any] = {}
+        for index in range(count):
+            key = self.text(MAX_KEY_BYTES, f"key {index}")
+            if key in found:
+                raise self.fail(f"the key {key[:200]!r} appears twice")
+            found[key] = self._value(f"the value of {key[:200]!r}")
+        return found
+
+    def _value(self, what: str) -> Any:
+        kind = self.number("I", what)
+        if kind in SCALARS:
+            value = self.number(SCALARS[kind], what)
+            # As it was written: 1e-5, where its float32 is 9.99999974e-06.
+            return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
+        if kind == STRING:
+            return self.text(MAX_HEADER_BYTES, what)
+        if kind != ARRAY:
+            raise self.fail(f"{what} is of type {kind}, which is none of GGUF's")
+        kind, count = self.number("I", what), self.number("Q", what)
+        if kind in SCALARS:
+            dtype = np.dtype(SCALARS[kind]).newbyteorder("<")
+            return np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
+        if kind != STRING:
+            raise self.fail(f"{what} is an array of type {kind}; allowed: numbers and text")
+        if count > min(MAX_STRINGS, (self._end - self.position) // 8):
+            raise self.fail(f"{what} claims {count} texts, more than there can be")
+        return [self.text(MAX_HEADER_BYTES, what) for _ in range(count)]
+
+    def tensor_info(self) -> _Info:
+        """The next row of the table of tensors."""
+        name = self.text(MAX_KEY_BYTES, "a tensor's name")
+        where = f"tensor {name[:200]!r}"
+        count = self.number("I", where)
+        if not 1 <= count <= MAX_DIMENSIONS:
+            raise self.fail(f"{where} has {count} dimensions; allowed: 1 to {MAX_DIMENSIONS}")
+        shape = tuple(reversed([self.number("Q", where) for _ in range(count)]))
+        kind, offset = self.number("I", where), self.number("Q", where)
+        if kind not in ENCODINGS:
+            allowed = ", ".join(encoding.name for encoding in ENCODINGS.values())
+            raise self.fail(f"{where} is of type {kind}, which is not one of {allowed}")
+        encoding = ENCODINGS[kind]
+        if any(size < 1 for size in shape) or prod(shape) >= 1 << 48 or offset >= 1 << 62:
+            raise self.fail(f"{where}: shape {list(shape)} or offset {offset} is out of range")
+        if shape[-1] % encoding.values or (encoding.is_packed and count < 2):
+            raise self.fail(
+                f"{where}: rows of {shape[-1]} values are not whole blocks of {encoding.name} "
+                f"({encoding.values})"
+            )
+        return _Info(name, shape, encoding, offset)

@@ -1,0 +1,174 @@
+"""A GGUF file's metadata and tensors under the names of the checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.models import ModelConfig
+from jaxserve.models.config.fields import shown
+from jaxserve.weights.checkpoint import Checkpoint, listed
+from jaxserve.weights.gguf.architectures import GgufArchitecture, Raw, rules_of
+from jaxserve.weights.gguf.file import GgufFile, GgufTensor
+from jaxserve.weights.gguf.joined import joined
+from jaxserve.weights.gguf.tables import FIELDS, PATTERN, READ, Names
+from jaxserve.weights.safetensors import TensorEntry
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """The model that a GGUF file holds. Raises like `gguf_fields`."""
+    return ModelConfig.from_dict(gguf_fields(file), str(file.path))
+
+
+def gguf_fields(file: GgufFile) -> Raw:
+    """The config.json that a GGUF file stands for.
+
+    Raises:
+        UnsupportedModel: an architecture or a field that jaxserve does not compute.
+        CheckpointError: metadata that contradicts itself.
+    """
+    rules = rules_of(file)
+    own = _own(file, rules)
+    fields = {**FIELDS, **rules.fields}
+    raw: Raw = {fields[key]: value for key, value in own.items() if key in fields}
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: has no tensor token_embd.weight")
+    raw |= {
+        "architectures": [rules.name],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    sizes = own.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
+    if sizes[0] != sizes[1] and not rules.latent:
+        raise UnsupportedModel(f"{file.path}: keys and values of different sizes")
+    rules.finish(file, raw)
+    return raw
+
+
+def _own(file: GgufFile, rules: GgufArchitecture) -> dict[str, Any]:
+    """The metadata of the architecture, each known and of the right kind."""
+    prefix = f"{file.metadata['general.architecture']}."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    # Zero stands for what a model does not have: experts, windows.
+    known = FIELDS.keys() | rules.fields.keys() | READ | rules.read
+    unknown = [key for key, value in own.items() if key not in known and _says(value)]
+    if unknown:
+        raise UnsupportedModel(
+            f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
+        )
+    for key in own.keys() & known - {PATTERN}:
+        if np.ndim(own[key]) or isinstance(own[key], str) != (key == "rope.scaling.type"):
+            raise UnsupportedModel(
+                f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: one value, a number "
+                "(or a name for rope.scaling.type)"
+            )
+    return own
+
+
+def named_tensors(file: GgufFile) -> Checkpoint:
+    """The tensors of a GGUF file under their Hugging Face names.
+
+    Raises:
+        CheckpointError, UnsupportedModel: see `gguf_config`.
+    """
+    rules, config = rules_of(file), gguf_config(file)
+    left = dict(file.tensors)
+    if left.keys() >= rules.factors:
+        left = {name: entry for name, entry in left.items() if name not in rules.factors}
+    tensors: dict[str, TensorEntry] = {}
+    for entry in _joined(file, rules, config, left):
+        tensors[entry.name] = entry
+    for entry in left.values():
+        for one in _renamed(entry, file, rules, config):
+            if tensors.setdefault(one.name, one).offset != one.offset:
+                raise CheckpointError(f"{file.path}: two tensors are {one.name!r}")
+    return Checkpoint(file.path, tensors, whole=True)
+
+
+def _joined(
+    file: GgufFile, rules: GgufArchitecture, config: ModelConfig, left: dict[str, GgufTensor]
+) -> Iterator[TensorEntry]:
+    """What is made of several tensors, which are taken out of `left`."""
+    for join in rules.joins:
+        for layer in range(config.num_hidden_layers):
+            names = [f"blk.{layer}.{part}" for part in join.parts]
+            if left.keys() >= set(names):
+                parts = [left.pop(name) for name in names]
+                yield joined(f"model.layers.{layer}.{join.name}", join, parts)
+
+
+def _renamed(
+    entry: GgufTensor, file: GgufFile, rules: GgufArchitecture, config: ModelConfig
+) -> Iterator[GgufTensor]:
+    """A tensor under its name; one that is a stack of experts' matrices, as all of them."""
+    expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
+    if expert is not None and expert[2] in rules.experts:
+        name, layer, number = rules.experts[expert[2]], int(expert[1]), expert[3]
+        if number is not None:
+            yield replace(entry, name=name.format(layer, int(number)))
+        else:
+            for index, one in enumerate(_experts(entry, file, config)):
+                yield replace(one, name=name.format(layer, index))
+        return
+    name = hugging_face_name(entry.name, rules.tensors)
+    if rules.paired and re.search(r"\.(q|k)_proj\.", name):
+        heads = config.num_attention_heads
+        heads = heads if ".q_proj." in name else config.num_key_value_heads
+        if entry.shape[0] % (2 * heads):
+            raise CheckpointError(f"{file.path}: tensor {entry.name!r} does not hold whole heads")
+        entry = replace(entry, heads=heads)
+    if rules.norm_offset and name.endswith("norm.weight"):
+        entry = replace(entry, added=rules.norm_offset)
+    yield replace(entry, name=name)
+
+
+def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
+    """Each expert's matrix of a stack."""
+    count = config.experts.count if config.experts is not None else 0
+    if len(entry.shape) != 3 or entry.shape[0] != count:
+        raise CheckpointError(
+            f"{file.path}: tensor {entry.name!r} has the shape {list(entry.shape)}; expected a "
+            f"matrix for each of {count} experts"
+        )
+    size = entry.num_bytes // count
+    for index in range(count):
+        offset = entry.offset + index * size
+        yield replace(entry, shape=entry.shape[1:], offset=offset, num_bytes=size)
+
+
+def hugging_face_name(name: str, names: Names) -> str:
+    """A tensor's name in a Hugging Face checkpoint; its own where there is none."""
+    layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
+    number = layer[1] if layer else ""
+    key = name if layer is None else f"blk.{{}}.{layer[2]}"
+    if key in names:
+        return names[key].replace("{}", number)
+    stem, _, kind = key.rpartition(".")
+    if stem not in names or kind not in ("weight", "bias"):
+        return name
+    return f"{names[stem].replace('{}', number)}.{kind}"
+
+
+def _says(value: Any) -> bool:
+    return bool(np.any(value)) if not isinstance(value, str) else value not in ("", "none")
+
+
+def _dtype(file: GgufFile) -> str:
+    """That of matrices which are not packed; float16, the blocks' own scale, where all are."""
+    names = {entry.encoding.name for entry in file.tensors.values() if len(entry.shape) > 1}
+    if names & {"BF16", "MXFP4"}:  # the latter's scales reach beyond float16
+        return "bfloat16"
+    return "float32" if names == {"F32"} else "float16"

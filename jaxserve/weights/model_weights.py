@@ -1,0 +1,199 @@
+"""Fill a model with weights: a checkpoint's, or random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
+from jaxserve.models.linear import Constant
+from jaxserve.models.panels import with_panels
+from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.weights.block_reader import read_parameters, reading_ahead
+from jaxserve.weights.block_targets import prepare_panels
+from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.gguf.file import GgufFile
+from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.names import match_names
+from jaxserve.weights.placement import (
+    Place,
+    panel_plans,
+    panelled,
+    place_panels,
+    quantizing,
+    read_packed,
+    set_kv_scales,
+)
+from jaxserve.weights.quantized_tensors import sort_packed
+from jaxserve.weights.safetensors import TensorEntry
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+# Called with the bytes read so far and the bytes to read in all.
+Progress = Callable[[int, int], None]
+
+
+def load_weights(
+    source: str | Path | GgufFile,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
+    check_finite: bool = True,
+    on_progress: Progress | None = None,
+    place: Place | None = None,
+    panels: bool = False,
+) -> Decoder:
+    """A model with the weights of a Hugging Face checkpoint or a GGUF file, cast to `dtype`.
+
+    Beyond the parameters already placed, host memory holds a few parameters and blocks of tensors.
+
+    Args:
+        source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
+        config: what the checkpoint should hold.
+        dtype: of the parameters.
+        quantization: "int8", "fp8" or "int4": of the blocks' matrices, one after the other as they
+            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
+        kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
+        check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
+        on_progress: told after each tensor.
+        place: by default, the arrays go to JAX's default device.
+        panels: lay out matrices for the CPU's own products; see `models/panels.py`.
+
+    Raises:
+        CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
+            during the load, or holding values that are not finite.
+    """
+    opened = named_tensors(source) if isinstance(source, GgufFile) else open_checkpoint(source)
+    dims = dimensions(config)
+    sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
+    entries = match_names(sorted_.checkpoint, config, sorted_.table)
+    total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
+    report = _counted(on_progress, total)
+    model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
+    shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
+    place = place or place_on_default
+    place = panelled(place, parameters) if panels else place
+    place = quantizing(place, parameters, quantization)
+    finish = with_panels if panels else _as_it_is
+    values = read_packed(sorted_, parameters, dims, place, report)
+    for path in values:  # one after the other, so that only one is there twice
+        values[path] = finish(values[path])
+    plans = panel_plans(sorted_.table, entries, dims, parameters, quantization) if panels else {}
+    leaves = quantization is not None or jax.default_backend() != "cpu"
+    flags = {"check_finite": check_finite, "leave_host": leaves}
+    reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
+    for path, array in reading:
+        plan = plans.get(path)
+        placed = finish(place(path, array)) if plan is None else place_panels(plan, array)
+        values[path] = placed
+    opened.check_unchanged()
+    model = filled(model, values)
+    if kv_scales:
+        set_kv_scales(model, sorted_.kv_scales)
+    return model
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _structure(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    panels: bool,
+) -> tuple[Decoder, dict[str, nnx.Param[Array]]]:
+    """The abstract model and its parameters; meanwhile the disk reads, and kernels are compiled."""
+    stored = {entry.dtype for entry in entries.values()} if panels else set()
+    together = {entry.dtype for entry in entries.values() if len(entry.shape) == 3 and panels}
+    kernels = partial(prepare_panels, stored, together, np.dtype(dtype))
+    with reading_ahead(table, entries, kernels):
+        model = abstract_model(config, dtype)
+        return model, parameters_of(model)
+
+
+def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Adds up what it is told, and tells the sum."""
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
+
+
+def random_weights(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    seed: int = 0,
+    quantization: str | None = None,
+    panels: bool = False,
+) -> Decoder:
+    """A model with normal weights, for benchmarks: fast to build, and logits of about unit size.
+
+    Every projection has variance 1 / inputs, those that end in the residual stream divided by the
+    2 * layers of them, so that activations neither vanish nor explode. Norms are 1, biases 0.
+    """
+    model = abstract_model(config, dtype)
+    depth = (2 * config.num_hidden_layers) ** -0.5
+    parameters = parameters_of(model)
+    place = panelled(place_on_default, parameters) if panels else place_on_default
+    place = quantizing(place, parameters, quantization)
+    finish = with_panels if panels else _as_it_is
+    streams = np.random.SeedSequence(seed).spawn(len(parameters))
+
+    def values(path: str, stream: np.random.SeedSequence) -> Array:
+        parameter = parameters[path]
+        initial = parameter.get_metadata()["initial"]
+        if isinstance(initial, Constant):
+            return place(path, np.full(parameter.shape, initial.value, parameter.dtype))
+        scale = initial.scale * (depth if path.endswith((".out", ".down")) else 1.0)
+        generator = np.random.Generator(np.random.SFC64(stream))
+        normal = generator.standard_normal(parameter.shape, np.float32)
+        normal *= np.float32(scale)
+        return finish(place(path, normal.astype(parameter.dtype, copy=False)))
+
+    with ThreadPoolExecutor() as pool:
+        arrays = pool.map(values, parameters, streams)
+        return filled(model, dict(zip(parameters, arrays, strict=True)))
+
+
+def place_on_default(path: str, values: np.ndarray) -> Array:
+    """On the default device; on CPU the array is taken over where `jnp.asarray` would copy it."""
+    return jax.device_put(values)
+
+
+def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
+    """A model's parameters by path, "layers.0.mlp.down"."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): parameter for path, parameter in flat}
+
+
+def parameter_values(model: Decoder) -> dict[str, Array]:
+    """A model's arrays by path."""
+    return {path: parameter[...] for path, parameter in parameters_of(model).items()}
+
+
+def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
+    """The abstract model with arrays in place of shapes."""
+    graphdef, state = nnx.split(model)
+    flat = {
+        path: parameter.replace(values[".".join(map(str, path))])
+        for path, parameter in nnx.to_flat_state(state)
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))

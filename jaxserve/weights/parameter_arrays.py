@@ -1,0 +1,156 @@
+"""Parameters, quantized or not, as plain arrays by name, and back.
+
+A quantized parameter is several arrays, named by its path and its attribute:
+"layers.0.mlp.down.values"; where its parts are stored differently it is several such:
+"layers.0.attention.qkv.weights.0.values". What else it takes to put them together, `forms`, is its
+form; for several parts a list of the form and the place of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.quantized import (
+    EXPERTS,
+    PROJECTIONS,
+    QuantizedExperts,
+    QuantizedWeight,
+    SplitWeight,
+    flat_shape,
+)
+from jaxserve.weights.quantize import FORMS
+from pallas_kernels.quantized_codes import codes_a_row
+
+SCALES = ("float32", "bfloat16", "float16")
+# Shape and dtype by an array's name.
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every array of a tree of parameters by path, be they quantized or not."""
+    leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
+    return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
+
+
+def _key(key: Any) -> str:
+    """Of a step into a dictionary, a dataclass or a tuple."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(key)
+
+
+def forms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the quantized parameters are, by path, for JSON."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        if isinstance(value, QuantizedWeight | QuantizedExperts):
+            found[path] = value.form
+        elif isinstance(value, SplitWeight):
+            pairs = zip(value.weights, value.places, strict=True)
+            found[path] = [[one.form, [list(span) for span in place]] for one, place in pairs]
+    return found
+
+
+def abstract_parameter(
+    path: str, form: Any, parameter: nnx.Param[Any], shapes: Shapes
+) -> QuantizedWeight | QuantizedExperts | SplitWeight:
+    """A quantized parameter with shapes in place of arrays.
+
+    Args:
+        path: of the parameter.
+        form: its entry in `forms`, as read from a file that may say anything.
+        parameter: the model's, in full.
+        shapes: of the arrays that are there, by name.
+
+    Raises:
+        ValueError: arrays that are missing or do not fit the parameter, or another form.
+    """
+    shape, axes = tuple(parameter.shape), parameter.get_metadata()["axes"]
+    if axes in EXPERTS:
+        inputs, outputs = shape[1], shape[2:]
+        arrays = _arrays(path, form, inputs, prod(outputs), (shape[0],), shapes)
+        if "order" in arrays:
+            raise ValueError(f"{path}.order is not for experts")
+        return QuantizedExperts(
+            arrays["values"], arrays["scales"], arrays.get("zeros"), form, inputs, outputs
+        )
+    contract = PROJECTIONS.get(axes)
+    if contract is None:
+        raise ValueError(f"{path} is none that can be quantized")
+    inputs, outputs = flat_shape(shape, contract)[0], shape[contract:]
+    if not isinstance(form, list):
+        return _weight(path, form, inputs, outputs, shapes)
+    weights, places = [], []
+    for index, one in enumerate(form):
+        kind, place = _part(path, one, outputs)
+        size = prod(size for _, size in place)
+        weights.append(_weight(f"{path}.weights.{index}", kind, inputs, (size,), shapes))
+        places.append(place)
+    covered = np.zeros(outputs, np.uint8)
+    for place in places:
+        covered[tuple(slice(start, start + size) for start, size in place)] += 1
+    if not (covered == 1).all():
+        raise ValueError(f"{path}: its parts do not fill its outputs, each once")
+    return SplitWeight(tuple(weights), tuple(places), outputs)
+
+
+def _part(
+    path: str, described: Any, outputs: tuple[int, ...]
+) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """A form, and the place of a part of the outputs, within them."""
+    try:
+        form, spans = described
+        place = tuple((start, size) for start, size in spans)
+        inside = len(place) == len(outputs) and all(
+            type(start) is type(size) is int and 0 <= start < start + size <= most
+            for (start, size), most in zip(place, outputs, strict=True)
+        )
+    except (TypeError, ValueError):
+        inside = False
+    if not inside:
+        raise ValueError(f"{path}: each part needs a form and its place in {list(outputs)}")
+    return form, place
+
+
+def _weight(
+    path: str, form: Any, inputs: int, outputs: tuple[int, ...], shapes: Shapes
+) -> QuantizedWeight:
+    arrays = _arrays(path, form, inputs, prod(outputs), (), shapes)
+    zeros, order = arrays.get("zeros"), arrays.get("order")
+    return QuantizedWeight(arrays["values"], arrays["scales"], zeros, order, form, inputs, outputs)
+
+
+def _arrays(
+    path: str, form: Any, inputs: int, outputs: int, lead: tuple[int, ...], shapes: Shapes
+) -> dict[str, Any]:
+    """The arrays of one matrix, or of one for each expert, checked against each other."""
+    if form not in FORMS:
+        raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
+    names = ("values", "scales", "zeros", "order")
+    held = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
+    for name in ("values", "scales"):
+        if name not in held or len(held[name][0]) != len(lead) + 2:
+            raise ValueError(f"{path}.{name} is missing or has another number of dimensions")
+    rows, groups = held["values"][0][-2], held["scales"][0][-2]
+    width = codes_a_row(form)
+    padding = rows * width - inputs
+    whole = 0 < groups <= rows and rows % groups == 0 and 0 <= padding <= rows // groups * width
+    allowed = {
+        "values": ((*lead, rows, outputs), ("int8" if form == "int8" else "uint8",)),
+        "scales": ((*lead, groups, outputs), SCALES),
+        "zeros": ((*lead, groups, outputs), ("uint8",) if form == "int4" else ()),
+        "order": ((inputs,), ("int32",)),
+    }
+    for name, (shape, dtype) in held.items():
+        if not whole or shape != allowed[name][0] or dtype not in allowed[name][1]:
+            raise ValueError(f"{path}.{name} is {dtype}{list(shape)}, which does not fit")
+    return {
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in held.items()
+    }

@@ -1,0 +1,216 @@
+"""Parameters on their way to the device: quantized if asked for, or as the checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models import Decoder
+from jaxserve.models.attention import Attention
+from jaxserve.models.panels import PanelWeight, with_panels
+from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.expert_codes import fused_experts, quantized_experts
+from jaxserve.weights.fused_parameters import dequantized, fused
+from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
+from jaxserve.weights.quantize import quantize
+from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
+from jaxserve.weights.safetensors import TensorEntry, read_tensor
+
+Parameters = Mapping[str, nnx.Param[Any]]
+# Puts a parameter, given its path and values, on its device or devices.
+Place = Callable[[str, np.ndarray], Any]
+
+
+def contracted(parameter: nnx.Param[Any]) -> int | None:
+    """How many dimensions of a parameter are inputs, if it is one that may be quantized."""
+    return PROJECTIONS.get(parameter.get_metadata()["axes"])
+
+
+def holds_experts(parameter: nnx.Param[Any]) -> bool:
+    """Whether a parameter is a matrix for each expert, which may be quantized."""
+    return parameter.get_metadata()["axes"] in EXPERTS
+
+
+def panelled(place: Place, parameters: Parameters) -> Place:
+    """`place`, but matrices as the CPU's own product reads them."""
+
+    def place_panels(path: str, values: np.ndarray) -> Any:
+        panels = _panels(parameters[path].get_metadata()["axes"], values)
+        return place(path, values) if panels is None else panels
+
+    return place_panels
+
+
+def use_panels(model: Decoder) -> None:
+    """Lay out a model's matrices in panels, in place, one after the other."""
+    for _, node in nnx.iter_graph(model):
+        if not isinstance(node, nnx.Param):
+            continue
+        if not isinstance(node[...], jax.Array):
+            node.set_value(with_panels(node[...]))
+        else:
+            panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
+            if panels is not None:
+                node.set_value(panels)
+
+
+def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
+    """A parameter in panels, if it is one that has them."""
+    axes = panel_axes(names, values.dtype)
+    if axes is None:
+        return None
+    if names in EXPERTS:
+        return PanelWeight.of_experts(values)
+    inputs, outputs = axes
+    return PanelWeight.of(values.transpose(*inputs, *outputs), len(inputs))
+
+
+def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
+    """The axes of a parameter that is multiplied by.
+
+    A table of embeddings stays as it is, but one of 16 bits: what looks its rows up within a loop
+    would have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
+    """
+    if names == ("vocab", "embed"):
+        return ((1,), (0,)) if dtype.itemsize == 2 else None
+    if names in EXPERTS:
+        return (1,), tuple(range(2, len(names)))
+    contract = 1 if names in (("embed", "vocab"), ("embed", "experts")) else PROJECTIONS.get(names)
+    if contract is None:
+        return None
+    return tuple(range(contract)), tuple(range(contract, len(names)))
+
+
+def panel_plans(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    parameters: Parameters,
+    form: str | None,
+) -> dict[str, PanelPlan]:
+    """How parameters that are not quantized to `form` are read straight into panels, by path."""
+    plans = {}
+    for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
+        parameter = parameters[path]
+        dtype = np.dtype(parameter.dtype)
+        axes = panel_axes(parameter.get_metadata()["axes"], dtype)
+        matrices = contracted(parameter) is not None or holds_experts(parameter)
+        quantized = form is not None and matrices
+        if axes is not None and not quantized:
+            plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
+            if plan is not None:
+                plans[path] = plan
+    return plans
+
+
+def place_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
+    """A parameter of which the panels were read."""
+    return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
+
+
+def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
+    """`place`, for matrices of the blocks preceded by their quantization to `form`."""
+
+    def quantize_and_place(path: str, values: np.ndarray) -> Any:
+        contract = contracted(parameters[path])
+        if form is not None and holds_experts(parameters[path]):
+            return quantized_experts(values, form)
+        if form is None or contract is None:
+            return place(path, values)
+        flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
+        return quantize(flat, form).placed(values.shape[contract:])
+
+    return quantize_and_place
+
+
+def read_packed(
+    checkpoint: SplitCheckpoint,
+    parameters: Parameters,
+    dims: Mapping[str, int],
+    place: Place,
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """The parameters that a checkpoint holds quantized, by path.
+
+    Those that jaxserve keeps in full (an output projection, say) are dequantized, and experts that
+    cannot be kept side by side. `report` is told
+    the bytes of every parameter that has been read.
+
+    Raises:
+        CheckpointError: see `PackedTensor.read`; or a fused parameter of which the checkpoint has
+            quantized only a part.
+    """
+    table = sorted(checkpoint.packed_table, key=lambda part: part.path)
+    plain = {weight.path: weight.name for weight in checkpoint.table}
+    values = {}
+    for path, group in groupby(table, key=lambda part: part.path):
+        weights = list(group)
+        if path in plain:
+            raise CheckpointError(
+                f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "
+                f"{plain[path]!r} is not; they are one product here and must be stored alike"
+            )
+        codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
+        parts = [(weight, codes[weight.name]) for weight in weights]
+        parameter = parameters[path]
+        contract = contracted(parameter)
+        kept: Any = None
+        if contract is not None:
+            kept = fused(parts, parameter.shape, contract, dims)
+        elif holds_experts(parameter):
+            kept = fused_experts(parts, parameter.shape, dims)
+        if kept is None:
+            whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
+            kept = place(path, whole)
+        values[path] = kept
+        report(sum(checkpoint.packed[name].num_bytes for name in codes))
+    return values
+
+
+def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+    """Give each layer the scales of its cache that a checkpoint holds, 1 where it holds one only.
+
+    Raises:
+        CheckpointError: a scale that is not one positive number for a layer of the model.
+    """
+    for name, entry in entries.items():
+        layer, kind = kv_scale_of(name) or (len(model.layers), "")
+        value = read_tensor(entry).astype(np.float32) if entry.shape in ((), (1,)) else None
+        if layer >= len(model.layers) or value is None or not 0 < value.item() < np.inf:
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} must be one positive number, for one of the "
+                f"{len(model.layers)} layers"
+            )
+        attention = model.layers[layer].attention
+        if not isinstance(attention, Attention):
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
+                "latent attention"
+            )
+        if attention.kv_scales is None:
+            kv_heads = model.config.num_key_value_heads
+            attention.kv_scales = scales_parameter(jnp.ones((2, kv_heads), jnp.float32))
+        row = 0 if kind == "k" else 1
+        attention.kv_scales[...] = attention.kv_scales[...].at[row].set(value.item())
+
+
+def scales_parameter(values: Any) -> nnx.Param[Any]:
+    """float32[2, K] as the scales of a layer's cache: of its keys, of its values."""
+    return nnx.Param(values, axes=("key_value", "kv_heads"))
+
+
+def scales_of(model: Decoder) -> dict[str, Attention]:
+    """Where a layer's scales would be, by the path that they have as a parameter."""
+    return {
+        f"layers.{index}.attention.kv_scales": layer.attention
+        for index, layer in enumerate(model.layers)
+        if isinstance(layer.attention, Attention)
+    }

@@ -1,0 +1,1 @@
+"""The kernels for CPU: LLVM IR, written in Python and compiled for the host."""

@@ -1,0 +1,404 @@
+"""Machine code for this host's CPU, from kernels written as LLVM IR in Python (llvmlite).
+
+XLA's own products and loops on CPU leave half of the memory's speed unused (BUILD.md, "What was
+measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in
+registers, the order of every sum fixed by the code. `cpu/ffi.py` makes it an operation of XLA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+POINTER = ir.PointerType()
+VOID = ir.VoidType()
+LOG2_E = math.log2(math.e)
+LINE = 64  # bytes of the cache
+PIECE = 16  # bytes of a vector that swap places at least cost
+
+
+def const(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU that code is made for.
+
+    Attributes:
+        name: LLVM's name of it.
+        features: LLVM's list of what it can do.
+        vector_bytes: of one vector register.
+        registers: how many there are.
+        dots: whether it multiplies pairs of bfloat16 and adds both to a float32 at once.
+    """
+
+    name: str
+    features: str
+    vector_bytes: int
+    registers: int
+    dots: bool = False
+
+
+def host() -> Host:
+    """This machine's CPU."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        size, registers = 64, 32
+    elif features.get("avx2"):
+        size, registers = 32, 16
+    else:  # SSE has 16, NEON 32
+        size, registers = 16, 32 if features.get("neon") else 16
+    dots = size == 64 and bool(features.get("avx512bf16"))
+    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class Code(ir.IRBuilder):
+    """An `ir.IRBuilder` for one function, with loops and vectors."""
+
+    def __init__(self, function: ir.Function) -> None:
+        super().__init__(function.append_basic_block())
+
+    @contextmanager
+    def loop(
+        self, start: Any, stop: Any, step: int = 1, carry: Sequence[Any] = ()
+    ) -> Iterator[tuple[Any, list[Any]]]:
+        """A loop from `start` to before `stop`; i64s. Gives the index and what is carried.
+
+        The list is to be filled with the next values within the loop; after it, it holds the last.
+        """
+        before = self.block
+        head, body, after = (self.function.append_basic_block() for _ in range(3))
+        self.branch(head)
+        self.position_at_end(head)
+        index = self.phi(I64)
+        index.add_incoming(start, before)
+        phis = [self.phi(value.type) for value in carry]
+        for phi, value in zip(phis, carry, strict=True):
+            phi.add_incoming(value, before)
+        self.cbranch(self.icmp_signed("<", index, stop), body, after)
+        self.position_at_end(body)
+        values: list[Any] = list(phis)
+        yield index, values
+        index.add_incoming(self.add(index, const(step)), self.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, self.block)
+        self.branch(head)
+        self.position_at_end(after)
+        values[:] = phis
+
+    def room(self, element: ir.Type, count: int = 1) -> Any:
+        """The address of memory for this call of the function, where a line of the cache begins."""
+        memory: Any = self.alloca(element, count)
+        memory.align = LINE
+        return untyped(memory)
+
+    def at(self, pointer: Any, index: Any, element: ir.Type) -> Any:
+        """The address of element `index`."""
+        return self.gep(pointer, [index], source_etype=element)
+
+    def read(self, pointer: Any, index: Any, element: ir.Type) -> Any:
+        return self.load(self.at(pointer, index, element), typ=element)
+
+    def read_vector(
+        self, pointer: Any, index: Any, element: ir.Type, lanes: int, align: int | None = None
+    ) -> Any:
+        """`lanes` elements from element `index` on, which need not be aligned.
+
+        `align` says what the address is a multiple of, where that is not the element's size.
+        """
+        address = self.at(pointer, index, element)
+        size = align or element_bytes(element)
+        return self.load(address, typ=ir.VectorType(element, lanes), align=size)
+
+    def write_vector(self, value: Any, pointer: Any, index: Any) -> None:
+        element = value.type.element
+        self.store(value, self.at(pointer, index, element), align=element_bytes(element))
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        """A vector of one value."""
+        vector = ir.VectorType(value.type, lanes)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.insert_element(undefined, value, ir.Constant(I32, 0))
+        order = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+        return self.shuffle_vector(first, undefined, order)
+
+    def intrinsic(self, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+        """Call one of LLVM's intrinsics, by its full name."""
+        kinds = [argument.type for argument in arguments]
+        return self.call(declared(self.module, name, result, kinds), list(arguments))
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c, rounded once."""
+        return self.intrinsic(f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])
+
+    def add_pair_products(self, a: Any, b: Any, c: Any) -> Any:
+        """c + the products of two pairs of bfloat16, a lane's; for processors with `Host.dots`.
+
+        a and b are vectors of 16 words of 32 bits, a pair each, c of 16 floats. Subnormal numbers
+        count as zeros. (vdpbf16ps, Intel 64 and IA-32 Architectures Software Developer's Manual.)
+        """
+        pairs = ir.VectorType(_BFloat(), 2 * a.type.count)
+        a, b = self.bitcast(a, pairs), self.bitcast(b, pairs)
+        return self.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", c.type, [c, a, b])
+
+    def lane_sum(self, vector: Any) -> Any:
+        """The sum of a vector's lanes, halves added to halves."""
+        return self.lanes_folded(vector, self.fadd)
+
+    def lane_max(self, vector: Any) -> Any:
+        """The largest of a vector's lanes."""
+        return self.lanes_folded(vector, self.larger)
+
+    def lanes_folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """A vector's lanes made one, the lower half combined with the upper."""
+        lanes = vector.type.count
+        while lanes > 1:
+            lanes //= 2
+            vector = combine(
+                self.lanes_of(vector, vector, range(lanes)),
+                self.lanes_of(vector, vector, range(lanes, 2 * lanes)),
+            )
+        return self.extract_element(vector, ir.Constant(I32, 0))
+
+    def lanes_of(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+        """A vector of some lanes of two; those of b are counted after those of a."""
+        return self.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+    def columns(self, read: Callable[[int, int, int], Any], word: int, lanes: int) -> list[Any]:
+        """The columns of as many rows as a vector has lanes, words of so many bytes.
+
+        `read(row, first, count)` gives words of a row. Rows are read in pieces of 16 bytes, several
+        of them a vector, so that all swaps are within pieces, which processors do fastest.
+        """
+        size = min(lanes, PIECE // word)
+        found = []
+        for first in range(0, lanes, size):
+            pieces = (
+                [read(row + at, first, size) for at in range(0, lanes, size)] for row in range(size)
+            )
+            vectors = [self._joined(some) for some in pieces]
+            for _ in range(size.bit_length() - 1):
+                pairs = zip(vectors[: size // 2], vectors[size // 2 :], strict=True)
+                vectors = [self._woven(a, b, size, half) for a, b in pairs for half in (0, 1)]
+            found += vectors
+        return found
+
+    def _joined(self, vectors: Sequence[Any]) -> Any:
+        """One vector of several, whose number is a power of two."""
+        while len(vectors) > 1:
+            lanes = range(2 * vectors[0].type.count)
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.lanes_of(a, b, lanes) for a, b in pairs]
+        return vectors[0]
+
+    def _woven(self, a: Any, b: Any, size: int, half: int) -> Any:
+        """The lower or upper halves of the pieces of two vectors, lanes of both in turns."""
+        lanes = a.type.count
+        halves = (range(at, at + size // 2) for at in range(half * size // 2, lanes, size))
+        return self.lanes_of(
+            a, b, [one for some in halves for at in some for one in (at, at + lanes)]
+        )
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """b where it is greater than a, else a: a NaN in b is passed over."""
+        return self.select(self.fcmp_ordered(">", b, a), b, a)
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        """b where it is less than a, else a, a NaN too."""
+        return self.select(self.fcmp_ordered("<", b, a), b, a)
+
+    def smaller_int(self, a: Any, b: Any) -> Any:
+        return self.select(self.icmp_signed("<", a, b), a, b)
+
+    def larger_int(self, a: Any, b: Any) -> Any:
+        return self.select(self.icmp_signed(">", a, b), a, b)
+
+    def exp2(self, x: Any) -> Any:
+        """2 to the power of a vector of floats up to 100; zero where it would be subnormal.
+
+        Off by less than two units in the last place. A NaN stays one.
+        """
+        power, rest, least = self._exp2_parts(x)
+        value = self.multiply_add(power, rest, power)
+        return self.select(self.fcmp_ordered("<", x, least), filled(x.type, 0.0), value)
+
+    def tanh(self, x: Any) -> Any:
+        """Of a vector of floats: -m / (m + 2) with m = exp(-2 |x|) - 1, exact near zero too."""
+        kind = x.type
+        size = self.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
+        exponent = self.fmul(size, filled(kind, -2 * LOG2_E))
+        power, rest, least = self._exp2_parts(exponent)
+        minus_one = filled(kind, -1.0)
+        m = self.multiply_add(power, rest, self.fadd(power, minus_one))
+        m = self.select(self.fcmp_ordered("<", exponent, least), minus_one, m)
+        value = self.fdiv(m, self.fadd(m, filled(kind, 2.0)))
+        return self.intrinsic(f"llvm.copysign.{suffix(kind)}", kind, [value, x])
+
+    def _exp2_parts(self, x: Any) -> tuple[Any, Any, Any]:
+        """2^n, 2^f - 1 and the least allowed x, for x = n + f with n whole and f within 1/2.
+
+        Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980). Adding
+        1.5 * 2^23 (2^52) rounds x to n and leaves n in the lowest bits. Below the least x the
+        results are meaningless.
+        """
+        kind = x.type
+        fraction, bias, degree = {4: (23, 127, 7), 8: (52, 1023, 13)}[element_bytes(kind.element)]
+        whole = ir.VectorType(ir.IntType(8 * element_bytes(kind.element)), kind.count)
+        shift = filled(kind, 1.5 * 2.0**fraction)
+        shifted = self.fadd(x, shift)
+        rest = self.fsub(x, self.fsub(shifted, shift))
+        exponent = self.add(self.bitcast(shifted, whole), filled(whole, bias))
+        power = self.bitcast(self.shl(exponent, filled(whole, fraction)), kind)
+        *lower, value = (filled(kind, number) for number in exp2_polynomial(degree))
+        for number in reversed(lower):
+            value = self.multiply_add(value, rest, number)
+        return power, self.fmul(value, rest), filled(kind, 1.0 - bias)
+
+    def prefetch(self, address: Any, near: int = 3) -> None:
+        """Bring a line of memory near, for reading: into the first cache (3) or the second (2)."""
+        flags = [ir.Constant(I32, value) for value in (0, near, 1)]
+        self.intrinsic("llvm.prefetch.p0", VOID, [address, *flags])
+
+
+def untyped(address: Any) -> Any:
+    """An address as all are in LLVM now, without the type of what lies there."""
+    address.type = POINTER
+    return address
+
+
+def declared(
+    module: ir.Module, name: str, result: ir.Type, arguments: Sequence[ir.Type]
+) -> ir.Function:
+    """A function that exists elsewhere, declared once in a module."""
+    known = module.globals.get(name)
+    return known or ir.Function(module, ir.FunctionType(result, list(arguments)), name)
+
+
+def element_bytes(element: ir.Type) -> int:
+    sizes = {"half": 2, "float": 4, "double": 8}
+    return element.width // 8 if isinstance(element, ir.IntType) else sizes[str(element)]
+
+
+def suffix(kind: ir.Type) -> str:
+    """How intrinsics spell a type: "v16f32"."""
+    if isinstance(kind, ir.VectorType):
+        return f"v{kind.count}{suffix(kind.element)}"
+    letter = "i" if isinstance(kind, ir.IntType) else "f"
+    return f"{letter}{8 * element_bytes(kind)}"
+
+
+def filled(vector: Any, value: float) -> ir.Constant:
+    """A constant vector of one value."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def exp2_polynomial(degree: int) -> list[float]:
+    """Coefficients, lowest first, of p in 2^f - 1 = f p(f): Taylor's, with p f of `degree`.
+
+    For f within 1/2 degree 7 leaves a relative error of 5e-9, and degree 13 one of 5e-18.
+    """
+    return [math.log(2) ** power / math.factorial(power) for power in range(1, degree + 1)]
+
+
+def stored_type(dtype: str) -> ir.Type:
+    """LLVM's type of what memory holds of a dtype; of a bfloat16, its bits.
+
+    "uint8" holds those of a float8_e4m3fn.
+    """
+    types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8}
+    return types[dtype] if dtype in types else float_type(np.dtype(dtype))
+
+
+def widened(code: Code, vector: Any, real: ir.Type) -> Any:
+    """A vector of stored numbers as numbers of the type of the sums."""
+    element, lanes = vector.type.element, vector.type.count
+    if element == real:
+        return vector
+    if element == I8:
+        return _from_float8(code, vector, ir.VectorType(real, lanes))
+    if element == I16:  # a bfloat16 is the upper half of a float32
+        upper: Any = code.zext(vector, ir.VectorType(I32, lanes))
+        shifted = code.shl(upper, filled(upper.type, 16))
+        element = ir.FloatType()
+        vector = code.bitcast(shifted, ir.VectorType(element, lanes))
+    return vector if element == real else code.fpext(vector, ir.VectorType(real, lanes))
+
+
+def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
+    """A vector of float8_e4m3fn as numbers that are 256 times smaller, and the bits of those.
+
+    Moved into place its exponent and mantissa are those of such a float16, zero and subnormal
+    numbers included; all ones, which are NaN, become 480 / 256.
+    """
+    shorts = ir.VectorType(I16, kind.count)
+    moved: Any = code.shl(code.sext(vector, shorts), filled(shorts, 7))
+    bits = code.and_(moved, filled(shorts, 0xBFFF))
+    halves = code.bitcast(bits, ir.VectorType(ir.HalfType(), kind.count))
+    return code.fpext(halves, kind), bits
+
+
+def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
+    """A vector of float8_e4m3fn as numbers, NaN included."""
+    small, bits = small_float8(code, vector, kind)
+    number = code.fmul(small, filled(kind, 256.0))
+    ones = filled(bits.type, 0x3F80)
+    is_nan = code.icmp_signed("==", code.and_(bits, ones), ones)
+    return code.select(is_nan, filled(kind, math.nan), number)
+
+
+def float_type(dtype: np.dtype) -> ir.Type:
+    """LLVM's type of float32 or float64."""
+    return {4: ir.FloatType(), 8: ir.DoubleType()}[dtype.itemsize]
+
+
+def compiled(module: ir.Module, cpu: Host) -> llvm.ExecutionEngine:
+    """A module's machine code, loaded; it lives as long as the result does."""
+    return loaded(machine_code(module, cpu))
+
+
+def machine_code(module: ir.Module, cpu: Host) -> bytes:
+    """A module as an object file."""
+    machine = _machine(cpu)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    passes = llvm.create_pass_builder(machine, options).getModulePassManager()
+    passes.run(parsed, llvm.create_pass_builder(machine, options))
+    return machine.emit_object(parsed)
+
+
+def loaded(code: bytes) -> llvm.ExecutionEngine:
+    """What `machine_code` gave for this host, where it can be called."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(host()))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+def _machine(cpu: Host) -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3, jit=True)

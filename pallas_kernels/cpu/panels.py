@@ -1,0 +1,111 @@
+"""How weights lie for the product of `cpu/product.py`, and what it computes, in plain JAX.
+
+Nothing else knows the layout: `panel_shape` says it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PANEL = 32  # outputs
+
+
+def in_pairs(dtype: str) -> bool:
+    """Whether weights of a dtype lie in pairs."""
+    return dtype == "bfloat16"
+
+
+def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the panels of a weight of I inputs and O outputs.
+
+    - Most dtypes: [ceil(O / PANEL), I, PANEL]. Element [n, i, o] is the weight of input i and
+      output PANEL * n + o. float16 lies as uint16, its bits, because XLA on CPU converts arrays of
+      16-bit floats as a whole.
+    - bfloat16: uint32 [ceil(O / PANEL), ceil(I / 2), PANEL]. Word [n, p, o] holds the bits of
+      inputs 2 p (lower half) and 2 p + 1 (upper half) of output PANEL * n + o. So a row of a
+      checkpoint's [O, I], read as words, is a column of a panel.
+
+    Outputs beyond O, and the second half of the last word where I is odd, are zero.
+    """
+    count = -(-outputs // PANEL)
+    if in_pairs(dtype.name):
+        return (count, -(-inputs // 2), PANEL), np.dtype(np.uint32)
+    return (count, inputs, PANEL), np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
+
+
+def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
+    """A weight [I, O] in panels; see `panel_shape`. They fill `panels`, where that is given."""
+    inputs, outputs = weight.shape
+    shape, dtype = panel_shape(inputs, outputs, weight.dtype)
+    panels = np.empty(shape, dtype) if panels is None else panels
+    if not in_pairs(weight.dtype.name):
+        _fill(panels, weight.view(dtype))
+        return panels
+    halves = panels.view(np.uint16).reshape(*shape, 2)
+    bits = weight.view(np.uint16)
+    _fill(halves[..., 0], bits[0::2])
+    _fill(halves[:, : inputs // 2, :, 1], bits[1::2])
+    halves[:, inputs // 2 :, :, 1] = 0
+    return panels
+
+
+def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
+    """Lay [I, O] out as [ceil(O / PANEL), I, PANEL]."""
+    inputs, outputs = weight.shape
+    whole = outputs // PANEL
+    columns = weight[:, : whole * PANEL].reshape(inputs, whole, PANEL)
+    np.copyto(panels[:whole], columns.transpose(1, 0, 2))
+    if whole < len(panels):
+        panels[whole] = 0
+        panels[whole, :, : outputs - whole * PANEL] = weight[:, whole * PANEL :]
+
+
+def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
+    """Write rows [R, I] as outputs of panels that others share, from `column` of the first on."""
+    words = rows.view(f"u{rows.dtype.itemsize}")
+    if in_pairs(rows.dtype.name):
+        words = np.pad(words, ((0, 0), (0, rows.shape[1] % 2))).view(np.uint32)
+    words = words.view(panels.dtype)
+    for index, panel in enumerate(panels):
+        first = index * PANEL - column
+        some = words[max(0, first) : first + PANEL]
+        start = max(0, -first)
+        panel[:, start : start + len(some)] = some.T
+
+
+def rows_in_order(values: np.ndarray) -> np.ndarray:
+    """Rows [..., R, O] as [..., ceil(O / PANEL), R, PANEL], zeros beyond O.
+
+    Of codes, scales or zero points.
+    """
+    *many, rows, outputs = values.shape
+    panels = np.empty((*many, -(-outputs // PANEL), rows, PANEL), values.dtype)
+    for index in np.ndindex(*many):
+        _fill(panels[index], values[index])
+    return panels
+
+
+def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> jax.Array:
+    """The weights [T, I] of some outputs [T], which must be in range, in their own dtype."""
+    index = outputs // PANEL, slice(None), outputs % PANEL
+    return _weights(panels.at[index].get(mode="promise_in_bounds"), inputs, dtype)
+
+
+def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
+    """[T, I] of what panels hold of it."""
+    if in_pairs(dtype):
+        halves = jax.lax.bitcast_convert_type(columns, jnp.uint16)
+        columns = halves.reshape(columns.shape[0], -1)[:, :inputs]
+    kept = jnp.dtype(dtype)
+    return columns if columns.dtype == kept else jax.lax.bitcast_convert_type(columns, kept)
+
+
+def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
+    """What `panel_product` computes of all rows, in plain JAX."""
+    outputs = panels.shape[0] * PANEL
+    rows = panels.transpose(0, 2, 1).reshape(outputs, -1)
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    weight = _weights(rows, x.shape[1], weights).astype(exact)
+    return jnp.einsum("ti,oi->to", x.astype(exact), weight, precision="highest")

@@ -1,0 +1,300 @@
+"""Rows of a weight as checkpoints store them, [O, I], into panels, at the memory's speed.
+
+PANEL rows are a panel's words, transposed. Squares of as many rows as a vector has lanes are turned
+in registers, in steps that swap ever larger parts of two rows (Eklundh 1972), and written past the
+caches, which hold the rows. On the way the largest number's bits are found, which tell whether all
+are finite. Weights that are stored inputs first, [I, O], are only cut: a row is a line of each
+panel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from pallas_kernels.cpu.ir_builder import (
+    I16,
+    I32,
+    I64,
+    POINTER,
+    Code,
+    Host,
+    compiled,
+    const,
+    filled,
+    host,
+    suffix,
+    widened,
+)
+from pallas_kernels.cpu.panels import PANEL, in_pairs, in_panels, panel_shape
+
+ALIGNMENT = 64  # of panels
+
+_COMPILATION = Lock()
+
+
+@dataclass(frozen=True)
+class Transposition:
+    """The kernel for words of so many bytes.
+
+    Attributes:
+        word: bytes of one.
+        number: bytes of a number; a word is one or several.
+        widens: rows hold bfloat16, which become float32.
+        cpu: that the code is made for.
+    """
+
+    word: int
+    number: int
+    widens: bool = False
+    cpu: Host = field(default_factory=host)
+
+    @property
+    def lanes(self) -> int:
+        """Words of a vector; a row must have as many."""
+        return min(PANEL, self.cpu.vector_bytes // self.word)
+
+
+def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
+    """Lay rows out as panels; whether all numbers are finite.
+
+    Args:
+        rows: [R, I] floats of `dtype`, or bfloat16 where that is float32.
+        panels: those that the rows fill, of the shape and dtype that `panel_shape` says, their
+            memory in one piece from a multiple of ALIGNMENT bytes on. Where R is no multiple of
+            PANEL, the last one is filled up with zeros.
+        dtype: of the weight.
+    """
+    words = panels.shape[1]
+    kernel = _for_this_host(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
+    whole = len(rows) // PANEL
+    if words < kernel.lanes or rows.shape[1] * dtype.itemsize != words * panels.dtype.itemsize:
+        whole = 0
+    most = run(kernel, rows, panels[:whole])
+    rest = rows[whole * PANEL :].astype(dtype, copy=False)
+    if len(rest):
+        panels[whole:] = in_panels(rest.T)
+        most = max(most, _largest_bits(rest))
+    return most < int(np.array(np.inf, dtype).view(f"u{dtype.itemsize}"))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The kernel for rows that are inputs, [I, M, turns]; output m of turn t is output t * M + m.
+
+    Attributes:
+        number: bytes of one in panels.
+        turns: outputs that take turns.
+        pairs: whether a word holds two inputs.
+        widens: rows hold bfloat16, which become float32.
+        cpu: that the code is made for.
+    """
+
+    number: int
+    turns: int
+    pairs: bool = False
+    widens: bool = False
+    cpu: Host = field(default_factory=host)
+
+    @property
+    def word(self) -> int:
+        return self.number * (1 + self.pairs)
+
+    @property
+    def lanes(self) -> int:
+        """Words of a vector."""
+        return min(PANEL, self.cpu.vector_bytes // self.word)
+
+
+def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
+    """Lay inputs out as panels; whether all numbers are finite.
+
+    Args:
+        rows: [I, M, turns] floats of `dtype`, or bfloat16 where that is float32, contiguous;
+            [i, m, t] is the weight of input i and output t * M + m.
+        panels: of the shape and dtype that `panel_shape` says, as of `rows_in_panels`.
+        dtype: of the weight.
+
+    Raises:
+        ValueError: panels of another shape.
+    """
+    inputs, outputs, turns = rows.shape
+    pairs = in_pairs(dtype.name)
+    shape, _ = panel_shape(inputs, outputs * turns, dtype)
+    if panels.shape != shape:
+        raise ValueError(f"panels must have the shape {shape} for these rows, not {panels.shape}")
+    if outputs % PANEL or (pairs and inputs % 2):
+        flat = rows.transpose(0, 2, 1).reshape(inputs, -1).astype(dtype, copy=False)
+        in_panels(flat, panels)
+        most = _largest_bits(flat)
+    else:
+        kernel = _cut_for_this_host(dtype.itemsize, turns, pairs, rows.dtype != dtype)
+        most = run(kernel, rows, panels)
+    return most < int(np.array(np.inf, dtype).view(f"u{dtype.itemsize}"))
+
+
+def _largest_bits(values: np.ndarray) -> int:
+    """Of the numbers without their signs."""
+    number = np.dtype(f"u{values.dtype.itemsize}")
+    sign = number.type(1 << (8 * number.itemsize - 1))
+    return int((values.view(number) & ~sign).max(initial=0))
+
+
+@cache
+def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> Cut:
+    return Cut(number, turns, pairs, widens)
+
+
+@cache
+def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
+    return Transposition(word, number, widens)  # asking what the host can do takes a while
+
+
+def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> int:
+    """Fill whole panels [n, words, PANEL] by this kernel; the largest number's bits, unsigned."""
+    if not rows.flags.c_contiguous or not panels.flags.c_contiguous:
+        raise ValueError("rows and panels must be contiguous")
+    if panels.ctypes.data % ALIGNMENT:
+        raise ValueError(f"panels must begin at a multiple of {ALIGNMENT} bytes")
+    with _COMPILATION:  # threads that load weights come at once
+        _, transpose = _function(kernel)
+    return transpose(rows.ctypes.data, panels.ctypes.data, panels.shape[1], len(panels))
+
+
+@cache
+def _function(
+    kernel: Transposition | Cut,
+) -> tuple[Any, Callable[[int, int, int, int], int]]:
+    """What holds the machine code, and the code; other threads of Python run meanwhile."""
+    module = cut_module(kernel) if isinstance(kernel, Cut) else module_of(kernel)
+    engine = compiled(module, kernel.cpu)
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
+    address: Any = engine.get_function_address("transpose")
+    return engine, kind(address)
+
+
+def module_of(kernel: Transposition) -> ir.Module:
+    """transpose(rows, panels, words of a row, number of panels): see `run`."""
+    module = ir.Module("transpose")
+    kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
+    function: Any = ir.Function(module, kind, "transpose")
+    code = Code(function)
+    rows, panels, words, count = function.args
+    lanes, number = kernel.lanes, ir.IntType(8 * kernel.number)
+    element = ir.IntType(8 * kernel.word)
+    stored = I16 if kernel.widens else element
+    numbers = ir.VectorType(number, lanes * kernel.word // kernel.number)
+    unsigned = filled(numbers, (1 << (8 * kernel.number - 1)) - 1)
+    size, end = code.mul(words, const(PANEL)), code.sub(words, const(lanes))
+    with code.loop(const(0), count, carry=[filled(numbers, 0)]) as (panel, most):
+        first = code.mul(panel, size)
+        source, target = code.at(rows, first, stored), code.at(panels, first, element)
+        with code.loop(const(0), words, lanes, carry=most) as (index, found):
+            at = code.smaller_int(index, end)  # the last squares overlap those before
+            for row in range(0, PANEL, lanes):
+                lines = [code.add(code.mul(words, const(row + i)), at) for i in range(lanes)]
+                square = [code.read_vector(source, line, stored, lanes) for line in lines]
+                if kernel.widens:
+                    square = [_words(code, vector, element) for vector in square]
+                for vector in square:
+                    bits = code.and_(code.bitcast(vector, numbers), unsigned)
+                    found[0] = _larger(code, found[0], bits)
+                for lane, vector in enumerate(_turned(code, square)):
+                    place = code.add(code.mul(code.add(at, const(lane)), const(PANEL)), const(row))
+                    _write_past_caches(code, vector, code.at(target, place, element))
+        most[0] = found[0]
+    code.fence("seq_cst")  # what is written past the caches comes in any order
+    largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
+    code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
+    return module
+
+
+def cut_module(kernel: Cut) -> ir.Module:
+    """transpose(rows, panels, words of an output, number of panels): see `run`."""
+    module = ir.Module("cut")
+    kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
+    function: Any = ir.Function(module, kind, "transpose")
+    code = Code(function)
+    rows, panels, words, count = function.args
+    lanes, turns, number = kernel.lanes, kernel.turns, ir.IntType(8 * kernel.number)
+    element = ir.IntType(8 * kernel.word)
+    stored = I16 if kernel.widens else number
+    numbers = ir.VectorType(number, lanes * kernel.word // kernel.number)
+    unsigned = filled(numbers, (1 << (8 * kernel.number - 1)) - 1)
+    columns = code.sdiv(count, const(turns))  # panels of a turn
+    inputs = range(1 + kernel.pairs)  # of a word
+    with code.loop(const(0), words, carry=[filled(numbers, 0)]) as (line, most):
+        first = code.mul(line, const(len(inputs)))
+        with code.loop(const(0), columns, carry=most) as (column, found):
+            for start in range(0, PANEL, lanes):
+                read = []
+                for index in inputs:
+                    row = code.mul(code.add(first, const(index)), columns)
+                    at = code.mul(code.add(row, column), const(PANEL * turns))
+                    at = code.add(at, const(start * turns))
+                    read.append(code.read_vector(rows, at, stored, lanes * turns))
+                for turn in range(turns):
+                    some = range(turn, lanes * turns, turns)
+                    halves = [code.lanes_of(vector, vector, some) for vector in read]
+                    vector = _words(code, halves[0], element) if kernel.widens else halves[0]
+                    if kernel.pairs:
+                        vector = _paired(code, halves, element)
+                    bits = code.and_(code.bitcast(vector, numbers), unsigned)
+                    found[0] = _larger(code, found[0], bits)
+                    panel = code.add(code.mul(columns, const(turn)), column)
+                    place = code.mul(code.add(code.mul(panel, words), line), const(PANEL))
+                    place = code.add(place, const(start))
+                    _write_past_caches(code, vector, code.at(panels, place, element))
+        most[0] = found[0]
+    code.fence("seq_cst")
+    largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
+    code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
+    return module
+
+
+def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
+    """Two vectors of numbers as the lower and upper halves of words."""
+    kind = ir.VectorType(element, halves[0].type.count)
+    low, high = (code.zext(half, kind) for half in halves)
+    bits = halves[0].type.element.width
+    return code.or_(low, code.shl(high, filled(kind, bits)))
+
+
+def _words(code: Code, vector: Any, element: ir.Type) -> Any:
+    """bfloat16s as the bits of float32s."""
+    return code.bitcast(
+        widened(code, vector, ir.FloatType()), ir.VectorType(element, vector.type.count)
+    )
+
+
+def _larger(code: Code, a: Any, b: Any) -> Any:
+    return code.intrinsic(f"llvm.umax.{suffix(a.type)}", a.type, [a, b])
+
+
+def _write_past_caches(code: Code, vector: Any, address: Any) -> None:
+    size = vector.type.count * vector.type.element.width // 8
+    store = code.store(vector, address, align=min(size, ALIGNMENT))
+    store.set_metadata("nontemporal", code.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+def _turned(code: Code, square: Sequence[Any]) -> list[Any]:
+    """The columns of as many rows as each has lanes."""
+    vectors, lanes = list(square), len(square)
+    width = 1
+    while width < lanes:
+        left = [at if not at & width else lanes + at - width for at in range(lanes)]
+        right = [at + width if not at & width else lanes + at for at in range(lanes)]
+        for low in range(lanes):
+            if not low & width:
+                pair = vectors[low], vectors[low + width]
+                vectors[low] = code.lanes_of(*pair, left)
+                vectors[low + width] = code.lanes_of(*pair, right)
+        width *= 2
+    return vectors

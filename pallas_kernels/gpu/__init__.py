@@ -1,0 +1,1 @@
+"""The kernels for NVIDIA GPUs, in Pallas-Triton and Pallas-Mosaic-GPU, and their block sizes."""

@@ -1,0 +1,478 @@
+"""Rows of any number of queries over paged KV, in Pallas-Mosaic-GPU, for Hopper.
+
+One warpgroup fetches pages with the TMA unit, following the page table, into a ring of blocks in
+shared memory; the others each hold 64 query rows in registers and multiply them with ``wgmma``
+(warp specialisation as in FlashAttention-3, Shah et al. 2024; pages as in PagedAttention, Kwon et
+al. 2023). Tiles of queries are packed before and unpacked after the kernel, because a TMA store
+cannot leave out rows.
+
+Blocks that all queries of the tile see whole come first and are not masked; the blocks at the edges
+follow. A block that holds positions nobody wrote has its values there zeroed in shared memory,
+because a weight of zero times a NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.gpu.triton_ragged import tile_plan
+from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
+from pallas_kernels.gpu.tuning import MosaicConfig, lookup
+from pallas_kernels.implementation import target_platform
+
+_ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
+ROWS = 64
+"""Rows of a wgmma, hence of a compute warpgroup."""
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = {1: 248, 2: 232}
+"""By number of compute warpgroups. Registers are moved between warpgroups out of what the program
+was launched with, 504 a thread column for three of them: asking for more would wait forever."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What is static about the kernel. ``simulate``: keep to what the interpreter can run."""
+
+    case: Case
+    config: MosaicConfig
+    factor: float
+    window: int | None
+    soft_cap: float | None
+    scaled: bool
+    with_lse: bool
+    simulate: bool
+
+    @property
+    def block(self) -> int:
+        return self.config.block_tokens
+
+    @property
+    def tokens_per_warpgroup(self) -> int:
+        return ROWS // self.case.group
+
+    @property
+    def tile(self) -> int:
+        return self.tokens_per_warpgroup * self.config.warpgroups
+
+    @property
+    def pages_per_block(self) -> int:
+        return max(1, self.block // self.case.S)
+
+    @property
+    def copy_rows(self) -> int:
+        """Positions fetched by one TMA copy."""
+        return min(self.block, self.case.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Order in which a tile's blocks are visited; traced int32 scalars."""
+
+    first_position: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    kv_len: jax.Array
+    first_block: jax.Array
+    full_first: jax.Array
+    full_count: jax.Array
+    count: jax.Array
+
+    def block(self, i: jax.Array) -> jax.Array:
+        """The i-th block: full ones in order, then those before them, then those after."""
+        before = self.full_first - self.first_block
+        j = i - self.full_count
+        edge = jnp.where(
+            j < before, self.first_block + j, self.full_first + self.full_count + j - before
+        )
+        return jnp.where(i < self.full_count, self.full_first + i, edge)
+
+
+def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
+    """(row of the page table, walk) of this program's tile."""
+    # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
+    tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
+    row, size = tile_ref[tile, 0], tile_ref[tile, 2]
+    first, kv_len = tile_ref[tile, 3], tile_ref[tile, 4]
+    begin, end, full_begin, full_end = tile_bounds(first, first + size - 1, shape.window)
+    last_block = jnp.where(size > 0, ceil_div(end, shape.block), 0)
+    first_block = jnp.minimum(lax.div(begin, jnp.int32(shape.block)), last_block)
+    full_first = jnp.minimum(
+        jnp.maximum(ceil_div(full_begin, shape.block), first_block), last_block
+    )
+    full_last = jnp.minimum(
+        jnp.maximum(lax.div(full_end, jnp.int32(shape.block)), full_first), last_block
+    )
+    return row, _Walk(
+        first,
+        begin,
+        end,
+        kv_len,
+        first_block,
+        full_first,
+        full_last - full_first,
+        last_block - first_block,
+    )
+
+
+def _produce(
+    shape: _Shape,
+    walk: _Walk,
+    row: jax.Array,
+    kv_head: jax.Array,
+    table_ref: Any,
+    streams: tuple[tuple[Any, Any, Any, Any], ...],
+) -> None:
+    """Fetch the walk's blocks. streams: (pages, ring, filled, emptied barriers) of K and of V."""
+    stages, page_size = shape.config.num_stages, shape.case.S
+    last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
+
+    def fetch(i: jax.Array, carry: jax.Array) -> jax.Array:
+        slot = lax.rem(i, jnp.int32(stages))
+        position = walk.block(i) * shape.block
+        entry = lax.div(position, jnp.int32(page_size))
+        offset = lax.rem(position, jnp.int32(page_size)) if shape.block < page_size else 0
+        for pages_ref, ring, filled, emptied in streams:
+
+            @pl.when(i >= stages)
+            def _wait(emptied: Any = emptied) -> None:
+                plgpu.barrier_wait(emptied.at[slot])
+
+            for j in range(shape.pages_per_block):
+                page = table_ref[row, jnp.minimum(entry + j, last_page)]
+                rows = pl.ds(j * shape.copy_rows, shape.copy_rows)
+                plgpu.copy_gmem_to_smem(
+                    pages_ref.at[page, kv_head, pl.ds(offset, shape.copy_rows)],
+                    ring.at[slot, rows],
+                    filled.at[slot],
+                )
+        return carry
+
+    def drain(i: jax.Array, carry: jax.Array) -> jax.Array:
+        # A barrier may not be left with a completion that nobody waited for.
+        for _, _, _, emptied in streams:
+            plgpu.barrier_wait(emptied.at[lax.rem(i, jnp.int32(stages))])
+        return carry
+
+    lax.fori_loop(0, walk.count, fetch, jnp.int32(0))
+    lax.fori_loop(jnp.maximum(walk.count - stages, 0), walk.count, drain, jnp.int32(0))
+
+
+def _zero_unwritten(
+    shape: _Shape, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
+) -> None:
+    """Zero the values of a block at positions outside [walk.begin, walk.kv_len).
+
+    One warpgroup does it and tells the others through the barrier ``fixed``.
+    """
+
+    @pl.when((position < walk.begin) | (position + shape.block > walk.kv_len))
+    def _crossing() -> None:
+        @pl.when(warpgroup == 0)
+        def _fix() -> None:
+            for column in range(0, shape.case.H, 64):
+                part = values.at[:, pl.ds(column, 64)]
+                at = position + plgpu.broadcasted_iota(
+                    jnp.int32, (shape.block, 64), 0, layout=plgpu.Layout.WGMMA
+                )
+                own = (at >= walk.begin) & (at < walk.kv_len)
+                old = part[...]
+                part[...] = jnp.where(own, old, jnp.zeros_like(old))
+            plgpu.commit_smem()
+            if shape.config.warpgroups > 1:
+                plgpu.barrier_arrive(fixed)
+
+        if shape.config.warpgroups > 1:
+
+            @pl.when(warpgroup > 0)
+            def _wait() -> None:
+                plgpu.barrier_wait(fixed)
+
+
+def _column(vector: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(vector, like.shape, [0])
+
+
+def _consume(
+    shape: _Shape,
+    walk: _Walk,
+    warpgroup: jax.Array,
+    factor: jax.Array | float,
+    q_smem: Any,
+    rings: tuple[Any, Any],
+    filled: tuple[Any, Any],
+    emptied: tuple[Any, Any],
+    fixed: Any,
+    weights_smem: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Online softmax of one warpgroup's 64 rows: (acc [64,H], maxima [64], sums [64])."""
+    case, block = shape.case, shape.block
+    first = walk.first_position + warpgroup * shape.tokens_per_warpgroup
+    dtype = case.query_dtype
+
+    def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+        acc, top, total = carry
+        slot = lax.rem(i, jnp.int32(shape.config.num_stages))
+        position = walk.block(i) * block
+        plgpu.barrier_wait(filled[0].at[slot])
+        keys, values = rings[0].at[slot], rings[1].at[slot]
+
+        def scores_of(ref: Any) -> jax.Array:
+            plgpu.wgmma(ref, q_smem, keys.transpose((1, 0)))
+            return ref[...]
+
+        scores = pl.run_scoped(scores_of, _ACC((ROWS, block), jnp.float32))
+        plgpu.barrier_arrive(emptied[0].at[slot])
+        scores = scores * factor
+        if shape.soft_cap is not None:
+            scores = (shape.soft_cap * LOG2E) * jnp.tanh(scores * (1 / shape.soft_cap))
+        if masked:
+            layout = plgpu.Layout.WGMMA
+            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 0, layout=layout)
+            at = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + position
+            query = lax.div(rows, jnp.int32(case.group)) + first
+            visible = (at <= query) & (at < walk.kv_len)
+            if shape.window is not None:
+                visible = visible & (at > query - shape.window)
+            scores = jnp.where(visible, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - _column(new_top, scores))
+        acc = acc * _column(shrink, acc)
+        total = total * shrink + weights.sum(axis=1)
+        weights = weights.astype(dtype)
+        plgpu.barrier_wait(filled[1].at[slot])
+        if masked:
+            fixed_here = None if fixed is None else fixed.at[slot]
+            _zero_unwritten(shape, walk, position, values, fixed_here, warpgroup)
+        if shape.simulate:  # the interpreter's wgmma takes shared memory only, and starts from zero
+            weights_smem[...] = weights
+            plgpu.commit_smem()
+
+            def product(ref: Any) -> jax.Array:
+                plgpu.wgmma(ref, weights_smem, values)
+                return ref[...]
+
+            acc = acc + pl.run_scoped(product, _ACC((ROWS, case.H), jnp.float32))
+        else:
+
+            def accumulate(ref: Any) -> None:
+                plgpu.wgmma(ref, weights, values)
+
+            acc = pl.run_state(accumulate)(_ACC.init(acc))
+        plgpu.barrier_arrive(emptied[1].at[slot])
+        return acc, new_top, total
+
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.full((ROWS, case.H), 0, jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), NEGATIVE, jnp.float32), per_row),
+        plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row),
+    )
+    carry = lax.fori_loop(0, walk.full_count, lambda i, c: step(i, c, masked=False), carry)
+    return lax.fori_loop(walk.full_count, walk.count, lambda i, c: step(i, c, masked=True), carry)
+
+
+def _kernel(shape: _Shape, refs: list[Any]) -> None:
+    """Body for one (tile, kv head); see ``_call`` for the order of refs."""
+    q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
+    del refs[:5]
+    factor_ref: Any = refs.pop(0) if shape.scaled else None
+    out_ref = refs.pop(0)
+    lse_ref: Any = refs.pop(0) if shape.with_lse else None
+    q_smem, k_ring, v_ring, out_smem, q_filled, k_filled, v_filled, k_emptied, v_emptied = refs[:9]
+    del refs[:9]
+    fixed = refs.pop(0) if shape.config.warpgroups > 1 else None
+    lse_smem: Any = refs.pop(0) if shape.with_lse else None
+    weights_smem = refs.pop(0) if shape.simulate else None
+
+    kv_head, thread = lax.axis_index("head"), lax.axis_index("warpgroup")
+    tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
+    row, walk = _walk(tile_ref, shape)
+    groups = shape.config.warpgroups
+
+    @pl.when(thread < groups)
+    def _compute() -> None:
+        if not shape.simulate:
+            plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
+        own_q, own_out = q_smem.at[thread], out_smem.at[thread]
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, thread], own_q, q_filled.at[thread])
+        plgpu.barrier_wait(q_filled.at[thread])
+        factor = shape.factor if factor_ref is None else factor_ref[kv_head]
+        acc, top, total = _consume(
+            shape,
+            walk,
+            thread,
+            factor,
+            own_q,
+            (k_ring, v_ring),
+            (k_filled, v_filled),
+            (k_emptied, v_emptied),
+            fixed,
+            None if weights_smem is None else weights_smem.at[thread],
+        )
+        safe = jnp.where(total == 0, 1.0, total)
+        own_out[...] = (acc / _column(safe, acc)).astype(own_out.dtype)
+        if lse_ref is not None:
+            lse_smem.at[thread][...] = jnp.where(total == 0, NEGATIVE, top / LOG2E + jnp.log(safe))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[tile, kv_head, thread])
+        if lse_ref is not None:
+            plgpu.copy_smem_to_gmem(lse_smem.at[thread], lse_ref.at[tile, kv_head, thread])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(thread == groups)
+    def _fetch() -> None:
+        if not shape.simulate:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        streams = ((k_ref, k_ring, k_filled, k_emptied), (v_ref, v_ring, v_filled, v_emptied))
+        _produce(shape, walk, row, kv_head, table_ref, streams)
+
+
+def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
+    """Run the kernel on packed queries [tiles, K, warpgroups, 64, H]."""
+    case, groups, stages = shape.case, shape.config.warpgroups, shape.config.num_stages
+    dtype = case.query_dtype
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    per_block = shape.pages_per_block
+    out = [jax.ShapeDtypeStruct((tiles, case.K, groups, ROWS, case.H), dtype)]
+    ring = plgpu.SMEM((stages, shape.block, case.H), dtype, transforms=tiled)
+    rows = plgpu.SMEM((groups, ROWS, case.H), dtype, transforms=tiled)
+    scratch = [
+        rows,
+        ring,
+        ring,
+        rows,
+        plgpu.Barrier(num_barriers=groups),
+        plgpu.Barrier(num_arrivals=per_block, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=per_block, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    ]
+    if groups > 1:
+        scratch.append(plgpu.Barrier(num_barriers=stages))
+    if shape.with_lse:
+        out.append(jax.ShapeDtypeStruct((tiles, case.K, groups, ROWS), jnp.float32))
+        scratch.append(plgpu.SMEM((groups, ROWS), jnp.float32))
+    if shape.simulate:
+        scratch.append(plgpu.SMEM((groups, ROWS, shape.block), dtype, transforms=tiled))
+    extra = {} if interpret is None else {"interpret": interpret}
+
+    def ragged_attention_hopper(*refs: Any) -> None:
+        _kernel(shape, list(refs))
+
+    return plgpu.kernel(
+        ragged_attention_hopper,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(tiles, case.K),
+        grid_names=("tile", "head"),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **extra,
+    )(*operands)
+
+
+def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
+    """Queries by tile, [tiles, K, warpgroups, 64, H]; zeros where a tile has no query."""
+    case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
+    local = jnp.arange(shape.tile, dtype=jnp.int32)
+    token = jnp.minimum(plan[:, 1:2] + local, case.T - 1)
+    valid = (local < plan[:, 2:3])[:, :, None, None]
+    packed = jnp.where(valid, q[token], jnp.zeros((), q.dtype))
+    packed = packed.reshape(-1, groups, per, case.K, case.group, case.H)
+    packed = packed.transpose(0, 3, 1, 2, 4, 5).reshape(
+        -1, case.K, groups, per * case.group, case.H
+    )
+    missing = ROWS - per * case.group
+    return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+
+
+def _unpack(tiles: jax.Array, query_start: jax.Array, shape: _Shape) -> jax.Array:
+    """Tiles [tiles, K, warpgroups, 64, ...] back to tokens [T, K, group, ...]."""
+    case, per = shape.case, shape.tokens_per_warpgroup
+    used = tiles[:, :, :, : per * case.group]
+    used = used.reshape(tiles.shape[0], case.K, shape.tile, case.group, *tiles.shape[4:])
+    starts = jnp.concatenate([query_start, jnp.full((1,), case.T, jnp.int32)])
+    counts = jnp.maximum(starts[1:] - starts[:-1], 0)
+    needed = ceil_div(counts, shape.tile)
+    token = jnp.arange(case.T, dtype=jnp.int32)
+    row = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, case.R)
+    earlier = jnp.arange(case.R + 1)[None, :] < row[:, None]
+    first_tile = jnp.where(earlier, needed[None, :], 0).sum(axis=1, dtype=jnp.int32)
+    within = token - starts[row]
+    return used[first_tile + within // shape.tile, :, within % shape.tile]
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H], bfloat16 or float16.
+
+    Args:
+        config: block sizes; None reads the tuning table.
+        interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
+    """
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    platform = target_platform()
+    case = attention_case(
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+    )
+    factor = (case.H**-0.5 if scale is None else float(scale)) * (1.0 if soft_cap else LOG2E)
+    shape = _Shape(
+        case=case,
+        config=config or lookup(MosaicConfig, case),
+        factor=factor,
+        window=window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        scaled=k_scale is not None,
+        with_lse=sinks is not None,
+        simulate=interpret is not None,
+    )
+    plan = tile_plan(query_start, kv_len, case.T, shape.tile, skip_single=False)
+    lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
+    plan = jnp.concatenate([plan, lengths[plan[:, 0]][:, None]], axis=1)
+    operands = [_pack(q, plan, shape), k_pages, v_pages, page_table, plan]
+    if k_scale is not None:
+        operands.append(k_scale * factor)
+    tiles, *lse = _call(shape, plan.shape[0], operands, interpret)
+    out = _unpack(tiles, query_start, shape)
+    if sinks is not None:
+        share = jax.nn.sigmoid(
+            _unpack(lse[0], query_start, shape)
+            - sinks.astype(jnp.float32).reshape(case.K, case.group)
+        )
+        out = out * share[..., None]
+    if v_scale is not None:
+        out = out * v_scale[:, None, None]
+    return out.astype(q.dtype).reshape(q.shape)

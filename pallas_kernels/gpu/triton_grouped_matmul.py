@@ -1,0 +1,125 @@
+"""The grouped matrix product in Pallas-Triton.
+
+A program computes a tile of rows of one group times a block of the columns of that group's matrix
+(MegaBlocks, Gale et al. 2022, without its padding: tiles are cut on the device from the groups'
+sizes, and their number is bounded by shapes alone). Rows after the last group belong to a group
+without a matrix, which gives them their zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.arguments import GroupedCase, grouped_case
+from pallas_kernels.gpu.triton_decode import owner, running_sum
+from pallas_kernels.gpu.triton_tile import ceil_div
+from pallas_kernels.gpu.tuning import GroupedConfig, grouped_config
+from pallas_kernels.implementation import target_platform
+
+
+def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
+    """Divide the groups' rows into tiles of ``tile`` rows.
+
+    Returns:
+        i32[tiles, 3]: group (their number for rows of none), first row, number of rows (0 for tiles
+        not needed).
+    """
+    groups = group_sizes.shape[0]
+    sizes = jnp.concatenate([group_sizes, (rows - group_sizes.sum(dtype=jnp.int32))[None]])
+    tiles, ends = ceil_div(sizes, tile), running_sum(sizes)
+    last = running_sum(tiles)
+    count = rows // tile + min(groups + 1, rows)
+    group = owner(last, count)
+    live = group <= groups
+    group = jnp.minimum(group, groups)
+    within = (jnp.arange(count, dtype=jnp.int32) - (last - tiles)[group]) * tile
+    size = jnp.where(live, jnp.minimum(sizes[group] - within, tile), 0)
+    return jnp.stack([group, (ends - sizes)[group] + within, size], axis=1)
+
+
+def _kernel(
+    x_ref: Any,
+    w_ref: Any,
+    plan_ref: Any,
+    out_ref: Any,
+    *,
+    case: GroupedCase,
+    config: GroupedConfig,
+) -> None:
+    """One tile of rows times one block of columns."""
+    rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
+    tile, block = pl.program_id(0), pl.program_id(1)
+    group, first, size = plan_ref[tile, 0], plan_ref[tile, 1], plan_ref[tile, 2]
+    valid = jnp.arange(rows) < size
+    row = jnp.broadcast_to((first + jnp.arange(rows))[:, None], (rows, inner))
+    matrix = jnp.minimum(group, case.E - 1)
+    column = block * columns + jnp.arange(columns)
+    whole = case.D % inner == 0 and case.F % columns == 0
+
+    def weights(start: jax.Array, k: jax.Array) -> jax.Array:
+        if whole:
+            return w_ref[matrix, pl.ds(start, inner), pl.ds(block * columns, columns)]
+        shape = (inner, columns)
+        down, across = (
+            jnp.broadcast_to(k[:, None], shape),
+            jnp.broadcast_to(column[None, :], shape),
+        )
+        mask = (down < case.D) & (across < case.F)
+        return plt.load(w_ref.at[matrix, down, across], mask=mask, other=0.0)
+
+    def step(i: jax.Array, acc: jax.Array) -> jax.Array:
+        k = i * inner + jnp.arange(inner)
+        across = jnp.broadcast_to(k[None, :], (rows, inner))
+        mask = jnp.broadcast_to(valid[:, None], (rows, inner))
+        if case.D % inner:
+            mask &= across < case.D
+        some = plt.load(x_ref.at[row, across], mask=mask, other=0.0)
+        # The default precision of float32 on the GPU is TF32, which is not float32.
+        precision = lax.Precision.HIGHEST if some.dtype == jnp.float32 else None
+        return acc + plt.dot(some, weights(i * inner, k), precision=precision)
+
+    turns = jnp.where((size > 0) & (group < case.E), jnp.int32(-(-case.D // inner)), 0)
+    acc = jnp.zeros((rows, columns), jnp.float32)
+    acc = lax.fori_loop(jnp.int32(0), turns, step, acc)
+    shape = (rows, columns)
+    across = jnp.broadcast_to(column[None, :], shape)
+    mask = jnp.broadcast_to(valid[:, None], shape) & (across < case.F)
+    at = out_ref.at[jnp.broadcast_to((first + jnp.arange(rows))[:, None], shape), across]
+    plt.store(at, acc.astype(out_ref.dtype), mask=mask)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    config: GroupedConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See ``pallas_kernels.grouped_matmul``; x [A,D] -> [A,F].
+
+    Args:
+        config: block sizes; None reads the tuning table.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    case = grouped_case(target_platform(), x, w, group_sizes)
+    config = config or grouped_config(case)
+    plan = tile_plan(group_sizes, case.A, config.block_rows)
+    return pl.pallas_call(
+        functools.partial(_kernel, case=case, config=config),
+        # Tiles of a group follow each other, so that they share its matrix in the cache.
+        grid=(plan.shape[0], -(-case.F // config.block_columns)),
+        out_shape=jax.ShapeDtypeStruct((case.A, case.F), x.dtype),
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(x, w, plan)

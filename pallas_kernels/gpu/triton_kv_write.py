@@ -1,0 +1,97 @@
+"""Store keys and values in their pages, in Pallas-Triton, in place.
+
+One program per token: a page's [K, S, H] block takes one token as K runs of H contiguous values.
+The page arrays are aliased from input to output, so with donated pages nothing else is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.arguments import FP8, kv_write_case
+from pallas_kernels.gpu.triton_tile import power_of_two
+from pallas_kernels.gpu.tuning import KvWriteConfig, lookup
+from pallas_kernels.implementation import target_platform
+from pallas_kernels.reference import FP8_MAX
+
+
+def _write_kernel(
+    slot_ref: Any, k_ref: Any, v_ref: Any, *rest: Any, slots: int, page_size: int, scaled: bool
+) -> None:
+    """Write one token. rest: optional k_scale and v_scale, the aliased inputs, the outputs."""
+    scale_refs: Any = rest[:2] if scaled else (None, None)
+    out_refs = rest[-2:]
+    _, num_kv_heads, head_dim = k_ref.shape
+    token = pl.program_id(0)
+    slot = slot_ref[token]
+    there = (slot >= 0) & (slot < slots)
+    slot = jnp.where(there, slot, 0)
+    shift = page_size.bit_length() - 1
+    width = num_kv_heads * head_dim
+    element = jnp.arange(power_of_two(width))
+    mask = (element < width) & there
+    head = lax.div(element, jnp.full_like(element, head_dim))
+    column = lax.rem(element, jnp.full_like(element, head_dim))
+    tokens = jnp.broadcast_to(token, element.shape)
+    page = jnp.broadcast_to(lax.shift_right_logical(slot, shift), element.shape)
+    offset = jnp.broadcast_to(lax.bitwise_and(slot, page_size - 1), element.shape)
+    for source, scale_ref, target in zip((k_ref, v_ref), scale_refs, out_refs, strict=True):
+        value = plt.load(source.at[tokens, head, column], mask=mask, other=0.0)
+        if scaled or target.dtype == FP8:
+            value = value.astype(jnp.float32)
+        if scaled:
+            value = value / plt.load(scale_ref.at[head], mask=mask, other=1.0)
+        if target.dtype == FP8:
+            # Written so that a NaN stays one; a plain cast would turn what is too large into NaN.
+            value = jnp.where(value > FP8_MAX, FP8_MAX, value)
+            value = jnp.where(value < -FP8_MAX, -FP8_MAX, value)
+        at = target.at[page, head, offset, column]
+        plt.store(at, value.astype(target.dtype), mask=mask)
+
+
+def kv_write(
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    config: KvWriteConfig | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.kv_write``; returns the new (k_pages, v_pages).
+
+    Args:
+        config: None reads the tuning table.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    case = kv_write_case(
+        target_platform(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale
+    )
+    config = config or lookup(KvWriteConfig, case)
+    scaled = k_scale is not None
+    operands = [slot_mapping, k, v]
+    operands += [k_scale, v_scale] if scaled else []
+    first = len(operands)
+    written = pl.pallas_call(
+        functools.partial(_write_kernel, slots=case.P * case.S, page_size=case.S, scaled=scaled),
+        grid=(case.T,),
+        out_shape=(
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+        ),
+        input_output_aliases={first: 0, first + 1: 1},
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="kv_write",
+    )(*operands, k_pages, v_pages)
+    return written[0], written[1]

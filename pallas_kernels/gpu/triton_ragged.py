@@ -1,0 +1,232 @@
+"""Rows of any number of queries over paged KV, in Pallas-Triton.
+
+A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
+the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
+and the tensor cores get full tiles. Which tile belongs to which row is worked out on the device
+from ``query_start``; the number of tiles is bounded by shapes alone. Rows of a single query, which
+would use a fraction of a tile and walk a long context alone, go to the split-KV decode kernel,
+which writes them into the same output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.gpu.triton_decode import fit_block, owner, running_sum, split_and_merge
+from pallas_kernels.gpu.triton_tile import (
+    LOG2E,
+    Span,
+    TileSpec,
+    attend,
+    ceil_div,
+    load_queries,
+    store_rows,
+    tile_bounds,
+)
+from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, lookup
+from pallas_kernels.implementation import target_platform
+
+
+def tile_count(tokens: int, rows: int, tile: int, skip_single: bool) -> int:
+    """Most tiles any division of the tokens over the rows, and padding after them, can need."""
+    return tokens // tile + min(rows, tokens // 2 if skip_single else tokens) + 1
+
+
+def tile_plan(
+    query_start: jax.Array, kv_len: jax.Array, tokens: int, tile: int, skip_single: bool
+) -> jax.Array:
+    """Divide the rows' queries into tiles of ``tile`` tokens.
+
+    Padding tokens are treated as one more row without keys, which gives them their zeros.
+
+    Returns:
+        i32[tiles, 4]: row, first token, number of tokens (0 for tiles not needed), position of the
+        first token.
+    """
+    rows = kv_len.shape[0]
+    starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
+    counts = jnp.maximum(starts[1:] - starts[:-1], 0)
+    positions = jnp.concatenate([kv_len - counts[:rows], jnp.full((1,), -tokens, jnp.int32)])
+    tiled = counts
+    if skip_single:
+        tiled = jnp.where((counts == 1) & (jnp.arange(rows + 1) < rows), 0, counts)
+    tiles = ceil_div(tiled, tile)
+    ends = running_sum(tiles)
+    count = tile_count(tokens, rows, tile, skip_single)
+    row = owner(ends, count)
+    live = row <= rows
+    row = jnp.minimum(row, rows)
+    within = (jnp.arange(count, dtype=jnp.int32) - (ends - tiles)[row]) * tile
+    size = jnp.where(live, jnp.minimum(counts[row] - within, tile), 0)
+    return jnp.stack([row, starts[row] + within, size, positions[row] + within], axis=1)
+
+
+def _tile_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    tile_ref: Any,
+    *rest: Any,
+    spec: TileSpec,
+    group: int,
+    scaled: bool,
+    sinks: bool,
+) -> None:
+    """One tile of one kv head, written straight to its tokens of out [T,N,H]."""
+    scale_refs: Any = rest[:2] if scaled else (None, None)
+    k_scale_ref, v_scale_ref = scale_refs
+    rest = rest[2:] if scaled else rest
+    sink_ref: Any = rest[0] if sinks else None
+    out_ref = rest[-1]
+    # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
+    tile, kv_head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    row, first_token = tile_ref[tile, 0], tile_ref[tile, 1]
+    size, first = tile_ref[tile, 2], tile_ref[tile, 3]
+    begin, end, full_begin, full_end = tile_bounds(first, first + size - 1, spec.window)
+    last_block = jnp.where(size > 0, ceil_div(end, spec.block_tokens), 0)
+    first_block = jnp.minimum(lax.div(begin, jnp.int32(spec.block_tokens)), last_block)
+    span = Span(begin, end, full_begin, full_end, first_block, last_block)
+
+    index = jnp.arange(spec.tile_rows)
+    local = lax.div(index, jnp.full_like(index, group))
+    token = first_token + local
+    head = kv_head * group + lax.rem(index, jnp.full_like(index, group))
+    valid = local < size
+    queries = load_queries(q_ref, token, head, valid, spec)
+    key_scale = k_scale_ref[kv_head] if scaled else None
+    acc, top, total = attend(
+        queries, k_ref, v_ref, table_ref, row, kv_head, first + local, span, key_scale, spec
+    )
+    if sinks:
+        sink = plt.load(sink_ref.at[head], mask=valid, other=0.0) * LOG2E
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp2(top - new_top)
+        acc = tuple(part * shrink[:, None] for part in acc)
+        total = total * shrink + jnp.exp2(sink - new_top)
+    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
+    if scaled:
+        inverse = inverse * v_scale_ref[kv_head]
+    acc = tuple(part * inverse[:, None] for part in acc)
+    store_rows(out_ref, token, head, valid, acc, spec)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    config: RaggedConfig | None = None,
+    decode_config: DecodeConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H].
+
+    Args:
+        config: block sizes; None reads the tuning table. decode_config: likewise, for the rows of
+            one query.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    platform = target_platform()
+    case = attention_case(
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+    )
+    config = config or lookup(RaggedConfig, case)
+    out = _tiles(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        query_start,
+        kv_len,
+        case=case,
+        config=config,
+        interpret=interpret,
+        **options,
+    )
+    if not config.split_single:
+        return out
+    decode_config = decode_config or lookup(DecodeConfig, case)
+    block = fit_block(decode_config.block_tokens, case)
+    single = query_start[1:] - query_start[:-1] == 1
+    return split_and_merge(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        jnp.where(single, kv_len, 0),
+        query_start[:-1],
+        single.astype(jnp.int32),
+        out,
+        case=case,
+        config=dataclasses.replace(decode_config, block_tokens=block),
+        interpret=interpret,
+        **options,
+    )
+
+
+def _tiles(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    case: Case,
+    config: RaggedConfig,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    interpret: bool,
+) -> jax.Array:
+    """Every tile of the step, without the rows of one query if the config sends them elsewhere."""
+    block = fit_block(config.block_tokens, case)
+    spec = TileSpec.of(case, config.tile_rows, block, scale, window, soft_cap)
+    tile = config.tile_rows // case.group
+    plan = tile_plan(query_start, kv_len, case.T, tile, config.split_single)
+    scaled = k_scale is not None
+    operands = [q, k_pages, v_pages, page_table, plan]
+    operands += [k_scale, v_scale] if scaled else []
+    operands += [sinks.astype(jnp.float32)] if sinks is not None else []
+    return pl.pallas_call(
+        functools.partial(
+            _tile_kernel, spec=spec, group=case.group, scaled=scaled, sinks=sinks is not None
+        ),
+        grid=(plan.shape[0], case.K),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="ragged_attention",
+    )(*operands)
