@@ -118,9 +118,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def no_jax_cache() -> Generator[None]:
-    """JAX's cache off: see `tests.own_programs`."""
+    """JAX's cache off: see `tests.support.own_programs`."""
     # Imported here: JAX reads the variables above when it is imported.
-    from tests.own_programs import own_programs
+    from tests.support.own_programs import own_programs
 
     with own_programs():
         yield

@@ -47,10 +47,10 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels
-from tests.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.models.cases import CASES, transformers_model
-from tests.oracle import Answer, Form, Oracle, Score
-from tests.workloads import Ask, adversarial_workload
+from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
+from tests.support.oracle import Answer, Form, Oracle, Score
+from tests.support.workloads import Ask, adversarial_workload
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 14
 MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2

@@ -17,7 +17,7 @@ import jaxserve
 from jaxserve import EngineConfig, SamplingParams
 from jaxserve.commands.cli import SAMPLING_FIELDS, main, make_parser
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
-from tests.engine.checkpoint import save_checkpoint
+from tests.support.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 # Few and small programs, so that they compile quickly.

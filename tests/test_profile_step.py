@@ -33,7 +33,7 @@ from step_trace import (
     read_events,
     self_times,
 )
-from tests.engine.checkpoint import save_checkpoint
+from tests.support.checkpoint import save_checkpoint
 
 HLO = """HloModule jit_step, is_scheduled=true
 

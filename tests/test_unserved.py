@@ -14,7 +14,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.options import engine_settings
 from jaxserve.errors import InvalidRequest
 from jaxserve.unserved import UNSERVED, served
-from tests.engine.checkpoint import save_checkpoint
+from tests.support.checkpoint import save_checkpoint
 
 
 def test_none_of_them_is_a_setting() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded, load
-from tests.engine.checkpoint import save_checkpoint
+from tests.support.checkpoint import save_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

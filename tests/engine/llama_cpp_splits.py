@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from jaxserve.engine.text.gguf_splits import SPLITS
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.weights import read_gguf
-from tests.weights.gguf_files import finish
+from tests.support.gguf_files import finish
 
 STORED = Path(__file__).parent / "data" / "llama_cpp_splits.json"
 SPECIAL = ("<|bos|>", "<|im_end|>")

@@ -18,7 +18,7 @@ from jaxserve.weights import parameter_values
 from tests.engine.conftest import GREEDY
 from tests.engine.test_gguf_text import byte_level
 from tests.engine.test_start import SMALL
-from tests.weights.gguf_files import Type, random_tensors, raw_config, write_gguf
+from tests.support.gguf_files import Type, random_tensors, raw_config, write_gguf
 from tests.weights.packing import save
 from tests.weights.test_quantized import EXPERTS
 from tests.weights.test_quantized import checkpoint as quantized_checkpoint

@@ -18,7 +18,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 from tests.engine.test_failures import CONFIG
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 
 VOCAB = 64
 PROMPT = [3, 20, 41, 7, 20, 5]

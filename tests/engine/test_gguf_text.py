@@ -17,10 +17,10 @@ from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.gguf_splits import SPLITS
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
-from tests.engine.checkpoint import CHAT_TEMPLATE
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
 from tests.engine.llama_cpp_splits import metadata as fields_of
-from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.checkpoint import CHAT_TEMPLATE
+from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

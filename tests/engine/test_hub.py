@@ -15,8 +15,8 @@ from jaxserve.config import is_hub_name
 from jaxserve.engine.hub import fetch
 from jaxserve.engine.source import find_source
 from jaxserve.weights import parameter_values
-from tests.engine.hub_server import Hub, commit_of, serve_hub
-from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.hub_server import Hub, commit_of, serve_hub
 
 NEVER = {
     "pytorch_model.bin": b"\x80\x02",

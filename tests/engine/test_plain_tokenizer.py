@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from jaxserve.config import bundled_model
 from jaxserve.engine.text.plain_tokenizer import PlainTokenizer, read_plain
 from jaxserve.engine.text.tokenizer import Tokenizer, byte_letters
-from tests.engine.checkpoint import byte_tokenizer
+from tests.support.checkpoint import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, Unsuppo
 from jaxserve.engine.source import find_source
 from jaxserve.execution.start import compilation
 from jaxserve.execution.start.compilation import fingerprint, prepare_cache
-from tests.engine.checkpoint import save_checkpoint
+from tests.support.checkpoint import save_checkpoint
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,

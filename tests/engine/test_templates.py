@@ -12,7 +12,7 @@ import pytest
 from jaxserve import CheckpointError
 from jaxserve.engine.text.template import ChatTemplate, TemplateTooLong
 from jaxserve.engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
+from tests.support.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 
 USER: Any = [{"role": "user", "content": "hi"}]
 DOUBLE = "{%% set ns = namespace(x='aa') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"

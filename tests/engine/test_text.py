@@ -19,7 +19,7 @@ from jaxserve.server.schema.logprobs import CompletionTokens, TokenTexts
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import tool_use
-from tests.engine.checkpoint import byte_tokenizer
+from tests.support.checkpoint import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

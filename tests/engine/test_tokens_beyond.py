@@ -12,7 +12,7 @@ from jaxserve import LLM, CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.structured import StructuredOutputsParams
-from tests.engine.checkpoint import byte_tokenizer
+from tests.support.checkpoint import byte_tokenizer
 
 SIZE, IMAGE = 260, "<image>"
 

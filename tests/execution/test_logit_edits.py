@@ -17,8 +17,8 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from tests.execution.test_sampling import batch
-from tests.oracle import edited_logits, kept_tokens
-from tests.workloads import random_edits
+from tests.support.oracle import edited_logits, kept_tokens
+from tests.support.workloads import random_edits
 
 VOCAB = 300
 SLOTS = 3

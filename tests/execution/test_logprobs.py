@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.execution.logprobs import score, score_positions, top_k
 from jaxserve.request import SamplerFeature
-from tests.oracle import score as slow_score
+from tests.support.oracle import score as slow_score
 
 best = jax.jit(top_k, static_argnums=1)
 

@@ -58,7 +58,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "is_traced"),
     [
-        *((f"jaxserve/scheduling/{part}.py", True) for part in ("row_settings", "logprobs", "slot_table")),
+        *(
+            (f"jaxserve/scheduling/{part}.py", True)
+            for part in ("row_settings", "logprobs", "slot_table")
+        ),
         *((name, True) for name in ("jaxserve/request.py", "jaxserve/execution/step.py")),
         ("jaxserve/scheduling/scheduler.py", False),
         ("jaxserve/engine/engine.py", False),

@@ -19,7 +19,7 @@ from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.random import uniform as row_uniform
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.request import SamplingParams
-from tests.oracle import kept_tokens, uniform
+from tests.support.oracle import kept_tokens, uniform
 
 ROWS = 6
 

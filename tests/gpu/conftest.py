@@ -1,12 +1,10 @@
 """These tests need a GPU. Without one they are not collected, so that nothing counts as skipped."""
 
 import pathlib
-import sys
 
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "kernels"))
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import FP8, assert_close, paged_call
 
 from pallas_kernels import (
     grouped_matmul,
@@ -18,6 +17,7 @@ from pallas_kernels import (
     ragged_paged_attention,
     reference,
 )
+from tests.support.paged_cases import FP8, assert_close, paged_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
 

@@ -1,11 +1,6 @@
-"""Lets the tests here import their helpers; leaves out what the installed JAX cannot simulate."""
-
-import pathlib
-import sys
+"""Leaves out what the installed JAX cannot simulate."""
 
 import jax
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 # Before 0.11 the simulator of Mosaic GPU kernels lacks operations that every one of them uses.
 collect_ignore = ["test_hopper_simulated.py"] if jax.__version_info__ < (0, 11) else []

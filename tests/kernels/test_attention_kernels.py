@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import FP8, PagedCall, assert_close, paged_call
 
 from pallas_kernels import reference, xla
 from pallas_kernels.cpu import decode as llvm_decode
 from pallas_kernels.cpu import ragged as llvm_ragged
 from pallas_kernels.gpu import triton_decode, triton_ragged
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
+from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
 DECODE = DecodeConfig(block_tokens=32, target_programs=8, min_blocks=1, merge_splits=2)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from paged_cases import assert_close
 
 from pallas_kernels import grouped_matmul, reference, xla_grouped_matmul
 from pallas_kernels.gpu import triton_grouped_matmul
 from pallas_kernels.gpu.tuning import GroupedConfig
+from tests.support.paged_cases import assert_close
 
 ROWS, GROUPS = 40, 5
 # Tiles smaller and larger than groups; sizes that blocks divide and that they do not.

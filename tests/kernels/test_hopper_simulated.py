@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from paged_cases import assert_close, paged_call
 
 from pallas_kernels import reference
 from pallas_kernels.gpu import hopper_ragged
 from pallas_kernels.gpu.tuning import MosaicConfig
+from tests.support.paged_cases import assert_close, paged_call
 
 SETUPS = {
     "one warpgroup": ([(5, 37), (0, 0), (1, 90)], {}, MosaicConfig(64, 2, 1)),

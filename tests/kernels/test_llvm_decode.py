@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llvmlite import ir
-from paged_cases import PagedCall, assert_close, paged_call
 
 from pallas_kernels import paged_decode_attention, reference
 from pallas_kernels.cpu import decode as llvm_decode
 from pallas_kernels.cpu.ffi import Kernel
 from pallas_kernels.cpu.ir_builder import I64, POINTER, VOID, Code, compiled, const, host
+from tests.support.paged_cases import PagedCall, assert_close, paged_call
 
 STATIC = ("scale", "window", "soft_cap")
 SETUPS = {

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import PagedCall, assert_close, paged_call
-from test_llvm_decode import SETUPS as DECODE_SETUPS
-from test_llvm_decode import STATIC, parts_of
 
 from pallas_kernels import ragged_paged_attention, reference
 from pallas_kernels.cpu.ragged import PagedTiles
+from tests.kernels.test_llvm_decode import SETUPS as DECODE_SETUPS
+from tests.kernels.test_llvm_decode import STATIC, parts_of
+from tests.support.paged_cases import PagedCall, assert_close, paged_call
 
 SETUPS = {
     "float64, group of 3": {"dtype": jnp.float64, "heads": 6},

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from paged_cases import assert_close
-from test_tuning_table import on_h200
 
 from pallas_kernels import quantized_grouped_matmul
 from pallas_kernels.gpu import triton_quantized_grouped_matmul as triton
 from pallas_kernels.gpu.triton_quantized_matmul import Tile
+from tests.kernels.test_tuning_table import on_h200
+from tests.support.paged_cases import assert_close
 
 ROWS, MATRICES, INPUTS = 40, 5, 48
 TILE = Tile(16, 32, 16)  # smaller and larger than groups; columns that it does not divide

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import FP8, assert_close, paged_call
 
 from pallas_kernels import reference
+from tests.support.paged_cases import FP8, assert_close, paged_call
 
 
 def by_hand(call) -> np.ndarray:

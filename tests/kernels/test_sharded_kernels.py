@@ -7,14 +7,12 @@ import pathlib
 import subprocess
 import sys
 
-HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = """
-import sys
-sys.path[:0] = [{here!r}, {root!r}]
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 import pallas_kernels
-from paged_cases import paged_call
+from tests.support.paged_cases import paged_call
 
 mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
 heads, pages, every = P(None, "heads"), P(None, "heads"), P()
@@ -56,7 +54,7 @@ CALLS = [
 
 
 def test_split_over_kv_heads() -> None:
-    program = PROGRAM.format(here=str(HERE), root=str(HERE.parent.parent), calls=CALLS)
+    program = PROGRAM.format(calls=CALLS)
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
@@ -64,6 +62,7 @@ def test_split_over_kv_heads() -> None:
     }
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

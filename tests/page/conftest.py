@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route
 
 from tests.page.browser import open_browser
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 SMALL = (
     "--max-num-seqs 8 --max-num-batched-tokens 128 --decode-sizes 8 --token-sizes 128 "
@@ -25,7 +25,7 @@ OpenPage = Callable[..., Page]
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
     """Its steps take their time: what a test must see running does not end before."""
-    with Server(SMALL, module="tests.server.slow") as server:
+    with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 
 

@@ -27,7 +27,7 @@ from jaxserve.server.page.dashboard import (
 )
 from tests.page.browser import find, install
 from tests.page.conftest import SMALL
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 PATH = "/dashboard/events"
 

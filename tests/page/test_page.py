@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 import jaxserve
 from tests.page.conftest import KEY, Endless, OpenPage
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 FILES = Path(jaxserve.__file__).parent / "server/page"
 PHONE: dict[str, Any] = {

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from tests.models.test_published_configs import PUBLISHED
 from tests.published.packages import FILES
-from tests.weights.gguf_files import DEEPSEEK, random_tensors
+from tests.support.gguf_files import DEEPSEEK, random_tensors
 
 SMALL = {
     "hidden_size": 32,

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.live import SMALL, Server
 from tests.server.test_tools import NAMED, OTHER, SCHEMA, TOOL, USER, fits
+from tests.support.live_server import SMALL, Server
 
 # Nothing else may be in it: a random model would write on for ever.
 CLOSED = SCHEMA | {"additionalProperties": False}

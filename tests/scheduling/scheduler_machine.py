@@ -15,7 +15,6 @@ import argparse
 import sys
 
 import numpy as np
-from ghost_runner import GhostRunner, GhostStep, oracle
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,7 +24,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_setups import MAX_MODEL_LEN, SETUPS, Setup
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import BucketSet
@@ -35,6 +33,8 @@ from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
+from tests.scheduling.ghost_runner import GhostRunner, GhostStep, oracle
+from tests.scheduling.scheduler_setups import MAX_MODEL_LEN, SETUPS, Setup
 
 # Prompts are cut from these, so that exact repeats and common prefixes are frequent.
 TAPES = tuple(np.random.default_rng(n).integers(0, 2, MAX_MODEL_LEN, np.int32) for n in range(2))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import Served
 
 from jaxserve.scheduling.guided_rows import BESIDE_WAITING
 from jaxserve.scheduling.plan import StepPlan
+from tests.scheduling.harness import Served
 
 
 def served(*guided: bool, **options) -> Served:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import Served
 
 from jaxserve.request import FinishReason
+from tests.scheduling.harness import Served
 
 MOST = 6
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from harness import DRAWN, Served, prompt
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
@@ -10,6 +9,7 @@ from jaxserve.scheduling.budget import fitted
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
+from tests.scheduling.harness import DRAWN, Served, prompt
 
 
 def test_one_request_is_prefilled_then_decoded():

@@ -1,6 +1,6 @@
 """Random schedules over a ghost device; see scheduler_machine for the long form."""
 
-from scheduler_machine import run
+from tests.scheduling.scheduler_machine import run
 
 
 def test_random_schedules_serve_every_request_as_if_alone():

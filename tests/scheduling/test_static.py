@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from harness import DRAWN, Served, prompt
 
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.static import StaticScheduler
+from tests.scheduling.harness import DRAWN, Served, prompt
 
 
 def shape(plan, num_slots: int) -> tuple[list, list]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.server.live import SECONDS, Server, read_all, status_of
+from tests.support.live_server import SECONDS, Server, read_all, status_of
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 LONG: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 600, "ignore_eos": True}

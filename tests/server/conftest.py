@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.live import SMALL, Canary, Server
+from tests.support.live_server import SMALL, Canary, Server
 
 KEYS = ("first-key", "second-key")
 
@@ -34,7 +34,7 @@ def server(main_server: Server, main_canary: Canary) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def slow_server() -> Iterator[Server]:
     """As the main server, where what runs can be seen to."""
-    with Server(SMALL, module="tests.server.slow") as server:
+    with Server(SMALL, module="tests.support.slow_server") as server:
         yield server
 
 
@@ -60,7 +60,7 @@ def narrow_server() -> Iterator[Server]:
     )
     keys = [part for key in KEYS for part in ("--api-key", key)]
     arguments = [*SMALL, *narrow.split(), *keys]
-    with Server(arguments, key=KEYS[0], module="tests.server.slow") as server:
+    with Server(arguments, key=KEYS[0], module="tests.support.slow_server") as server:
         yield server
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.server.failing import MARK
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 ARGUMENTS = (
     "--max-num-seqs 8 --decode-sizes 8 --token-sizes 128 --max-num-batched-tokens 128 --port 0"

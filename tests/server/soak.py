@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tests.server import attacks
 from tests.server.attacks import Figures
-from tests.server.live import ROOT, SMALL, Canary, Server
 from tests.server.test_http import BAD_JSON
+from tests.support.live_server import ROOT, SMALL, Canary, Server
 
 RESULTS = ROOT / "scripts" / "results" / "soak.json"
 KEYS = ("first-key", "second-key")

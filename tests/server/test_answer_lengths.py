@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from jaxserve.config import bundled_model
-from tests.server.live import SMALL, Server
+from tests.support.live_server import SMALL, Server
 
 SAY = "Write the numbers from one to forty."
 TALK = [{"role": "user", "content": SAY}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 CHAT = {"messages": [{"role": "user", "content": "Reverse: s-t-o-n-e"}], "temperature": 0}
 SAMPLED: dict[str, Any] = {

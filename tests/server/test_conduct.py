@@ -12,7 +12,7 @@ import pytest
 from tests.server import attacks
 from tests.server.attacks import LONG, STREAM, WORDY, ended
 from tests.server.conftest import KEYS
-from tests.server.live import SMALL, Server, read_all, read_stream, status_of
+from tests.support.live_server import SMALL, Server, read_all, read_stream, status_of
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -188,7 +188,7 @@ def test_prompt_tokens_in_the_queue_are_bounded(narrow: Server) -> None:
 def test_what_takes_too_long_is_answered() -> None:
     """Waiting longer than allowed, then running: one request holds the only slot meanwhile."""
     times = "--queue-timeout 0.3 --request-timeout 3 --max-num-seqs 1 --decode-sizes 1"
-    with Server([*SMALL, *times.split()], module="tests.server.slow") as server:
+    with Server([*SMALL, *times.split()], module="tests.support.slow_server") as server:
         for stream in (False, True):
             with server.open_stream(STREAM | {"n": 2}) as first:
                 server.wait_for("num_requests_running", lambda value: value == 1)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from jaxserve.server.http.open_files import make_room
-from tests.server.live import SECONDS, SMALL, Server
+from tests.support.live_server import SECONDS, SMALL, Server
 
 
 @pytest.fixture(scope="module")

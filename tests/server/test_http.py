@@ -11,7 +11,7 @@ import pytest
 from tests.server import attacks
 from tests.server.attacks import POST
 from tests.server.conftest import KEYS
-from tests.server.live import Server, read_all, status_of
+from tests.support.live_server import Server, read_all, status_of
 
 GOOD = {"prompt": "a", "max_tokens": 2, "temperature": 0}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.server.live import Server
 from tests.server.test_parameters import refuse
+from tests.support.live_server import Server
 
 MODEL = Path(__file__).parents[2] / "jaxserve" / "demo_model"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -12,9 +12,9 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from tests.engine.checkpoint import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
-from tests.server.live import SMALL, Server
 from tests.server.test_tools import CHAT, NAMED, OTHER, SCHEMA, TOOL, USER, fits, streamed
+from tests.support.checkpoint import CHAT_TEMPLATE, byte_tokenizer, save_checkpoint
+from tests.support.live_server import SMALL, Server
 
 MARKS = ["<tool_call>", "</tool_call>"]
 # Says how to call, so that the format is known, and shows the tools.

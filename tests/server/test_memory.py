@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.server.live import SMALL, Canary, Server
 from tests.server.memory import rounds
+from tests.support.live_server import SMALL, Canary, Server
 
 
 def test_failed_steps_leave_nothing_behind() -> None:

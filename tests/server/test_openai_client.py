@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server.conftest import KEYS
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 USER: Any = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 MODEL = "demo_model"

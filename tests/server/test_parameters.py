@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 USER = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
 GOOD: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from jaxserve.server.http.process import Process
 from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
-from tests.server.slow import slow_down
+from tests.support.slow_server import slow_down
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.server import attacks
 from tests.server.attacks import POST
-from tests.server.live import Server, read_all, status_of
 from tests.server.test_http import GOOD
+from tests.support.live_server import Server, read_all, status_of
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.checkpoint import save_checkpoint
-from tests.engine.hub_server import serve_hub
 from tests.engine.test_gguf_text import whole_model
-from tests.server.live import Server
+from tests.support.checkpoint import save_checkpoint
+from tests.support.hub_server import serve_hub
+from tests.support.live_server import Server
 
 SMALL = (
     "--port 0 --max-num-seqs 2 --max-num-batched-tokens 16 --decode-sizes 2 --token-sizes 16 "

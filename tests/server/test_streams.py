@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve.server.http.listener import bind
-from tests.server.live import ROOT, SECONDS, SMALL
+from tests.support.live_server import ROOT, SECONDS, SMALL
 
 
 def free_port() -> int:

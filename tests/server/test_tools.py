@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.live import Server
+from tests.support.live_server import Server
 
 MODEL = "demo_model"
 USER: Any = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]

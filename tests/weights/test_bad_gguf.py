@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.weights import gguf_config, load_weights, read_gguf
-from tests.weights.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 NAME = "m.gguf"
 

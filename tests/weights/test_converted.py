@@ -30,8 +30,8 @@ from jaxserve.weights import (
     write_converted,
 )
 from jaxserve.weights.converted import CARD, WEIGHTS
+from tests.support.gguf_files import random_tensors
 from tests.weights.conftest import RAW
-from tests.weights.gguf_files import random_tensors
 from tests.weights.test_quantized import DEEPSEEK, checkpoint
 
 ROOT = Path(__file__).parent.parent.parent

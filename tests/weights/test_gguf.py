@@ -21,7 +21,7 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.weights import gguf_config, gguf_fields, load_weights, read_gguf
-from tests.weights.gguf_files import (
+from tests.support.gguf_files import (
     CASES,
     Type,
     as_llama_cpp,

@@ -1,6 +1,6 @@
 """`jaxserve` with steps of at least `SECONDS`: what a test must see running does not end before.
 
-python -m tests.server.slow serve --max-num-seqs 1
+python -m tests.support.slow_server serve --max-num-seqs 1
 """
 
 from __future__ import annotations

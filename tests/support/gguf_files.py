@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.weight_table import dimensions
-from tests.weights.gguf_metadata import add_metadata
+from tests.support.gguf_metadata import add_metadata
 
 Type = gguf.GGMLQuantizationType
 BASE: dict[str, Any] = {

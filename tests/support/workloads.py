@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
-from tests.letters import FORMS, TEXTS
+from tests.support.letters import FORMS, TEXTS
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def numbers(token_ids: list[int]) -> str:
 
 
 def letters(token_ids: list[int]) -> str:
-    """Text in the vocabulary of `tests.letters`."""
+    """Text in the vocabulary of `tests.support.letters`."""
     return "".join(TEXTS[token] for token in token_ids)
 
 

@@ -57,7 +57,7 @@ class Server:
     """A running `jaxserve serve`. Use it as a context manager.
 
     Attributes:
-        module: what is run: `tests.server.slow` leaves time to look at requests while they run.
+        module: what is run: `tests.support.slow_server` leaves time to look at requests while they run.
         files: the limit of open files, soft and hard; that of this process by default.
         log: lines that it wrote to standard error.
     """
