@@ -57,7 +57,7 @@ class Server:
     """A running `jaxserve serve`. Use it as a context manager.
 
     Attributes:
-        module: what is run: `tests.support.slow_server` leaves time to look at requests while they run.
+        module: the module to run; `tests.support.slow_server` leaves time to look at requests.
         files: the limit of open files, soft and hard; that of this process by default.
         log: lines that it wrote to standard error.
     """
