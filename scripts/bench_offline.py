@@ -30,7 +30,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
@@ -58,8 +58,12 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         enable_prefix_caching=False,
         decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
     ).resolve("cpu", model_config.max_position_embeddings)
-    runner = Runner(config, model_config, random_weights(model_config, np.float32, panels=True))
-    runner.warm_up(lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr))
+    runner = start_runner(
+        config,
+        model_config,
+        random_weights(model_config, np.float32, panels=True),
+        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr),
+    )
     limits = Limits(model_config.vocab_size, 1024, (), 0)
     return Loaded(config, runner, None, limits, SamplingParams())
 
@@ -304,7 +308,7 @@ def main() -> int:
     rows = read_trace(arguments.requests)
     about = about_run() | {"jax": jax.__version__, "model": COMMON | SHAPES[arguments.shape]}
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
-    about["start_seconds"] = loaded.runner.stages
+    about["start_seconds"] = loaded.start.stages
     if "step" in arguments.parts:
         mean = int(np.mean([row.input_tokens + row.output_tokens / 2 for row in rows]) / SCALE)
         steps = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]

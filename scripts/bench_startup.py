@@ -119,7 +119,9 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
         engine.step()
     first, runner = time.time(), engine.runner
     assert len(tokens) == 1
-    stages = runner.stages
+    start = engine.loaded.start
+    assert start is not None
+    stages = start.stages
     known = stages["weights"] + stages["compile"] + stages["warm_up"]
     numbers = {
         "imports": imported - spawned,
@@ -130,11 +132,11 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
         "ready": ready - spawned,
         "first_token": first - ready,
         "compiles": runner.num_compiles,
-        "programs_built": runner.store.num_built,
-        "programs_loaded": runner.store.num_loaded,
-        **{f"{name}_thread_s": seconds for name, seconds in runner.store.seconds.items()},
+        "programs_built": start.store.num_built,
+        "programs_loaded": start.store.num_loaded,
+        **{f"{name}_thread_s": seconds for name, seconds in start.store.seconds.items()},
     }
-    print(runner.plan, file=sys.stderr)
+    print(start.bucket_plan, file=sys.stderr)
     engine.close()
     return numbers
 

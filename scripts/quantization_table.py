@@ -41,8 +41,7 @@ from jaxserve.config import EngineConfig, bundled_model  # noqa: E402
 from jaxserve.engine.loading import Loaded  # noqa: E402
 from jaxserve.engine.request_factory import Limits  # noqa: E402
 from jaxserve.engine.text.tokenizer import Tokenizer  # noqa: E402
-from jaxserve.execution.buckets import Bucket  # noqa: E402
-from jaxserve.execution.runner import Runner  # noqa: E402
+from jaxserve.execution.start.warm_up import start_runner  # noqa: E402
 from jaxserve.models import Decoder, ModelConfig, read_model_config  # noqa: E402
 from jaxserve.models.quantized import QuantizedWeight  # noqa: E402
 from jaxserve.request import SamplingParams  # noqa: E402
@@ -194,12 +193,8 @@ def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
         token_sizes=(max(ROWS),),
     ).resolve("cpu", model_config.max_position_embeddings)
     model = random_weights(model_config, np.float32, 0, mode.quantization, panels=True)
-    runner = Runner(config, model_config, model, greedy_decode=True)
-    # Greedy decode steps alone: the sampler is the same in every mode.
-    buckets = [Bucket(rows, rows, True, greedy=True) for rows in ROWS]
-    runner._steps = {bucket: runner._compile(bucket, runner.num_pages) for bucket in buckets}
-    runner._make_state = runner._compile_state()
-    runner.reset()
+    # Greedy decode steps are timed: the sampler is the same in every mode.
+    runner = start_runner(config, model_config, model, greedy_decode=True)
     print(f"  {mode.name} is compiled", file=sys.stderr, flush=True)
     limits = Limits(model_config.vocab_size, 1024, (), 0)
     return Loaded(config, runner, None, limits, SamplingParams())

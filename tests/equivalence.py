@@ -40,7 +40,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits, bad_words_token_ids
 from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
@@ -174,8 +174,7 @@ class Bench:
                 check_invariants=True,
                 num_scheduler_steps=MOST_STEPS,
             ).resolve("cpu", model_config.max_position_embeddings)
-            runner = Runner(config, model_config, model)
-            runner.warm_up()
+            runner = start_runner(config, model_config, model)
             limits = Limits(VOCAB, MAX_LEN, (END,), seed=0)
             self.loaded[page] = Loaded(config, runner, self.tokenizer, limits, SamplingParams())
 

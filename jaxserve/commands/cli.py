@@ -165,13 +165,14 @@ def compile_programs(arguments: argparse.Namespace) -> int:
         for plan in plans:
             # All stay loaded: on a GPU the next one's cache has what this one leaves.
             loaded.append(load(plan.config, report.progress))
-            print(f"{plan.names[0]}: {loaded[-1].runner.store}; {loaded[-1].runner.plan}")
+            print(f"{plan.names[0]}: {loaded[-1].start}")
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     finally:
         for one in loaded:
             one.runner.close()
-    return 0 if all(one.runner.store.folder is not None for one in loaded) else 1
+    starts = [one.start for one in loaded]
+    return 0 if all(start and start.store.folder is not None for start in starts) else 1
 
 
 def add_talk(add_parser: Callable[..., argparse.ArgumentParser]) -> None:

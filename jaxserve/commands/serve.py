@@ -37,8 +37,7 @@ def load_models(plans: Iterable[ModelSpec], config: ServerConfig, report: StartR
             llm = AsyncLLM(plan.config, report.progress)
             served.append(ServedModel(plan.names, plan.root, llm, config, secret))
             report.say(_memory_plan(llm))
-            runner = llm.thread.engine.runner
-            report.say(f"{runner.store}; {runner.plan}")
+            report.say(f"{llm.thread.engine.loaded.start}")
     except BaseException:
         for model in served:
             model.llm.close()
@@ -56,7 +55,7 @@ def _memory_plan(llm: AsyncLLM) -> str:
         f"KV cache in {kept}, {pages:,} pages x "
         f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
         f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
-        f"{runner.temporary_bytes:,} bytes; at most {config.max_num_seqs} sequences "
+        f"{_temporary_bytes(engine):,} bytes; at most {config.max_num_seqs} sequences "
         f"of {engine.limits.max_model_len:,} tokens"
     )
 
@@ -118,3 +117,7 @@ async def _serve(process: Process, listener: socket.socket, report: StartReport)
         shown = f"[{host}]" if ":" in host else host
         report.say(f"ready at http://{shown}:{port}")
     await running
+
+
+def _temporary_bytes(engine: Engine) -> int:
+    return 0 if engine.loaded.start is None else engine.loaded.start.temporary_bytes

@@ -19,6 +19,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.compilation import prepare_cache
+from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
@@ -35,6 +36,7 @@ class Loaded:
 
     Attributes:
         max_new_tokens: what generation_config.json says of an answer's length, if anything.
+        start: how the start went, if it was `load` that made this.
     """
 
     config: EngineConfig
@@ -43,6 +45,7 @@ class Loaded:
     limits: Limits
     default_sampling: SamplingParams
     max_new_tokens: int | None = None
+    start: StartReport | None = None
 
     def slot_table(self) -> SlotTable:
         """An empty one for the configuration and the model's window."""
@@ -120,10 +123,10 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     started = time.perf_counter()
     model = _model(config, source, model_config, dtype, on_progress)
     weights_seconds = time.perf_counter() - started
-    runner = Runner(config, model_config, model, cache=programs)
-    runner.stages["weights"] = weights_seconds
+    start = WarmUp(config, model_config, model, cache=programs)
+    start.report.stages["weights"] = weights_seconds
     capacity = longest_held(
-        runner.num_pages - 1,
+        start.num_pages - 1,
         config.block_size,
         model_config.layers.window,
         config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
@@ -136,8 +139,8 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             capacity,
             config.max_model_len,
         )
-    runner.warm_up(on_progress)
-    _log.info("%s; %s", runner.store, runner.plan)
+    runner = start.run(on_progress)
+    _log.info("%s", start.report)
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=capacity,
@@ -146,7 +149,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         launch_steps=runner.max_steps,
     )
     longest = source.generation_config.get("max_new_tokens")
-    return Loaded(config, runner, tokenizer, limits, sampling, longest)
+    return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
 
 
 def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:

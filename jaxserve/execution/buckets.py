@@ -75,6 +75,9 @@ class BucketSet:
             Skipping the sampler at run time costs a GPU conditional nodes in every step's graph;
             a CPU nothing, where each program costs seconds to compile.
         num_steps: most decode steps of one launch.
+
+    Attributes:
+        num_steps: likewise.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class BucketSet:
         ):
             if sizes[0] < 1 or sizes[-1] < limit:
                 raise ValueError(f"{name} must be positive and reach {limit}; got {sizes}")
+        self.num_steps = num_steps
         self._decode_sizes = decode
         self._token_sizes = tokens
         self._decode = [Bucket(size, size, True, False, num_steps) for size in decode]

@@ -1,58 +1,72 @@
-"""Runner: owns weights, device state and compiled steps; takes plans, returns tokens."""
+"""Runner: submits launches to the device in order, and reads their results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jaxserve.config import EngineConfig, cpu_threads
-from jaxserve.errors import InvalidRequest
-from jaxserve.execution.batch import pack, unpack
-from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
-from jaxserve.execution.sampler_state import (
-    allowed_words,
-    load_slot,
-    null_load,
-    set_allowed,
-    slot_loads,
-)
+from jaxserve.config import EngineConfig
+from jaxserve.execution.batch import pack
+from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.sampler_state import allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
-from jaxserve.execution.start.compilation import open_store
-from jaxserve.execution.state import (
-    DeviceState,
-    StepOutput,
-    addressable_pages,
-    kv_dtype,
-    make_state,
-    page_bytes,
-    release,
-)
-from jaxserve.execution.step import decode_steps, model_step
-from jaxserve.models import Decoder, ModelConfig
+from jaxserve.execution.state import DeviceState, StepOutput, release
+from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.logprobs import StepScores, TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_COMPILE_THREADS = 4
-# What a program takes to compile where it is not known: as those of 137M parameters on two cores.
-_COMPILE_SECONDS = 5.0
-# Steps in a row that are timed together.
-_QUEUED = 8
-
 # Called with (stage, done, total) while the engine starts.
 OnProgress = Callable[[str, int, int], None]
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """A count of the programs that JAX has compiled in this process since it was made.
+
+    Attributes:
+        num_compiles: the count.
+    """
+
+    def __init__(self) -> None:
+        self.num_compiles = 0
+        self._listener: Any = self._on_event
+        jax.monitoring.register_event_duration_secs_listener(self._listener)
+
+    def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            self.num_compiles += 1
+
+    def close(self) -> None:
+        """Stop counting. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled programs of an engine.
+
+    Attributes:
+        steps: the launches, by their padded shape: (leaves, state, words) to (state, output).
+        make_state: the empty device state.
+        load_slot: (sampler, load) to the sampler state with one slot's settings replaced.
+        set_allowed: by how many slots' masks they replace, (sampler, slots, words) to the sampler
+            state.
+    """
+
+    steps: Mapping[Bucket, Callable[..., tuple[DeviceState, StepOutput]]]
+    make_state: Callable[[], DeviceState]
+    load_slot: Callable[..., Any]
+    set_allowed: Mapping[int, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -67,24 +81,24 @@ class InFlight:
 
 
 class Runner:
-    """Runs steps on the device, in the order of their submission.
+    """The device's side of an engine: weights, device state and compiled launches.
+
+    `execution.start.warm_up` makes it. Launches run in the order of their submission.
 
     Args:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
-        model: with its weights placed.
-        greedy_decode: see BucketSet; None for yes on a GPU.
-        cache: folder of compiled programs; None keeps none.
+        leaves: the model's placed arrays.
+        programs: compiled; none is compiled later.
+        buckets: the padded shapes that there are programs for.
+        num_pages: pages of KV cache, the null page included.
+        kv_dtype: of the pages.
+        page_bytes: of one page, in all layers.
+        state: the device state that the programs ran on last.
+        counter: counts compilations; closed with the runner.
 
     Attributes:
-        plan: the padded sizes, and what they were chosen by where the configuration names none.
-        store: where programs come from.
-        num_pages: pages of KV cache, the null page included.
-        num_compiles: programs that JAX compiled in this process since this runner was made.
         max_steps: most decode steps of one launch.
-        stages: seconds that each stage of the start took.
-        temporary_bytes: most memory that a step takes beside weights and cache.
-        kv_dtype: of the pages.
         weight_bytes: of the parameters as they are stored.
     """
 
@@ -92,236 +106,40 @@ class Runner:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        model: Decoder,
-        greedy_decode: bool | None = None,
-        cache: Path | None = None,
+        leaves: list[jax.Array],
+        programs: Programs,
+        buckets: BucketSet,
+        *,
+        num_pages: int,
+        kv_dtype: np.dtype,
+        page_bytes: int,
+        state: DeviceState,
+        counter: CompileCounter,
     ) -> None:
-        assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
         self.config = config
         self.model_config = model_config
         self.vocab_size = model_config.vocab_size
-        platform = jax.default_backend()
-        dtype = model.norm.scale[...].dtype
-        self.max_steps = config.num_scheduler_steps or default_steps(platform)
-        self._greedy_decode = platform == "gpu" if greedy_decode is None else greedy_decode
-        self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
-        self.plan = BucketPlan.of(self.buckets)
-        self.num_compiles = 0
-        self.temporary_bytes = 0
-        self.stages: dict[str, float] = {}
-        self._listener: Any = self._on_event
-        jax.monitoring.register_event_duration_secs_listener(self._listener)
-        self._graphdef, state = nnx.split(model)
-        self._leaves, self._treedef = jax.tree.flatten(state)
-        self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, platform)
-        self.weight_bytes = sum(leaf.nbytes for leaf in self._leaves)
-        self.page_bytes = page_bytes(model_config, config.block_size, self.kv_dtype)
-        self.store = open_store(cache, config, model_config, self._leaves)
-        self._steps: dict[Bucket, Any] = {}
-        self._load_slot: Any = None
-        self._make_state: Any = None
-        # How many slots' masks each program replaces.
-        self._set_allowed: dict[int, Any] = dict.fromkeys(sorted({1, 8, config.max_num_seqs}))
-        self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.num_pages = self._size_cache()
-        self._state: DeviceState | None = None
+        self.buckets = buckets
+        self.num_pages = num_pages
+        self.kv_dtype = kv_dtype
+        self.page_bytes = page_bytes
+        self.max_steps = buckets.num_steps
+        self.weight_bytes = sum(leaf.nbytes for leaf in leaves)
+        self._leaves = leaves
+        self._steps = programs.steps
+        self._make_state = programs.make_state
+        self._load_slot = programs.load_slot
+        self._set_allowed = programs.set_allowed
+        self._state: DeviceState | None = state
+        self._counter = counter
 
-    def _make_buckets(
-        self, decode_sizes: Sequence[int] | None, token_sizes: Sequence[int] | None
-    ) -> BucketSet:
-        assert self.config.max_num_seqs and self.config.max_num_batched_tokens
-        return BucketSet(
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            decode_sizes,
-            token_sizes,
-            self._greedy_decode,
-            self.max_steps,
-        )
-
-    def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
-        if event == COMPILE_EVENT:
-            self.num_compiles += 1
-
-    def _size_cache(self) -> int:
-        """Pages that the configured memory holds."""
-        config = self.config
-        device = jax.devices()[0]
-        if config.num_gpu_blocks_override is not None:
-            pages = config.num_gpu_blocks_override
-        elif device.platform == "cpu" or config.kv_cache_memory_bytes is not None:
-            pages = config.cpu_page_budget(self.page_bytes)
-        else:
-            # Weights are placed; what the largest step needs beside them is read off its program.
-            stats = device.memory_stats()
-            largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
-            temporary = self._compile(largest, num_pages=64).memory_analysis().temp_size_in_bytes
-            share = config.gpu_memory_utilization * stats["bytes_limit"]
-            sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in self._sampler_leaves())
-            pages = int(share - stats["bytes_in_use"] - temporary - sampler) // self.page_bytes
-        if pages < 2:
-            raise InvalidRequest(
-                f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
-                "raise gpu_memory_utilization or kv_cache_memory_bytes",
-                "kv_cache_memory_bytes",
-            )
-        # Cells of the cache are numbered with 32 bits.
-        pages = min(pages, 2**31 // config.block_size - 1)
-        return addressable_pages(
-            pages,
-            self.page_bytes // 2 // self.model_config.num_hidden_layers,
-            self.kv_dtype,
-            device.platform,
-        )
-
-    def _state_maker(self, num_pages: int) -> Callable[[], DeviceState]:
-        return partial(
-            make_state,
-            self.model_config,
-            num_pages,
-            self.config.block_size,
-            self.config.max_num_seqs or 1,
-            self.kv_dtype,
-        )
-
-    def _shapes(self, num_pages: int) -> DeviceState:
-        return jax.eval_shape(self._state_maker(num_pages))
-
-    def _sampler_leaves(self) -> list[Any]:
-        """Shapes of what the sampler keeps on the device."""
-        return jax.tree.leaves(self._shapes(num_pages=2).sampler)
-
-    def _compile(self, bucket: Bucket, num_pages: int) -> Any:
-        return self.store.get(
-            f"{bucket}, {num_pages} pages", partial(self._lower, bucket, num_pages)
-        )
-
-    def _lower(self, bucket: Bucket, num_pages: int) -> Any:
-        step = partial(decode_steps, most=bucket.num_steps)
-        if bucket.num_steps == 1:
-            step = partial(model_step, decode_only=bucket.decode_only)
-        options = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
-
-        def run(leaves: Any, state: DeviceState, words: Any) -> tuple[DeviceState, StepOutput]:
-            batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-            return step(self._graphdef, self._treedef, leaves, state, batch, **options)
-
-        jitted = jax.jit(run, donate_argnums=1)
-        return jitted.lower(self._leaves, self._shapes(num_pages), self._null_batch(bucket))
-
-    def _compile_state(self) -> Any:
-        make = jax.jit(self._state_maker(self.num_pages))
-        return self.store.get(f"state, {self.num_pages} pages", make.lower)
-
-    def _compile_load(self) -> Any:
-        load = null_load(self._null_slots, self.vocab_size)
-        shapes = self._shapes(num_pages=2).sampler
-        return self.store.get(
-            "load slot", lambda: jax.jit(load_slot, donate_argnums=0).lower(shapes, load)
-        )
-
-    def _compile_set_allowed(self, count: int) -> Any:
-        shapes = self._shapes(num_pages=2).sampler
-        words = jax.ShapeDtypeStruct((count, shapes.allowed.shape[1]), np.uint32)
-        slots = jax.ShapeDtypeStruct((count,), np.int32)
-        return self.store.get(
-            f"set allowed, {count}",
-            lambda: jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words),
-        )
-
-    def _null_batch(self, bucket: Bucket) -> np.ndarray:
-        """A batch of padding only: it writes to no page and to no slot but the null one."""
-        none = np.zeros(0, np.int32)
-        plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
-        return pack(plan, self._null_slots, bucket)
-
-    def warm_up(self, on_progress: OnProgress | None = None) -> None:
-        """Make the cache, compile every bucket, and run each program once on padding.
-
-        A program runs while the next are read: that touches its memory for the first time.
-        """
-        started = time.perf_counter()
-        pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()))
-        try:
-            self._make_state = self._compile_state()
-            self.reset()
-            loading = pool.submit(self._compile_load)
-            masks = pool.map(self._compile_set_allowed, self._set_allowed)
-            if not (self.config.decode_sizes or self.config.token_sizes):
-                self._choose_sizes(pool)
-            self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
-            self._load_slot = loading.result()
-            self._set_allowed = dict(zip(self._set_allowed, masks, strict=True))
-        finally:
-            # An interrupt must not wait for the programs that have not been started.
-            pool.shutdown(wait=True, cancel_futures=True)
-        self.store.prune()
-        self.stages["compile"] = time.perf_counter() - started
-        started = time.perf_counter()
-        load = null_load(self._null_slots, self.vocab_size)
-        assert self._state is not None
-        self._state = replace(self._state, sampler=self._load_slot(self._state.sampler, load))
-        jax.block_until_ready(self._state)
-        self.stages["warm_up"] = time.perf_counter() - started
-
-    def _compile_all(
-        self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
-    ) -> None:
-        def compiled_once(bucket: Bucket) -> Any:
-            return self._steps.get(bucket) or self._compile(bucket, self.num_pages)
-
-        # Asking what a program takes costs a tenth of reading it.
-        kinds = {(one.decode_only, one.greedy): one for one in sorted(self.buckets)}
-        compiled = pool.map(compiled_once, buckets)
-        for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
-            if bucket not in self._steps:
-                self._steps[bucket] = step
-                self._run_padding(bucket)
-            if bucket in kinds.values():
-                needed = step.memory_analysis().temp_size_in_bytes
-                self.temporary_bytes = max(self.temporary_bytes, needed)
-            if on_progress is not None:
-                on_progress("compile", done, len(buckets))
-
-    def _choose_sizes(self, pool: ThreadPoolExecutor) -> None:
-        """Replace the default sizes by those that are worth their time to compile here."""
-        notes = self.store.notes()
-        if notes is not None:
-            self.plan = BucketPlan.from_notes(notes)
-        else:
-            buckets = anchors(self.buckets)
-            started, built = time.perf_counter(), self.store.num_built
-            self._compile_all(pool, buckets)
-            built = self.store.num_built - built
-            # Where all came from files, other sizes may not be there: they cost what is usual.
-            cost = (time.perf_counter() - started) / built if built else _COMPILE_SECONDS
-            self.plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
-            self.store.note(self.plan.notes())
-        self.buckets = self._make_buckets(self.plan.decode_sizes, self.plan.token_sizes)
-        kept = set(self.buckets)
-        self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in kept}
-
-    def _padding_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
-        """What a step of each bucket takes that holds nothing: the cost of its padding."""
-        seconds = {}
-        for bucket in buckets:
-            times = []
-            for _ in range(4):
-                started = time.perf_counter()
-                for _ in range(_QUEUED):
-                    output = self._run_padding(bucket)
-                np.asarray(output.token_ids)
-                times.append((time.perf_counter() - started) / _QUEUED)
-            seconds[bucket] = min(times)
-        return seconds
-
-    def _run_padding(self, bucket: Bucket) -> StepOutput:
-        batch = self._null_batch(bucket)
-        self._state, output = self._steps[bucket](self._leaves, self._state, batch)
-        return output
+    @property
+    def num_compiles(self) -> int:
+        """Programs that JAX compiled in this process since this runner's start began."""
+        return self._counter.num_compiles
 
     def reset(self, error: Exception | None = None) -> None:
-        """A new, empty cache: at the start, and after a failed step took the old one with it."""
+        """Make a new, empty cache after a failed launch took the old one with it."""
         self._state = release(self._state, error)
         self._state = self._make_state()
 
@@ -392,9 +210,11 @@ class Runner:
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
-        if self._leaves:
-            jax.monitoring.unregister_event_duration_listener(self._listener)
+        self._counter.close()
         self._state = None
-        self._leaves, self._steps = [], {}
-        self._load_slot = self._make_state = None
-        self._set_allowed = {}
+        self._leaves, self._steps, self._set_allowed = [], {}, {}
+        self._load_slot = self._make_state = _closed
+
+
+def _closed(*_: Any) -> Any:
+    raise RuntimeError("the runner is closed")

@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.errors import InvalidRequest
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
@@ -86,8 +86,8 @@ def loaded(dtype: str) -> Loaded:
         dtype=dtype, max_num_seqs=16, max_num_batched_tokens=32, decode_sizes=(16,),
         token_sizes=(32,), num_gpu_blocks_override=40, max_model_len=64, check_invariants=True,
     ).resolve("cpu", 128)  # fmt: skip
-    runner = Runner(config, model_config, random_weights(model_config, jnp.dtype(dtype), seed=0))
-    runner.warm_up()
+    model = random_weights(model_config, jnp.dtype(dtype), seed=0)
+    runner = start_runner(config, model_config, model)
     return Loaded(config, runner, None, Limits(VOCAB, 64, (), 0), SamplingParams())
 
 

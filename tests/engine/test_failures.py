@@ -17,6 +17,7 @@ from jaxserve.engine.engine import Delta, Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
@@ -49,8 +50,7 @@ def poisoned(**settings: Any) -> Loaded:
     table = nnx.state(model)["embedding"]["table"]
     model.embedding.table = nnx.Param(table[...].at[POISON].set(np.nan))
     config = EngineConfig(**settings, check_invariants=True).resolve("cpu", 128)
-    runner = Runner(config, model_config, model)
-    runner.warm_up()
+    runner = start_runner(config, model_config, model)
     limits = Limits(64, config.max_model_len or 0, (), 0)
     return Loaded(config, runner, None, limits, SamplingParams())
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
+import jax.numpy as jnp
 import pytest
-from flax import nnx
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.engine.loading import Loaded
+from jaxserve.engine.source import find_source
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.warm_up import start_runner
 
 WORK = [
     ("one", SamplingParams(temperature=0, max_tokens=30)),
@@ -31,10 +31,10 @@ def test_greedy_programs_change_no_token(
     loaded: Loaded, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = loaded.runner
-    model = nnx.merge(plain._graphdef, jax.tree.unflatten(plain._treedef, plain._leaves))
-    runner = Runner(loaded.config, plain.model_config, model, greedy_decode=True)
+    source = find_source(EngineConfig(model=str(loaded.config.model)))
+    model = source.load(plain.model_config, jnp.float32, None, None, False, True)
+    runner = start_runner(loaded.config, plain.model_config, model, greedy_decode=True)
     assert len(runner.buckets) == len(plain.buckets) + 1
-    runner.warm_up()
     used: list[Bucket] = []
     submit = runner.submit
 

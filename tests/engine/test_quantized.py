@@ -16,7 +16,8 @@ from jaxserve.config import bundled_model
 from jaxserve.engine.loading import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import ModelConfig, read_model_config
 from jaxserve.weights import random_weights
@@ -54,13 +55,17 @@ def check_program(compiled: Any) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * LARGEST * 0.8
 
 
+def weight_bytes(compiler: Compiler) -> int:
+    return sum(leaf.nbytes for leaf in compiler.leaves)
+
+
 def test_a_step_of_one_row_holds_no_weight_in_full_precision():
     config = ModelConfig.from_dict(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int8")
-    runner = Runner(settings.resolve("cpu", 64), config, model)
-    check_program(runner._compile(Bucket(1, 1, True, greedy=True), num_pages=8))
-    assert 0 <= MATRICES * BITS["int8"] / 8 - (runner.weight_bytes - PLAIN_BYTES) < MATRICES / 16
+    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
+    check_program(compiler.step(Bucket(1, 1, True, greedy=True), num_pages=8))
+    assert 0 <= MATRICES * BITS["int8"] / 8 - (weight_bytes(compiler) - PLAIN_BYTES) < MATRICES / 16
 
 
 @pytest.mark.parametrize(
@@ -70,8 +75,8 @@ def test_every_product_on_cpu_is_told_how_many_rows_count(form: str | None, buck
     config = ModelConfig.from_dict(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, form, panels=True)
-    runner = Runner(settings.resolve("cpu", 64), config, model)
-    text = runner._compile(bucket, num_pages=8).as_text()
+    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
+    text = compiler.step(bucket, num_pages=8).as_text()
     products = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxserve_\w*product", text)
     # Of attention, after it, gate and up, down; the logits, and those that a prompt is scored by.
     assert len(products) == (5 if bucket.decode_only else 6)
@@ -101,12 +106,12 @@ def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
     config = ModelConfig.from_dict(EXPERTS)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int4")
-    runner = Runner(settings.resolve("cpu", 64), config, model)
-    check_program(runner._compile(Bucket(4, 4, True, greedy=True), num_pages=8))
+    compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
+    check_program(compiler.step(Bucket(4, 4, True, greedy=True), num_pages=8))
     attention = 512 * (8 * 64 + 544 + 8 * 96 + 8 * 64)
     plain = PLAIN_BYTES + 4 * (512 + 512 * 4)  # norm of the latent, router
     codes = (attention + 5 * 3 * 512 * 512) * BITS["int4"] / 8
-    assert abs(runner.weight_bytes - plain - codes) < codes / 100
+    assert abs(weight_bytes(compiler) - plain - codes) < codes / 100
 
 
 @pytest.mark.parametrize(
@@ -117,9 +122,10 @@ def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None,
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     settings = EngineConfig(dtype=dtype, num_gpu_blocks_override=8, **sizes)
     model = random_weights(config, jnp.dtype(dtype), 0, form, panels=True)
-    runner = Runner(settings.resolve("cpu", 64), config, model)
-    assert runner.max_steps == 16
-    program = runner._compile(Bucket(4, 4, True, num_steps=16), num_pages=8)
+    start = WarmUp(settings.resolve("cpu", 64), config, model)
+    compiler = start.compiler
+    assert start.buckets.num_steps == 16
+    program = compiler.step(Bucket(4, 4, True, num_steps=16), num_pages=8)
     check_program(program)
     text, one_expert = program.as_text(), 512 * 512
     # Of the layer's experts two, of its shared one two.

