@@ -38,7 +38,8 @@ from argument_types import at_most, check_room, checkpoint, positive_integer, re
 from compare.shapes import COMMON, SHAPES
 from hostile_forms import HOSTILE
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.text.grammars import GrammarError, Grammars
 from jaxserve.errors import InvalidRequest

@@ -26,7 +26,8 @@ from rich.table import Table
 from argument_types import at_most, number_in
 from demo_requests import LONGEST_ANSWER, Ask, make_asks
 from demo_view import Board, Rates, question_of
-from jaxserve.engine.engine import Delta, Engine, MakeScheduler, make_scheduler
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine, MakeScheduler, make_scheduler
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.errors import JaxserveError
 from jaxserve.request import SamplingParams

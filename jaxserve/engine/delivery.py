@@ -1,17 +1,28 @@
-"""Live: a sequence being served, and what is said about it."""
+"""Delivery: what committed steps drew, on its way to those who wait for it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.text.detokenizer import Detokenizer
+from jaxserve.engine.text.grammars import GrammarError
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.request import FinishReason
+from jaxserve.scheduling.commit_result import StepResult
+from jaxserve.scheduling.logprobs import StepScores, TokenLogprobs
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.structured import NAME as STRUCTURED
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -67,6 +78,140 @@ class LiveSequence:
         return InvalidRequest(f"{', '.join(names)} left no token to draw", names[0])
 
 
+class Delivery:
+    """The sequences that are being served, and where their tokens and text go.
+
+    Args:
+        scheduler: that runs them; a sequence that its text ends is ended there.
+        slots: the slot table, which has their constraints' masks.
+        recovery: forgets those that have ended.
+        vocab_size: width of the logits.
+
+    Attributes:
+        num_tokens: tokens delivered since the start.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, slots: SlotTable, recovery: Recovery, vocab_size: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._slots = slots
+        self._recovery = recovery
+        self._vocab_size = vocab_size
+        self._live: dict[Sequence, LiveSequence] = {}
+        self._by_request: dict[str, list[LiveSequence]] = {}
+        self.num_tokens = 0
+
+    def add(self, request_id: str, lives: list[LiveSequence]) -> None:
+        """Note the sequences of a request that is queued now."""
+        self._live.update((live.sequence, live) for live in lives)
+        self._by_request[request_id] = lives
+
+    def of_request(self, request_id: str) -> list[LiveSequence]:
+        """Return the sequences of a request that have not ended, none if there is no such one."""
+        return list(self._by_request.get(request_id, ()))
+
+    def all(self) -> Iterable[LiveSequence]:
+        """Return every sequence that has not ended."""
+        return list(self._live.values())
+
+    def replace(self, live: LiveSequence, sequence: Sequence) -> None:
+        """Let another sequence take the place of one."""
+        del self._live[live.sequence]
+        live.sequence = sequence
+        self._live[sequence] = live
+
+    def keep_prompt_scores(self, plan: StepPlan, scores: StepScores) -> None:
+        """Hand each prompt the scores of its chunk, before its sequence may lose its slot."""
+        live = self._slots.generation[plan.slots] == plan.generations
+        wanted = live & self._slots.is_scored(plan.slots, plan.starts)
+        for row in np.flatnonzero(wanted).tolist():
+            sequence = self._slots.sequences[plan.slots[row]]
+            prompt = sequence.prompt_scores
+            start, first = int(plan.starts[row]), int(scores.ends[row] - plan.num_tokens[row])
+            last = min(int(scores.ends[row]), first + sequence.num_prompt - 1 - start)
+            prompt.put(start, scores.scores.part(slice(first, last), prompt.width))
+
+    def deliver(self, result: StepResult, scores: StepScores | None) -> None:
+        ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
+        unscored = [None] * len(result.sequences)
+        logprobs = unscored if scores is None else scores.of_draws(result.drawn)
+        drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
+        following = [*result.sequences[1:], None]
+        for (sequence, token, logprob), then in zip(drawn, following, strict=False):
+            live = self._live.get(sequence)
+            if live is None:  # it ended before this one of a launch's tokens
+                continue
+            self.num_tokens += 1
+            try:
+                is_last = then is not sequence and sequence in ended
+                self._deliver_token(live, token, logprob, is_last)
+            except GrammarError as error:
+                self.end(live, FinishReason.ERROR, error.as_refusal())
+            except Exception as error:  # of the text library: this request's loss alone
+                _log.exception("detokenization failed")
+                self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+        for sequence in result.finished:
+            live = self._live.get(sequence)
+            if live is not None:  # no token ended it
+                self.end(live, FinishReason.ERROR, live.why_none(self._vocab_size))
+
+    def _deliver_token(
+        self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
+    ) -> None:
+        sequence, text = live.sequence, live.detokenizer
+        stopped = complete = False
+        if sequence.constraint is not None and not ended:
+            complete = self._slots.advance(sequence, token)
+        if text is not None and not (ended and live.hides_last):
+            stopped = text.add(token)
+        if (stopped or complete) and not ended:
+            self._scheduler.finish(sequence, FinishReason.STOP)
+        if not (stopped or complete or ended):
+            self._send(live, live.delta([token], logprob))
+            return
+        if text is not None:
+            text.finish()
+        delta = live.delta([token], logprob)
+        delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
+        if stopped and text is not None:
+            delta.stop_reason = text.stop
+        elif ended and sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
+            delta.stop_reason = sequence.stop_token
+        self._forget(live)
+        self._send(live, delta)
+
+    def _send(self, live: LiveSequence, delta: Delta) -> None:
+        try:
+            live.sink(delta)
+        except Exception:
+            _log.exception("the receiver of request %s failed; aborting it", delta.request_id)
+            live.sink = _nowhere
+            if delta.finish_reason is None:
+                self.end(live, FinishReason.ABORT)
+
+    def end(
+        self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
+    ) -> None:
+        """End a sequence for a reason that no token brought."""
+        self._scheduler.finish(live.sequence, reason)
+        delta = live.delta([])
+        delta.finish_reason = reason
+        if error is not None:
+            delta.fail(error)
+        self._forget(live)
+        self._send(live, delta)
+
+    def _forget(self, live: LiveSequence) -> None:
+        del self._live[live.sequence]
+        self._recovery.forget(live.sequence)
+        request_id = live.sequence.request.request_id
+        lives = self._by_request[request_id]
+        lives.remove(live)
+        if not lives:
+            del self._by_request[request_id]
+
+
 def _allowed(sequence: Sequence, vocab_size: int) -> np.ndarray:
     """bool[V]: what a sequence's request lets through next, as `logit_edits` has it."""
     request = sequence.request
@@ -84,3 +229,7 @@ def _allowed(sequence: Sequence, vocab_size: int) -> np.ndarray:
     if len(drawn) < request.sampling.min_tokens:
         allowed[list(request.stop_token_ids)] = False
     return allowed
+
+
+def _nowhere(delta: Delta) -> None:
+    """Drop the outputs of a receiver that has failed."""

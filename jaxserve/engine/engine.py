@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.delivery import LiveSequence
-from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.delivery import Delivery, LiveSequence
+from jaxserve.engine.delta import Sink
 from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import make_request
 from jaxserve.engine.text.detokenizer import Detokenizer
-from jaxserve.engine.text.grammars import GrammarError, grammars_of
+from jaxserve.engine.text.grammars import grammars_of
 from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
-from jaxserve.scheduling.commit_result import StepResult
-from jaxserve.scheduling.logprobs import PromptScores, StepScores, TokenLogprobs
+from jaxserve.scheduling.logprobs import PromptScores
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -79,16 +78,16 @@ class Engine:
         self.slots = loaded.slot_table()
         self.scheduler = scheduler(self.config, self.pool, self.slots)
         self.scheduler.token_sizes = self.runner.buckets.token_sizes
-        self._live: dict[Sequence, LiveSequence] = {}
-        self._by_request: dict[str, list[LiveSequence]] = {}
         self._in_flight: InFlight | None = None
         self._pace = LaunchLength(self.runner.max_steps, self.config.num_scheduler_steps)
         self._recovery = Recovery(self.scheduler, self.slots)
+        self._delivery = Delivery(
+            self.scheduler, self.slots, self._recovery, self.limits.vocab_size
+        )
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
-        self._generation_tokens = 0
         self._compiles_at_start = self.runner.num_compiles
 
     def request(
@@ -131,7 +130,7 @@ class Engine:
         Raises:
             InvalidRequest: its id is being served, or it can never run.
         """
-        if request.request_id in self._by_request:
+        if self._delivery.of_request(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
         lives = []
         for index in range(request.sampling.n):
@@ -149,9 +148,8 @@ class Engine:
             lives.append(LiveSequence(sequence, sink, self._detokenizer(request)))
         for live in lives:
             self.scheduler.add(live.sequence)
-            self._live[live.sequence] = live
+        self._delivery.add(request.request_id, lives)
         self._num_arrivals += len(lives)
-        self._by_request[request.request_id] = lives
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
@@ -162,11 +160,11 @@ class Engine:
 
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
         """End a request now; its sink is told why. False if there is no such request."""
-        lives = list(self._by_request.get(request_id, []))
+        lives = self._delivery.of_request(request_id)
         if not lives or (waiting_only and any(one.sequence.num_cached >= 0 for one in lives)):
             return False
         for live in lives:
-            self._end(live, FinishReason.ABORT, error)
+            self._delivery.end(live, FinishReason.ABORT, error)
         return True
 
     def pause(self, request_id: str) -> None:
@@ -174,17 +172,16 @@ class Engine:
 
         For the scheduler it has ended; the token of a step in flight is dropped, and drawn again.
         """
-        for live in self._by_request.get(request_id, []):
+        for live in self._delivery.of_request(request_id):
             self.scheduler.finish(live.sequence, FinishReason.ABORT)
             self._recovery.forget(live.sequence)
 
     def resume(self, request_id: str) -> None:
         """Queue a paused request again, behind all that have come by now."""
-        for live in self._by_request.get(request_id, []):
+        for live in self._delivery.of_request(request_id):
             if live.sequence.finish_reason is None:
                 continue
-            del self._live[live.sequence]
-            live.sequence = replace(
+            again = replace(
                 live.sequence,
                 arrival=self._num_arrivals,
                 finish_reason=None,
@@ -192,7 +189,7 @@ class Engine:
                 precedence=0,
             )
             self._num_arrivals += 1
-            self._live[live.sequence] = live
+            self._delivery.replace(live, again)
             self.scheduler.add(live.sequence)
 
     @property
@@ -244,100 +241,10 @@ class Engine:
         self._pace.has_read(step.submitted, step.plan.num_steps)
         self._recovery.has_read(step.plan)
         if scores is not None:
-            self._keep_prompt_scores(step.plan, scores)
+            self._delivery.keep_prompt_scores(step.plan, scores)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
-        self._deliver(result, scores)
-
-    def _keep_prompt_scores(self, plan: StepPlan, scores: StepScores) -> None:
-        """Hand each prompt the scores of its chunk, before its sequence may lose its slot."""
-        live = self.slots.generation[plan.slots] == plan.generations
-        wanted = live & self.slots.is_scored(plan.slots, plan.starts)
-        for row in np.flatnonzero(wanted).tolist():
-            sequence = self.slots.sequences[plan.slots[row]]
-            prompt = sequence.prompt_scores
-            start, first = int(plan.starts[row]), int(scores.ends[row] - plan.num_tokens[row])
-            last = min(int(scores.ends[row]), first + sequence.num_prompt - 1 - start)
-            prompt.put(start, scores.scores.part(slice(first, last), prompt.width))
-
-    def _deliver(self, result: StepResult, scores: StepScores | None) -> None:
-        ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
-        unscored = [None] * len(result.sequences)
-        logprobs = unscored if scores is None else scores.of_draws(result.drawn)
-        drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
-        following = [*result.sequences[1:], None]
-        for (sequence, token, logprob), then in zip(drawn, following, strict=False):
-            live = self._live.get(sequence)
-            if live is None:  # it ended before this one of a launch's tokens
-                continue
-            self._generation_tokens += 1
-            try:
-                is_last = then is not sequence and sequence in ended
-                self._deliver_token(live, token, logprob, is_last)
-            except GrammarError as error:
-                self._end(live, FinishReason.ERROR, error.as_refusal())
-            except Exception as error:  # of the text library: this request's loss alone
-                _log.exception("detokenization failed")
-                self._end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
-        for sequence in result.finished:
-            live = self._live.get(sequence)
-            if live is not None:  # no token ended it
-                self._end(live, FinishReason.ERROR, live.why_none(self.limits.vocab_size))
-
-    def _deliver_token(
-        self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
-    ) -> None:
-        sequence, text = live.sequence, live.detokenizer
-        stopped = complete = False
-        if sequence.constraint is not None and not ended:
-            complete = self.slots.advance(sequence, token)
-        if text is not None and not (ended and live.hides_last):
-            stopped = text.add(token)
-        if (stopped or complete) and not ended:
-            self.scheduler.finish(sequence, FinishReason.STOP)
-        if not (stopped or complete or ended):
-            self._send(live, live.delta([token], logprob))
-            return
-        if text is not None:
-            text.finish()
-        delta = live.delta([token], logprob)
-        delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
-        if stopped and text is not None:
-            delta.stop_reason = text.stop
-        elif ended and sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
-            delta.stop_reason = sequence.stop_token
-        self._forget(live)
-        self._send(live, delta)
-
-    def _send(self, live: LiveSequence, delta: Delta) -> None:
-        try:
-            live.sink(delta)
-        except Exception:
-            _log.exception("the receiver of request %s failed; aborting it", delta.request_id)
-            live.sink = _nowhere
-            if delta.finish_reason is None:
-                self._end(live, FinishReason.ABORT)
-
-    def _end(
-        self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
-    ) -> None:
-        """End a sequence for a reason that no token brought."""
-        self.scheduler.finish(live.sequence, reason)
-        delta = live.delta([])
-        delta.finish_reason = reason
-        if error is not None:
-            delta.fail(error)
-        self._forget(live)
-        self._send(live, delta)
-
-    def _forget(self, live: LiveSequence) -> None:
-        del self._live[live.sequence]
-        self._recovery.forget(live.sequence)
-        request_id = live.sequence.request.request_id
-        lives = self._by_request[request_id]
-        lives.remove(live)
-        if not lives:
-            del self._by_request[request_id]
+        self._delivery.deliver(result, scores)
 
     def _recover(self, error: Exception, plans: list[StepPlan]) -> None:
         """A step was lost, and the cache with it: rebuild, and compute every sequence again.
@@ -353,9 +260,9 @@ class Engine:
         self.pool.clear_cache()
         for sequence in guilty:
             # Its other completions have the same prompt and settings.
-            for live in list(self._by_request[sequence.request.request_id]):
+            for live in self._delivery.of_request(sequence.request.request_id):
                 if live.sequence is sequence or len(live.sequence.token_ids) == sequence.num_prompt:
-                    self._end(live, FinishReason.ERROR, f"the step failed: {error}")
+                    self._delivery.end(live, FinishReason.ERROR, f"the step failed: {error}")
 
     def stats(self) -> EngineStats:
         """Counts as of now."""
@@ -368,7 +275,7 @@ class Engine:
             pages_in_use=pool.num_usable - pool.num_free,
             num_steps=self._num_steps,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self._delivery.num_tokens,
             num_preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.num_prefix_queries,
             prefix_hits=scheduler.num_prefix_hits,
@@ -379,11 +286,7 @@ class Engine:
     def close(self, error: str | None = None) -> None:
         """End what is being served, aborted or with an error, and free the device. Idempotent."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
-        for live in list(self._live.values()):
-            self._end(live, reason, error)
+        for live in self._delivery.all():
+            self._delivery.end(live, reason, error)
         self._in_flight = None
         self.runner.close()
-
-
-def _nowhere(delta: Delta) -> None:
-    """Where the outputs of a failed receiver go."""

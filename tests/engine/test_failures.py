@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from jaxserve import EngineConfig
-from jaxserve.engine.engine import Delta, Engine
+from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
