@@ -93,8 +93,11 @@ class _Steps:
     def plan(self, rows: int, start: int, count: int, num_steps: int = 1) -> StepPlan:
         full = np.ones(rows, np.int32)
         slots = np.arange(rows, dtype=np.int32)
-        counts = full * (count if num_steps == 1 else num_steps)
-        return StepPlan(slots, full * start, counts, full > 0, full.astype(np.int64), num_steps)
+        steps = None if num_steps == 1 else full * num_steps
+        generations = full.astype(np.int64)
+        return StepPlan(
+            slots, full * start, full * count, full > 0, generations, num_steps, row_steps=steps
+        )
 
     def _queue(self, plan: StepPlan, steps: int) -> float:
         before, started = None, time.perf_counter()

@@ -54,7 +54,7 @@ def kind_of_after(plan: StepPlan) -> str:
 
 def num_drawn(plan: StepPlan) -> int:
     """Tokens that a launch draws."""
-    return int(plan.num_tokens.sum()) if plan.num_steps > 1 else int(plan.samples.sum())
+    return int(plan.samples.sum()) if plan.row_steps is None else int(plan.row_steps.sum())
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def test_measured_tables_price_buckets_cells_and_pairs(tmp_path: Path) -> None:
     assert times.device(decode, buckets, 0, 0.5) == pytest.approx(120 * US)
     assert times.before(decode, 0, 0.5) == pytest.approx(12 * US)
     assert times.after(decode, 0.5) == pytest.approx(24 * US)
-    launch = replace(decode, num_tokens=np.array([3, 2], np.int32), num_steps=3)
+    launch = replace(decode, row_steps=np.array([3, 2], np.int32), num_steps=3)
     assert times.device(launch, buckets, 0, 0.5) == pytest.approx((120 + 2 * 80) * US)
     alone = plan_of([99], [1])
     assert times.device(alone, buckets, 0, 0.5) == pytest.approx((95 + 5) * US)

@@ -15,7 +15,7 @@ from jaxserve.engine.text.grammars import GrammarError
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
-from jaxserve.scheduling.logprobs import StepScores, TokenLogprobs
+from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -35,7 +35,7 @@ class LiveSequence:
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
         """What is new: these tokens, the text that is certain by now, a prompt's scores once."""
-        sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_scores
+        sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
             sequence.request.request_id,
             sequence.index,
@@ -121,22 +121,22 @@ class Delivery:
         live.sequence = sequence
         self._live[sequence] = live
 
-    def keep_prompt_scores(self, plan: StepPlan, scores: StepScores) -> None:
+    def keep_prompt_logprobs(self, plan: StepPlan, logprobs: StepLogprobs) -> None:
         """Hand each prompt the scores of its chunk, before its sequence may lose its slot."""
         live = self._slots.generation[plan.slots] == plan.generations
-        wanted = live & self._slots.is_scored(plan.slots, plan.starts)
+        wanted = live & self._slots.wants_logprob(plan.slots, plan.starts)
         for row in np.flatnonzero(wanted).tolist():
             sequence = self._slots.sequences[plan.slots[row]]
-            prompt = sequence.prompt_scores
-            start, first = int(plan.starts[row]), int(scores.ends[row] - plan.num_tokens[row])
-            last = min(int(scores.ends[row]), first + sequence.num_prompt - 1 - start)
-            prompt.put(start, scores.scores.part(slice(first, last), prompt.width))
+            prompt = sequence.prompt_logprobs
+            start, first = int(plan.starts[row]), int(logprobs.ends[row] - plan.num_tokens[row])
+            last = min(int(logprobs.ends[row]), first + sequence.num_prompt - 1 - start)
+            prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
-    def deliver(self, result: StepResult, scores: StepScores | None) -> None:
+    def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
         ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
-        unscored = [None] * len(result.sequences)
-        logprobs = unscored if scores is None else scores.of_draws(result.drawn)
-        drawn = zip(result.sequences, result.token_ids, logprobs, strict=True)
+        without = [None] * len(result.sequences)
+        of_tokens = without if logprobs is None else logprobs.of_draws(result.drawn)
+        drawn = zip(result.sequences, result.token_ids, of_tokens, strict=True)
         following = [*result.sequences[1:], None]
         for (sequence, token, logprob), then in zip(drawn, following, strict=False):
             live = self._live.get(sequence)

@@ -23,7 +23,7 @@ from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import FinishReason, Request, SamplingParams
-from jaxserve.scheduling.logprobs import PromptScores
+from jaxserve.scheduling.logprobs import PromptLogprobs
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -144,7 +144,7 @@ class Engine:
             )
             width = request.sampling.prompt_logprobs
             if width is not None and index == 0:
-                sequence.prompt_scores = PromptScores(sequence.num_prompt, width)
+                sequence.prompt_logprobs = PromptLogprobs(sequence.num_prompt, width)
             lives.append(LiveSequence(sequence, sink, self._detokenizer(request)))
         for live in lives:
             self.scheduler.add(live.sequence)
@@ -231,7 +231,7 @@ class Engine:
 
     def _commit(self, step: InFlight) -> None:
         try:
-            token_ids, ok, scores = self.runner.read(step)
+            token_ids, ok, logprobs = self.runner.read(step)
         except Exception as error:
             self._recover(error, [step.plan])
             return
@@ -240,11 +240,11 @@ class Engine:
             ok, token_ids = ok & ~(outside & step.plan.samples), np.where(outside, 0, token_ids)
         self._pace.has_read(step.submitted, step.plan.num_steps)
         self._recovery.has_read(step.plan)
-        if scores is not None:
-            self._delivery.keep_prompt_scores(step.plan, scores)
+        if logprobs is not None:
+            self._delivery.keep_prompt_logprobs(step.plan, logprobs)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
-        self._delivery.deliver(result, scores)
+        self._delivery.deliver(result, logprobs)
 
     def _recover(self, error: Exception, plans: list[StepPlan]) -> None:
         """A step was lost, and the cache with it: rebuild, and compute every sequence again.

@@ -149,7 +149,7 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     slots.page_table.take(rows, axis=0, out=parts.page_table, mode="clip")
     targets[:] = NO_TOKEN
-    if slots.scores_prompts and not bucket.decode_only:
+    if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])
     return words
 
@@ -182,4 +182,4 @@ def _prompt_targets(plan: StepPlan, slots: SlotTable, where: np.ndarray) -> np.n
     """i32[tokens]: the prompt token after each, where its request wants it scored."""
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
-    return np.where(slots.is_scored(owner, where), slots.tokens[owner, following], NO_TOKEN)
+    return np.where(slots.wants_logprob(owner, where), slots.tokens[owner, following], NO_TOKEN)

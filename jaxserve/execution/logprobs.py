@@ -68,14 +68,14 @@ def no_scores(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
     )
 
 
-def score_draws(logits: Array, token_ids: Array, batch: Any) -> TokenLogprobs:
+def draw_logprobs(logits: Array, token_ids: Array, batch: Any) -> TokenLogprobs:
     """Scores of a decode step's draws, for all rows where one asks."""
     none = no_scores(logits.shape[0], logits.shape[1], logits.dtype)
     asked = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
     return lax.cond(asked, lambda: score(logits, token_ids), lambda: none)
 
 
-def score_positions(
+def position_logprobs(
     project: Callable[[Array], Array],
     hidden: Array,
     logits: Array,
@@ -105,7 +105,7 @@ def score_positions(
     targets = jnp.where(scored & is_last, drawn, batch.targets)
     none = no_scores(num_tokens, logits.shape[1], logits.dtype)
 
-    def block(index: Array, scores: TokenLogprobs) -> TokenLogprobs:
+    def block(index: Array, logprobs: TokenLogprobs) -> TokenLogprobs:
         # The last block begins where it still fits, and so does what it writes.
         start = index * size
         here = lax.dynamic_slice_in_dim(targets, start, size)
@@ -113,10 +113,12 @@ def score_positions(
         def found() -> TokenLogprobs:
             new = score(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
             return jax.tree.map(
-                lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0), scores, new
+                lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0),
+                logprobs,
+                new,
             )
 
-        return lax.cond(jnp.any(here >= 0), found, lambda: scores)
+        return lax.cond(jnp.any(here >= 0), found, lambda: logprobs)
 
     return lax.cond(
         jnp.any(targets >= 0),

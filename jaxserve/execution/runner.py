@@ -18,7 +18,7 @@ from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
-from jaxserve.scheduling.logprobs import StepScores, TokenLogprobs
+from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -147,11 +147,11 @@ class Runner:
         """Start a step. Returns before the device has run it."""
         any_features = int(np.bitwise_or.reduce(slots.features[plan.slots]))
         # Only steps with rows of several tokens have a program that scores prompts.
-        scores_prompt = bool(any_features & SamplerFeature.PROMPT_LOGPROBS) and bool(
-            slots.is_scored(plan.slots, plan.starts).any()
+        lacks_prompt_logprobs = bool(any_features & SamplerFeature.PROMPT_LOGPROBS) and bool(
+            slots.wants_logprob(plan.slots, plan.starts).any()
         )
         greedy = not any_features and is_greedy(plan, slots)
-        bucket = self.buckets.pick(plan, greedy, scores_prompt)
+        bucket = self.buckets.pick(plan, greedy, lacks_prompt_logprobs)
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
         if any_features & SamplerFeature.EDITS and slots.needs_load[plan.slots].any():
@@ -164,7 +164,7 @@ class Runner:
         output.ok.copy_to_host_async()
         if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, submitted)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.scores)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.logprobs)
         return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
 
     def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
@@ -190,7 +190,7 @@ class Runner:
         slots.needs_mask[changed] = False
         return replace(state, sampler=self._set_allowed[size](state.sampler, rows, words))
 
-    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepScores | None]:
+    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepLogprobs | None]:
         """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
 
         Of a launch of several steps [num_steps, R].
@@ -203,10 +203,14 @@ class Runner:
         if token_ids.ndim == 2:
             rows = slice(num_steps) if num_steps > 1 else 0
             token_ids, ok = token_ids[rows], ok[rows]
-        if step.num_logprobs is None or step.output.scores is None:
+        if step.num_logprobs is None or step.output.logprobs is None:
             return token_ids, ok, None
-        scores = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.scores))
-        return token_ids, ok, StepScores(step.num_logprobs, np.cumsum(step.plan.num_tokens), scores)
+        logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
+        return (
+            token_ids,
+            ok,
+            StepLogprobs(step.num_logprobs, np.cumsum(step.plan.num_tokens), logprobs),
+        )
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

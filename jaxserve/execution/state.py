@@ -40,7 +40,7 @@ class StepOutput:
 
     token_ids: Array  # i32[R], or [S, R] of a launch of up to S steps
     ok: Array  # bool, likewise; False where logits were not finite or left nothing to draw
-    scores: (
+    logprobs: (
         TokenLogprobs | None
     )  # [T], of what follows each token, for rows that ask; None if greedy
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.execution.batch import StepBatch
-from jaxserve.execution.logprobs import score_draws, score_positions
+from jaxserve.execution.logprobs import draw_logprobs, position_logprobs
 from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
@@ -84,16 +84,16 @@ def model_step(
         # Where every row is greedy none counts its tokens.
         sampler = state.sampler if greedy else record(state.sampler, batch, token_ids)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
-    scores = None
+    logprobs = None
     if not greedy:
         with jax.named_scope("scores"):
             if decode_only:
-                scores = score_draws(logits, token_ids, batch)
+                logprobs = draw_logprobs(logits, token_ids, batch)
             else:
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
-                scores = score_positions(model.logits, hidden, logits, token_ids, draws, batch)
+                logprobs = position_logprobs(model.logits, hidden, logits, token_ids, draws, batch)
     state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
-    return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)
+    return state, StepOutput(token_ids=token_ids, ok=ok, logprobs=logprobs)
 
 
 def decode_steps(
@@ -126,7 +126,7 @@ def decode_steps(
     shapes = jax.eval_shape(step, state, batch)[1]
     empty = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
     outputs = (empty.token_ids, empty.ok)
-    scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.scores)
+    logprobs = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.logprobs)
 
     def take(carry: Any) -> Any:
         done, active, state, (token_ids, ok), _ = carry
@@ -144,13 +144,13 @@ def decode_steps(
         is_last = is_stop & (known >= batch.min_length) | (known + 1 >= batch.stop_length)
         active &= output.ok & ~is_last
         written = (token_ids.at[done].set(output.token_ids), ok.at[done].set(output.ok))
-        return done + 1, active, state, written, output.scores
+        return done + 1, active, state, written, output.logprobs
 
     def goes_on(carry: Any) -> Array:
         done, active = carry[:2]
         return (done == 0) | ((done < batch.num_steps) & active.any())
 
     active = batch.slots != null_slot
-    start = (jnp.int32(0), active, state, outputs, scores)
-    _, _, state, (token_ids, ok), scores = lax.while_loop(goes_on, take, start)
-    return state, StepOutput(token_ids=token_ids, ok=ok, scores=scores)
+    start = (jnp.int32(0), active, state, outputs, logprobs)
+    _, _, state, (token_ids, ok), logprobs = lax.while_loop(goes_on, take, start)
+    return state, StepOutput(token_ids=token_ids, ok=ok, logprobs=logprobs)

@@ -34,29 +34,29 @@ class TokenLogprobs(NamedTuple):
         )
 
 
-class StepScores(NamedTuple):
+class StepLogprobs(NamedTuple):
     """What a step computed for the rows of its plan that asked.
 
     Attributes:
         widths: int32[R], alternatives that the row's request wants of its draws; -1 for no scores.
-        ends: int32[R], for each row the position in `scores` after its last.
-        scores: [T], of what follows each of the step's tokens.
+        ends: int32[R], for each row the position in `logprobs` after its last.
+        logprobs: [T], of what follows each of the step's tokens.
     """
 
     widths: np.ndarray
     ends: np.ndarray
-    scores: TokenLogprobs
+    logprobs: TokenLogprobs
 
     def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
         """For each row that drew, bool[R], its token's scores, or None where it did not ask."""
         rows = np.flatnonzero(drawn)
         return [
-            self.scores.part(slice(end - 1, end), width) if width >= 0 else None
+            self.logprobs.part(slice(end - 1, end), width) if width >= 0 else None
             for end, width in zip(self.ends[rows].tolist(), self.widths[rows].tolist(), strict=True)
         ]
 
 
-class PromptScores:
+class PromptLogprobs:
     """The scores of a prompt's tokens, the first excepted, as chunk after chunk computes them.
 
     They outlive preemption: what is computed again is written again, and is equal.
@@ -72,33 +72,33 @@ class PromptScores:
     def __init__(self, num_prompt: int, width: int) -> None:
         self.width = width
         self.is_sent = False
-        self._num_scored = num_prompt - 1
+        self._num_tokens = num_prompt - 1
         self._filled = 0
-        self._scores: TokenLogprobs | None = None
+        self._logprobs: TokenLogprobs | None = None
 
     @property
     def is_complete(self) -> bool:
-        return self._filled == self._num_scored
+        return self._filled == self._num_tokens
 
     def put(self, start: int, part: TokenLogprobs) -> None:
         """Write the scores of the tokens after positions start, start + 1, ..."""
-        if self._scores is None:
-            self._scores = TokenLogprobs(
-                *(np.zeros((self._num_scored, *one.shape[1:]), one.dtype) for one in part)
+        if self._logprobs is None:
+            self._logprobs = TokenLogprobs(
+                *(np.zeros((self._num_tokens, *one.shape[1:]), one.dtype) for one in part)
             )
         assert start <= self._filled, "a chunk of the prompt was skipped"
         end = start + len(part.logprob)
-        for whole, piece in zip(self._scores, part, strict=True):
+        for whole, piece in zip(self._logprobs, part, strict=True):
             whole[start:end] = piece
         self._filled = max(self._filled, end)
 
     def take(self) -> TokenLogprobs:
         """All of them, once; they are not kept."""
         assert self.is_complete and not self.is_sent
-        scores, self._scores, self.is_sent = self._scores, None, True
-        if scores is None:
+        logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
+        if logprobs is None:
             none = np.zeros((0, self.width))
             return TokenLogprobs(
                 none.sum(axis=1), np.zeros(0, np.int32), none.astype(np.int32), none
             )
-        return scores
+        return logprobs

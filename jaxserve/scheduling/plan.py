@@ -1,4 +1,4 @@
-"""StepPlan: what one step computes, for which slots."""
+"""StepPlan: what one launch computes, for which slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """A sequence's share of one step: tokens [start, start + num_tokens) of its slot."""
+    """A sequence's share of a step: tokens [start, start + num_tokens) of its slot."""
 
     slot: int
     start: int
@@ -20,20 +20,22 @@ class Row(NamedTuple):
 
 @dataclass(eq=False)
 class StepPlan:
-    """The rows of one step, as arrays of one entry a row.
+    """The rows of one launch, as arrays of one entry a row.
 
-    A launch of several steps has rows of one token that draw in every step and compute next what
-    they drew; `num_tokens` is then how many steps a row takes part in, if it does not stop before.
+    A launch of several steps has rows of one token that draw in every step, and compute in the next
+    one what they drew.
 
     Attributes:
         slots: intp[R]; numpy takes indices of this type several times faster than others.
-        starts: int32[R], tokens computed before this step.
-        num_tokens: int32[R], at least 1 each.
+        starts: int32[R], tokens computed before this launch.
+        num_tokens: int32[R], tokens of the first step, at least 1 each.
         samples: bool[R], whether the row reaches its last token and so draws the next one.
         generations: int64[R]; a slot whose generation has changed since belongs to another
             sequence now, and the row's result to nobody.
-        num_steps: decode steps of the launch.
-        total_tokens: tokens of one step; counted here where that is not given.
+        num_steps: steps of the launch.
+        total_tokens: tokens of the first step in all; counted here where that is not given.
+        row_steps: int32[R], steps that a row takes part in, if nothing ends it before; None for one
+            each.
     """
 
     slots: np.ndarray
@@ -43,11 +45,11 @@ class StepPlan:
     generations: np.ndarray
     num_steps: int = 1
     total_tokens: int = -1
+    row_steps: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.total_tokens < 0:
-            several = self.num_steps > 1
-            self.total_tokens = len(self.slots) if several else int(self.num_tokens.sum())
+            self.total_tokens = int(self.num_tokens.sum())
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -55,9 +57,14 @@ class StepPlan:
     @property
     def lengths(self) -> np.ndarray:
         """int32[R]: known tokens of each row once its first step has run."""
-        return self.starts + (1 if self.num_steps > 1 else self.num_tokens)
+        return self.starts + self.num_tokens
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int32[R]: tokens computed of each row once the launch has run, if nothing ends it."""
+        return self.starts + (self.num_tokens if self.row_steps is None else self.row_steps)
 
     def rows(self) -> Iterator[Row]:
-        """The same rows one by one, for reading and for tests."""
+        """Yield the same rows one by one, for reading and for tests."""
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

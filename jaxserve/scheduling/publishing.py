@@ -51,7 +51,7 @@ class Publisher:
             leaving: those of them that end with this step.
         """
         table = self.slots
-        ends = plan.starts + plan.num_tokens
+        ends = plan.ends
         if plan.num_steps > 1:
             # A token drawn last has been computed by no step yet.
             ends = np.minimum(ends, table.num_known[plan.slots] - 1)

@@ -172,7 +172,13 @@ class Scheduler:
             samples = ends == length
             table.length[slots] = length + samples
         table.num_computed[slots] = ends
-        return StepPlan(slots, starts, take, samples, table.generation[slots], num_steps, total)
+        generations = table.generation[slots]
+        if num_steps > 1:
+            each = np.ones(len(slots), np.int32)
+            return StepPlan(
+                slots, starts, each, samples, generations, num_steps, total, row_steps=take
+            )
+        return StepPlan(slots, starts, take, samples, generations, 1, total)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Slots, and how many tokens each draws in one launch, its pages reserved.
@@ -328,7 +334,7 @@ class Scheduler:
             return NO_PAGES
         keys = self.publisher.keys_of(sequence).keys
         # What a prompt is scored by must be computed.
-        if sequence.scores_prompt:
+        if sequence.lacks_prompt_logprobs:
             return NO_PAGES
         return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 

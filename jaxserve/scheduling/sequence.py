@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduling.logprobs import PromptScores
+from jaxserve.scheduling.logprobs import PromptLogprobs
 from jaxserve.scheduling.page_keys import PrefixKeys
 
 NO_SLOT = -1
@@ -30,7 +30,7 @@ class Sequence:
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps that it may have caused (see `engine.recovery`).
         precedence: those of more are served first, whatever their priority.
-        prompt_scores: gathers its prompt's log-probabilities; None where none are asked for.
+        prompt_logprobs: gathers its prompt's log-probabilities; None where none are asked for.
         constraint: what its text may still be (see `engine.text.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
@@ -46,7 +46,7 @@ class Sequence:
     num_failures: int = 0
     precedence: int = 0
     blocked_at: int = -1
-    prompt_scores: PromptScores | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     constraint: Any = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
@@ -57,9 +57,9 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def scores_prompt(self) -> bool:
+    def lacks_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
-        return self.prompt_scores is not None and not self.prompt_scores.is_complete
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:
         """Generated tokens; only once it has finished."""

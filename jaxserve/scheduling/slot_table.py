@@ -92,7 +92,7 @@ class SlotTable:
         self.is_guided = column(dtype=np.bool_)
         self.num_guided = 0
         # Whether any request so far wanted its prompt scored: most engines see none.
-        self.scores_prompts = False
+        self.has_prompt_logprobs = False
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
         # `None` marks a free slot; only the slots of running sequences are ever looked up.
@@ -143,9 +143,9 @@ class SlotTable:
             request.stop_token_ids,
             request.sampling.features,
         )
-        if sequence.scores_prompt:
+        if sequence.lacks_prompt_logprobs:
             features |= _PROMPT_LOGPROBS
-            self.scores_prompts = True
+            self.has_prompt_logprobs = True
         self.max_stops = max(self.max_stops, len(stops))
         put_settings(
             self._settings_words,
@@ -194,7 +194,7 @@ class SlotTable:
             self.guide(slot)
         return is_complete
 
-    def is_scored(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
+    def wants_logprob(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
         """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
         request wants it scored."""
         asked = self.features[slots] & _PROMPT_LOGPROBS != 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.execution.logprobs import score, score_positions, top_k
+from jaxserve.execution.logprobs import position_logprobs, score, top_k
 from jaxserve.request import SamplerFeature
 from tests.support.oracle import score as slow_score
 
@@ -69,7 +69,7 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     logits = np.zeros((2, 61), np.float32)
     for drawing in (False, True):
         found = jax.jit(
-            lambda draws: score_positions(
+            lambda draws: position_logprobs(
                 lambda x: x @ weights, hidden, logits, token_ids, draws, batch
             )
         )(np.array([True, drawing]))

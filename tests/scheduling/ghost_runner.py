@@ -126,8 +126,8 @@ class GhostRunner:
             drawn = np.flatnonzero(active)
             self._last_token[batch.sample_slots[drawn]] = token_ids[drawn]
             results.append((token_ids, ~poisoned & ~padding))
-            if plan.num_steps > 1:
-                assert np.all(step < plan.num_tokens[active]), "a row goes on beyond its share"
+            if plan.row_steps is not None:
+                assert np.all(step < plan.row_steps[active]), "a row goes on beyond its share"
                 active &= ~poisoned & ~_ends(now, token_ids)
         token_ids, ok = map(np.array, zip(*results, strict=True))
         return GhostStep(plan, *((token_ids, ok) if plan.num_steps > 1 else results[0]))

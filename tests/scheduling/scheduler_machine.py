@@ -251,7 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         draws = {s for s, row in owners.items() if step.plan.samples[row] and ok[0, row]}
         assert set(result.sequences) == draws
         for sequence in draws:
-            most = int(step.plan.num_tokens[owners[sequence]]) if step.plan.num_steps > 1 else 1
+            steps = step.plan.row_steps
+            most = 1 if steps is None else int(steps[owners[sequence]])
             count = result.sequences.count(sequence)
             assert count == most or (count < most and sequence in result.finished)
         for sequence, token in zip(result.sequences, result.token_ids, strict=True):
@@ -337,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.in_flight.plan
         mine = plan.generations == self.slots.generation[sequence.slot]
         known = sequence.num_prompt + len(self.streamed[sequence])
-        draws = plan.num_tokens if plan.num_steps > 1 else plan.samples
+        draws = plan.samples if plan.row_steps is None else plan.row_steps
         return known + int(draws[mine].sum()) >= sequence.request.max_length
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -349,10 +350,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not plan.samples[~real].any()
         assert 1 <= plan.num_steps <= self.setup.num_steps
         if plan.num_steps > 1:
-            assert plan.samples.all() and plan.num_tokens.max() == plan.num_steps
+            assert plan.samples.all() and plan.row_steps.max() == plan.num_steps
             if self.scheduler.num_waiting:
                 assert not self.slots.num_free, "who waits for a launch could have been admitted"
-                all_the_way = len(plan) == self.setup.num_slots and plan.num_tokens.min()
+                all_the_way = len(plan) == self.setup.num_slots and plan.row_steps.min()
                 assert all_the_way == plan.num_steps, "a launch outlasts a row while others wait"
         elif self.setup.threshold and self.setup.kind == "continuous":
             assert plan.num_tokens.max() <= self.setup.threshold

@@ -33,7 +33,7 @@ def started(*rows: dict, **options) -> Served:
 def test_a_launch_is_as_long_as_its_longest_row():
     served = started({"tokens": 3, "max_tokens": 4}, {"tokens": [9, 8], "max_tokens": 6})
     plan, result = launch(served, [[1, 2]] * 5)
-    assert plan.num_tokens.tolist() == [3, 5] and plan.starts.tolist() == [3, 2]
+    assert plan.row_steps.tolist() == [3, 5] and plan.starts.tolist() == [3, 2]
     assert result.token_ids == [1] * 3 + [2] * 5
     assert [one.finish_reason for one in result.finished] == [FinishReason.LENGTH] * 2
     assert served.pool.num_free == served.pool.num_usable
@@ -43,7 +43,7 @@ def test_a_launch_is_bounded():
     served = started({"tokens": 3, "max_tokens": 50})
     for _ in range(3):
         plan, result = launch(served, [[1]] * MOST)
-        assert plan.num_tokens.tolist() == [MOST] and not result.finished
+        assert plan.row_steps.tolist() == [MOST] and not result.finished
 
 
 @pytest.mark.parametrize("lag", [False, True])
@@ -62,7 +62,7 @@ def test_who_waits_for_a_slot_comes_in_when_the_first_row_ends():
     served = started(*rows, slots=2)
     waiting = served.add(tokens=[5] * 3, max_tokens=2)
     plan, result = launch(served, [[1, 2]] * 3)  # and not MOST
-    assert plan.num_tokens.tolist() == [3, 3] and len(result.finished) == 1
+    assert plan.row_steps.tolist() == [3, 3] and len(result.finished) == 1
     plan = served.scheduler.schedule(MOST)
     assert plan.num_steps == 1 and waiting in served.scheduler.running_sequences()
 
