@@ -1,4 +1,4 @@
-"""How many tokens of each row a step takes: within its budget, and to fill its padded size."""
+"""Shares of a step's token budget: how many tokens each row computes in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TokenShares = tuple[np.ndarray, int]
 
 
 def shared(need: np.ndarray, budget: int) -> TokenShares:
-    """One token for each row that needs any, and the rest of a budget to the first rows.
+    """Give one token to each row that needs any, and the rest of a budget to the first rows.
 
     Args:
         need: int32[R], tokens that each row could take.
@@ -28,8 +28,8 @@ def shared(need: np.ndarray, budget: int) -> TokenShares:
 def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
     """Shorten chunks of prompts, the last ones first, to the padded size below the step's.
 
-    What padding costs, a prompt's next tokens can use: that is done where it leaves fewer tokens
-    to the next step than this one would have padding.
+    A chunk is shortened only where it leaves fewer tokens to the next step than this step would
+    otherwise have padding.
 
     Args:
         take, total: int32[R], tokens of each row, not changed; and their sum.

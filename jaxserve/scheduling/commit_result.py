@@ -1,4 +1,4 @@
-"""What a step's tokens mean for its sequences: which they keep, and whether they end."""
+"""Results of a launch for its sequences: the tokens that they keep, and which of them end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 @dataclass(eq=False)
 class StepResult:
-    """What one committed step changed: the tokens that were drawn, and the sequences that ended.
+    """Changes by one committed launch: the tokens that were drawn, and the sequences that ended.
 
-    `sequences[i]` got `token_ids[i]`, several in a row where the launch had several steps; those in
-    `finished` carry a finish_reason, and are out of the scheduler. `drawn`, bool[R], tells which of
-    the plan's rows the tokens are of.
+    `sequences[i]` got `token_ids[i]`; a launch of several steps gives a sequence several in a row.
+    Sequences in `finished` carry a finish_reason and have left the scheduler. `drawn`, bool[R],
+    marks the rows of the plan that the tokens belong to.
     """
 
     sequences: list[Sequence]
@@ -28,13 +28,13 @@ class StepResult:
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens of a step that its sequences keep.
+    """Tokens of a launch that its sequences keep.
 
     Attributes:
-        drawn: bool[R], rows of the plan that keep at least one; N in all.
-        slots: intp[N], theirs.
-        length: int32[N], known tokens of each, these included.
-        counts: int32[N], how many each of those keeps; None for one each.
+        drawn: bool[R], rows of the plan that keep stop_step least one; N in all.
+        slots: intp[N], slots of those rows.
+        length: int32[N], num_known tokens of each row, these included.
+        counts: int32[N], tokens that each row keeps; None for one each.
         tokens: int32[sum(counts)], row by row.
         is_stop: bool[N], whether the row's last token stops it.
         is_last: bool[N], whether that token is the sequence's last, for whatever reason.
@@ -52,18 +52,18 @@ class DrawnTokens(NamedTuple):
 
 
 def draws_of(
-    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, live: np.ndarray
+    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """Read a step's results.
+    """Return the tokens that the sequences of a launch keep.
 
     Args:
-        token_ids, ok: [R] of a step, [num_steps, R] of a launch of several.
-        live: bool[R], rows whose sequence still has the slot.
+        token_ids, ok: int32 and bool [R], or [num_steps, R] of a launch of several steps.
+        current: bool[R], rows whose sequence still has the slot.
     """
     if plan.num_steps > 1:
-        return _draws_of_several(table, plan, token_ids, ok, live)
+        return _draws_of_several(table, plan, token_ids, ok, current)
     all_ok = np.count_nonzero(ok) == len(ok)
-    drawn = live & plan.samples
+    drawn = current & plan.samples
     if not all_ok:
         drawn &= ok
     slots, tokens = plan.slots, token_ids
@@ -77,34 +77,34 @@ def draws_of(
         is_stop = (tokens[:, None] == stop_ids).any(axis=1)
         is_stop &= length > table.min_length[slots]
         is_last |= is_stop
-    failed = None if all_ok else live & ~ok
+    failed = None if all_ok else current & ~ok
     return DrawnTokens(drawn, slots, length, None, tokens, is_stop, is_last, failed)
 
 
 def _draws_of_several(
-    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, live: np.ndarray
+    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """As the device did it: a row goes on until its first token that ends it, or its first
-    logits that are not finite."""
+    """Repeat the decisions that the device took: a row goes on until its first token that ends it,
+    or its first logits that are not finite."""
     slots, steps = plan.slots, np.arange(plan.num_steps)[:, None]
-    known = table.num_known[slots] + steps  # [S, R], tokens before each draw
+    num_known = table.num_known[slots] + steps  # [S, R], tokens before each draw
     stop_ids = table.stop_token_ids[slots, : table.max_stops]
-    stops = (token_ids[:, :, None] == stop_ids).any(axis=2) & (known >= table.min_length[slots])
-    lasts = stops | (known + 1 >= table.stop_length[slots])
-    over = lasts | ~ok
+    stops = (token_ids[:, :, None] == stop_ids).any(axis=2) & (num_known >= table.min_length[slots])
+    lasts = stops | (num_known + 1 >= table.stop_length[slots])
+    is_over = lasts | ~ok
     rows = np.arange(len(slots))
-    at = np.where(over.any(axis=0), over.argmax(axis=0), plan.num_steps - 1)
-    counts = np.where(ok[at, rows], at + 1, at)
-    drawn = live & (counts > 0)
+    stop_step = np.where(is_over.any(axis=0), is_over.argmax(axis=0), plan.num_steps - 1)
+    counts = np.where(ok[stop_step, rows], stop_step + 1, stop_step)
+    drawn = current & (counts > 0)
     tokens = token_ids.T[drawn][counts[drawn][:, None] > steps.T]
-    ends = ok[at, rows]
+    ends = ok[stop_step, rows]
     return DrawnTokens(
         drawn,
         slots[drawn],
-        known[0, drawn] + counts[drawn],
+        num_known[0, drawn] + counts[drawn],
         counts[drawn],
         tokens,
-        (stops[at, rows] & ends)[drawn],
-        (lasts[at, rows] & ends)[drawn],
-        live & ~ends,
+        (stops[stop_step, rows] & ends)[drawn],
+        (lasts[stop_step, rows] & ends)[drawn],
+        current & ~ends,
     )

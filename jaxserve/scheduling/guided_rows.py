@@ -1,4 +1,4 @@
-"""Guided rows: each must wait for its newest token, and what that means for the steps of all."""
+"""Guided rows, each of which must wait for its newest token before its next step."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 
 from jaxserve.scheduling.slot_table import SlotTable
 
-# Decode steps of a launch of the other rows while guided ones wait: about as long as the host
-# needs for what they drew, where steps are so short that launches have several.
+# Most steps of a launch of the other rows while guided rows wait: about as long as the host needs
+# to read the guided rows' tokens, where steps are so short that launches have several.
 BESIDE_WAITING = 2
 
 
 def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
-    """bool[n]: guided rows whose newest token has not been read."""
+    """Return bool[n]: guided rows whose newest token has not been read."""
     return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])
 
 
 def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: np.ndarray) -> bool:
-    """Whether a step would take some guided rows along and leave others to the next.
+    """Return whether a step would hold some guided rows and leave others to the next step.
 
-    Rows that once miss each other would take turns for ever, in twice as many steps of half the
-    rows. Where nobody else has anything to compute, the first wait until the others' tokens have
-    been read.
+    Guided rows would drift into two groups that alternate: twice the steps at half the batch.
+    Where no other row has anything to compute, the step waits until all their tokens have been
+    read.
 
     Args:
         running: int32[N], slots of all rows that run.

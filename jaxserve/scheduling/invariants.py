@@ -1,4 +1,4 @@
-"""What must hold of pages, slots and counters between any two steps."""
+"""Invariants of pages, slots and counters, which hold between any two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores: log-probabilities of tokens that were drawn, or that a prompt consists of."""
+"""Log-probabilities of tokens that were drawn, or that a prompt consists of."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: Array
 
     def part(self, rows: Any, width: int) -> TokenLogprobs:
-        """A copy of some rows, a slice or indices, with at most `width` alternatives each."""
+        """Copy rows, a slice or indices, with at most `width` alternatives each."""
         return TokenLogprobs(
             self.logprob[rows].copy(),
             self.rank[rows].copy(),
@@ -35,12 +35,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class StepLogprobs(NamedTuple):
-    """What a step computed for the rows of its plan that asked.
+    """Log-probabilities that a launch computed for the rows of its plan that request them.
 
     Attributes:
-        widths: int32[R], alternatives that the row's request wants of its draws; -1 for no scores.
+        widths: int32[R], alternatives for each token that a row draws; -1 for no
+            log-probabilities.
         ends: int32[R], for each row the position in `logprobs` after its last.
-        logprobs: [T], of what follows each of the step's tokens.
+        logprobs: [T], of the token that follows each of the step's tokens.
     """
 
     widths: np.ndarray
@@ -48,7 +49,7 @@ class StepLogprobs(NamedTuple):
     logprobs: TokenLogprobs
 
     def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
-        """For each row that drew, bool[R], its token's scores, or None where it did not ask."""
+        """Return the log-probabilities of each token drawn, bool[R] marking its row, or None."""
         rows = np.flatnonzero(drawn)
         return [
             self.logprobs.part(slice(end - 1, end), width) if width >= 0 else None
@@ -57,16 +58,16 @@ class StepLogprobs(NamedTuple):
 
 
 class PromptLogprobs:
-    """The scores of a prompt's tokens, the first excepted, as chunk after chunk computes them.
+    """Log-probabilities of a prompt's tokens, the first excepted, filled chunk by chunk.
 
     They outlive preemption: what is computed again is written again, and is equal.
 
     Args:
         num_prompt: tokens of the prompt.
-        width: alternatives that the request asked for.
+        width: alternatives for each token.
 
     Attributes:
-        is_sent: whether they have left for the receiver.
+        is_sent: whether they have been handed to the receiver.
     """
 
     def __init__(self, num_prompt: int, width: int) -> None:
@@ -81,10 +82,10 @@ class PromptLogprobs:
         return self._filled == self._num_tokens
 
     def put(self, start: int, part: TokenLogprobs) -> None:
-        """Write the scores of the tokens after positions start, start + 1, ..."""
+        """Write the log-probabilities of the tokens after positions start, start + 1, ..."""
         if self._logprobs is None:
             self._logprobs = TokenLogprobs(
-                *(np.zeros((self._num_tokens, *one.shape[1:]), one.dtype) for one in part)
+                *(np.zeros((self._num_tokens, *column.shape[1:]), column.dtype) for column in part)
             )
         assert start <= self._filled, "a chunk of the prompt was skipped"
         end = start + len(part.logprob)
@@ -93,7 +94,7 @@ class PromptLogprobs:
         self._filled = max(self._filled, end)
 
     def take(self) -> TokenLogprobs:
-        """All of them, once; they are not kept."""
+        """Return all of them, once; they are not kept."""
         assert self.is_complete and not self.is_sent
         logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
         if logprobs is None:

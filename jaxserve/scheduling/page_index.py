@@ -1,4 +1,4 @@
-"""PageIndex: which page caches a key, as a hash table in arrays."""
+"""PageIndex: a hash table, in arrays, from keys to the pages that cache them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UPPER = 1 if sys.byteorder == "little" else 0
 
 
 class PageIndex:
-    """Pages by their keys, a batch at a time.
+    """A table of pages by their keys, for a batch of keys at a time.
 
     A step publishes, evicts and looks up hundreds of keys, scattered over memory that no cache
     holds. A dictionary waits for one after the other, 0.3 us each; here a batch is a dozen array
@@ -43,7 +43,7 @@ class PageIndex:
         self._first_of, self._second_of = np.zeros((WORDS, num_pages), np.uint64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """intp[n]: for each key, u64[n, WORDS], its page, or 0."""
+        """Return intp[n]: for each key, u64[n, WORDS], its page, or 0."""
         found = np.zeros(len(keys), np.intp)
         bucket, tag = self._hash(keys)
         key, cell = (self._buckets.take(bucket, axis=0) == tag[:, None]).nonzero()
@@ -53,16 +53,16 @@ class PageIndex:
         return found
 
     def holds(self, key: np.ndarray) -> bool:
-        """Whether one key, u64[WORDS], may have a page: exact but for keys that share a tag."""
+        """Return whether a key, u64[WORDS], may have a page: exact but for keys of one tag."""
         first = int(key[0])
         return first >> 32 in self._buckets[first & self._mask].tolist()
 
     def _hash(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """intp[n] and u32[n]: buckets and tags of keys."""
+        """Return intp[n] and u32[n]: buckets and tags of keys."""
         return keys[:, 0].view(np.intp) & self._mask, keys.view(np.uint32)[:, _UPPER]
 
     def _have(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """bool[n]: whether each page was kept last under its key."""
+        """Return bool[n]: whether each page was kept last under its key."""
         is_first = self._first_of.take(pages) == keys[:, 0]
         return is_first & (self._second_of.take(pages) == keys[:, 1])
 
@@ -94,9 +94,9 @@ class PageIndex:
         return np.concatenate([kept, self.add(pages[~is_kept], keys[~is_kept])])
 
     def _add_few(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """As `add`, page by page."""
+        """Do the work of `add` page by page."""
         kept: list[int] = []
-        for at, (page, (first, second)) in enumerate(
+        for position, (page, (first, second)) in enumerate(
             zip(pages.tolist(), keys.tolist(), strict=True)
         ):
             bucket, tag = first & self._mask, first >> 32
@@ -106,7 +106,7 @@ class PageIndex:
             cell = bucket * _CELLS + tags.index(0)
             self._tags[cell], self._page_of[cell], self._cell_of[page] = tag, page, cell
             self._first_of[page], self._second_of[page] = first, second
-            kept.append(at)
+            kept.append(position)
         return pages[kept]
 
     def remove(self, pages: np.ndarray) -> None:
@@ -114,11 +114,11 @@ class PageIndex:
         self._tags[self._cell_of.take(pages)] = 0
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget every page."""
         self._tags[:] = 0
 
     def pages(self) -> np.ndarray:
-        """Every page that is kept and found by its key, ascending."""
+        """Return every page that is kept and found by its key, ascending."""
         pages = np.sort(self._page_of[self._tags > 0])
         keys = np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
         return pages[self.find(keys) == pages]

@@ -21,7 +21,7 @@ class PrefixKeys(NamedTuple):
 
 
 class PageKeys:
-    """Makes the key of each full page of a sequence.
+    """The maker of keys for full pages of sequences.
 
     A page's key stands for all tokens up to its end and for the cache salt, not for its own
     tokens alone: equal tokens under another prefix, whose KV differs, have another key.
@@ -47,7 +47,7 @@ class PageKeys:
         self._start = _random(LANES)
 
     def prefix(self, salt: str, tokens: np.ndarray) -> PrefixKeys:
-        """Keys of all full pages of a sequence; tokens: i32[n]."""
+        """Return the keys of all full pages of a sequence; tokens: i32[n]."""
         start = self._start
         if salt:
             words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), np.uint32)
@@ -64,8 +64,7 @@ class PageKeys:
     def extend(
         self, states: np.ndarray, page: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One page more for each of several sequences; their keys, u64[n, WORDS], and
-        new states.
+        """Add one page to each of several sequences; return their keys, u64[n, WORDS], and states.
 
         Args:
             states: u64[n, LANES], after the pages before.
@@ -77,12 +76,12 @@ class PageKeys:
 
 
 def _random(*shape: int) -> np.ndarray:
-    """u64 of this shape, from the system's randomness."""
+    """Return u64 of this shape, from the system's randomness."""
     return np.frombuffer(os.urandom(8 * int(np.prod(shape))), np.uint64).reshape(shape)
 
 
 def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """u64[n, LANES] of factors u64[n, LANES, S] and tokens i32[n, S], modulo 2**64.
+    """Sum factors u64[n, LANES, S] times tokens i32[n, S], modulo 2**64; return u64[n, LANES].
 
     Tokens count from one: otherwise pages of token 0 would add nothing, and share a key.
     """

@@ -1,4 +1,4 @@
-"""PagePool: who holds each page, what it caches, and which page is evicted next."""
+"""PagePool: the holders of each page, its cached key, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PagePool:
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` pages, each held once; intp[count]. The caller has checked `num_free`."""
+        """Hand out pages, intp[count], each held once. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate beyond num_free"
         if count > self._num_blank:
             self._evict(count - self._num_blank)
@@ -72,7 +72,7 @@ class PagePool:
     def _evict(self, count: int) -> None:
         """Make blank the `count` cached pages that were released first.
 
-        And one in 64 of the others with them, since a call costs more than a page does.
+        One in 64 of the others goes with them, since a call costs more than a page does.
         """
         count += (self._num_evictable - count) // 64
         pages = self._next_evictable(count)
@@ -114,13 +114,13 @@ class PagePool:
         self._num_evictable += len(pages)
 
     def _evictable(self) -> np.ndarray:
-        """The free cached pages, the first to be evicted first."""
+        """Return the free cached pages, the first to be evicted first."""
         entries = self._queue[self._head : self._tail]
         return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 
     def match(self, keys: np.ndarray) -> np.ndarray:
-        """Pages that cache the longest prefix of `keys`, u64[n, WORDS]; nobody's hold changes."""
-        # Most prompts share nothing, which their first page tells.
+        """Return the pages that cache the longest prefix of `keys`, u64[n, WORDS]; none is held."""
+        # Most prompts share nothing, which a look at their first page decides.
         if not len(keys) or not self.index.holds(keys[0]):
             return NO_PAGES
         pages = self.index.find(keys)
@@ -128,7 +128,7 @@ class PagePool:
         return pages[: missing[0]] if len(missing) else pages
 
     def num_evictable(self, pages: np.ndarray) -> int:
-        """How many of these cached pages are free now, and would not be once shared."""
+        """Count those of these cached pages that are free now, and would not be once shared."""
         return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
     def share(self, pages: np.ndarray) -> None:
@@ -144,14 +144,14 @@ class PagePool:
 
         The last page becomes the first to be evicted: a prefix is worth more than its tail.
         """
-        # Turned round below. As indices numpy takes intp much faster than others.
+        # Reversed below. As indices numpy takes intp much faster than others.
         pages = np.concatenate(held[::-1], dtype=np.intp)
         left = self.ref_count[pages] - 1
         idle = pages
         if np.count_nonzero(left):  # few pages are shared
-            if len(held) > 1:  # by two of these, perhaps
-                for one in held:
-                    self.release(one)
+            if len(held) > 1:  # two of these lists may share a page
+                for pages_of_one in held:
+                    self.release(pages_of_one)
                 return
             idle = pages[left == 0]
         self.ref_count[pages] = left

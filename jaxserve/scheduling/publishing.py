@@ -17,11 +17,11 @@ _STEPS = 8
 
 
 class Publisher:
-    """Keys of pages, and when they are published.
+    """The keys of running sequences' pages, published to later prefixes when they are due.
 
     Args:
         pool: where pages are found by their keys.
-        slots: whose `num_committed` tells what may be published.
+        slots: the slot table; pages full of committed tokens may be published.
         enabled: publish at all.
     """
 
@@ -33,7 +33,7 @@ class Publisher:
         self._steps = 0
 
     def keys_of(self, sequence: Sequence) -> PrefixKeys:
-        """Keys of the full pages of a waiting sequence; they stay with it until it has a slot."""
+        """Return a waiting sequence's keys of full pages; it keeps them until it has a slot."""
         if sequence.prefix_keys is None:
             sequence.prefix_keys = self.page_keys.prefix(
                 sequence.request.cache_salt, sequence.token_ids
@@ -41,14 +41,14 @@ class Publisher:
         return sequence.prefix_keys
 
     def note(
-        self, plan: StepPlan, well: np.ndarray, running: np.ndarray, leaving: np.ndarray
+        self, plan: StepPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray
     ) -> None:
-        """Count the tokens of a step whose results are known, and offer the pages that are due.
+        """Count the tokens of a launch whose results were read, and offer the pages that are due.
 
         Args:
-            well: bool[R], rows of the plan that still belong to their sequence, and were finite.
+            valid: bool[R], rows of the plan that still belong to their sequence, and were finite.
             running: slots of all running sequences.
-            leaving: those of them that end with this step.
+            ending: those of them that end with this launch.
         """
         table = self.slots
         ends = plan.ends
@@ -56,8 +56,8 @@ class Publisher:
             # A token drawn last has been computed by no step yet.
             ends = np.minimum(ends, table.num_known[plan.slots] - 1)
         slots = plan.slots
-        if np.count_nonzero(well) < len(well):
-            slots, ends = slots[well], ends[well]
+        if np.count_nonzero(valid) < len(valid):
+            slots, ends = slots[valid], ends[valid]
         table.num_committed[slots] = ends
         if not self.enabled:
             return
@@ -67,10 +67,10 @@ class Publisher:
             self.publish(running)
             return
         if plan.num_steps == 1 and plan.total_tokens > len(plan):
-            # A prompt may leave with its first token: nothing happens to a slot named twice.
-            leaving = np.concatenate([leaving, plan.slots[well & (plan.num_tokens > 1)]])
-        if len(leaving):
-            self.publish(leaving)
+            # A prompt may end with its first token, and stand twice: publishing twice is harmless.
+            ending = np.concatenate([ending, plan.slots[valid & (plan.num_tokens > 1)]])
+        if len(ending):
+            self.publish(ending)
 
     def publish(self, slots: np.ndarray) -> None:
         """Offer every full page of these slots that has been computed."""

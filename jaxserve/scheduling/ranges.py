@@ -1,4 +1,4 @@
-"""Ranges of different length, slot by slot, as flat arrays."""
+"""Ranges of different lengths, slot by slot, as flat arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def flat_ranges(
     slots: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every (slot, n) with first <= n < last, slot by slot, as two arrays."""
+    """Return every (slot, n) with first <= n < last, slot by slot, as two arrays."""
     counts = last - first
     owner = slots.repeat(counts)
     return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)

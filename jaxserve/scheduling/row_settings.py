@@ -1,4 +1,4 @@
-"""Settings: what a step must know of a row's request, side by side in 32-bit words."""
+"""Settings: the sampling settings of rows, side by side in 32-bit words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.request import MAX_STOP_TOKEN_IDS
 
 Array = Any
-# Of each setting, in the order of `Settings`: its type, and words; 0 for a single number.
+# Type and words of each setting, in the order of `Settings`; 0 words for a single number.
 _PARTS = (
     (np.int32, 0),
     (np.int32, 0),
@@ -26,9 +26,9 @@ _PARTS = (
 )
 
 
-# W, words a row.
+# W, the words of a row.
 WIDTH = sum(max(1, words) for _, words in _PARTS)
-# Of a row, all but the last part.
+# A row without its last part.
 _HEAD = struct.Struct(
     "=" + "".join(f"{max(1, words)}{np.dtype(dtype).char}" for dtype, words in _PARTS[:-1])
 )
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, words: Array, view: Callable[[Array, Any], Array] | None = None) -> Settings:
-        """The parts of i32[R, W], on the host views of it.
+        """Return the parts of i32[R, W]; on the host they are views of it.
 
         Args:
             view: reads 32-bit words as another type; None for numpy's.

@@ -9,7 +9,7 @@ OSDI 2022; paging is PagedAttention's, SOSP 2023.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -29,17 +29,8 @@ from jaxserve.scheduling.waiting import WaitingQueue
 from jaxserve.scheduling.window_pages import most_pages
 
 
-class Scheduling(Protocol):
-    """What the engine asks of a scheduler; the static baseline offers the same."""
-
-    def add(self, sequence: Sequence) -> None: ...
-    def finish(self, sequence: Sequence, reason: FinishReason) -> bool: ...
-    def schedule(self, max_steps: int = 1) -> StepPlan | None: ...
-    def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult: ...
-
-
 class Scheduler:
-    """Admission, chunking, page growth and preemption over one pool and one slot table.
+    """The admission, chunking, page growth and preemption over one pool and one slot table.
 
     Args:
         pool: the pages.
@@ -92,7 +83,7 @@ class Scheduler:
         return self.num_running > 0 or self.num_waiting > 0
 
     def running_sequences(self) -> list[Sequence]:
-        """The running sequences, best rank first."""
+        """Return the running sequences, best rank first."""
         return [self.slots.sequences[slot] for slot in self._running.tolist()]
 
     def add(self, sequence: Sequence) -> None:
@@ -116,7 +107,7 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def _most_pages(self, length: int) -> int:
-        """Pages that a sequence of so many tokens holds at once, if no other one runs."""
+        """Return the pages that a sequence of so many tokens holds at once, if it runs alone."""
         return most_pages(length, self.pool.page_size, self.slots.window, self.max_row_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -135,10 +126,10 @@ class Scheduler:
         return True
 
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
-        """The next step's rows, or None where there is nothing to compute now.
+        """Plan the next launch; return None where there is nothing to compute now.
 
         Args:
-            max_steps: decode steps that one launch may take where nobody could come in now.
+            max_steps: decode steps that one launch may take if no sequence could be admitted now.
         """
         if max_steps > 1 and (draws := self._draws_ahead(max_steps)):
             return self._plan(*draws, len(draws[0]), int(draws[1].max()))
@@ -160,7 +151,7 @@ class Scheduler:
     def _plan(
         self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
     ) -> StepPlan:
-        """A plan of these rows; from now on they count as computed."""
+        """Make a plan of these rows; from now on they count as computed."""
         table = self.slots
         starts = table.num_computed[slots]
         ends = starts + take
@@ -181,10 +172,10 @@ class Scheduler:
         return StepPlan(slots, starts, take, samples, generations, 1, total)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Slots, and how many tokens each draws in one launch, its pages reserved.
+        """Return slots, and how many tokens each draws in one launch, with their pages reserved.
 
-        None where somebody must be looked at between two steps, or where that takes more pages
-        than are free: nobody is preempted for tokens to come.
+        Return None where a row needs the host between two steps, or where the launch takes more
+        pages than are free: no sequence is preempted for tokens to come.
         """
         running, table = self._running, self.slots
         length = table.length[running]
@@ -208,8 +199,8 @@ class Scheduler:
         return (slots, draws) if self._grow(slots, table.num_computed[slots] + draws) else None
 
     def _grow(self, slots: np.ndarray, ends: np.ndarray) -> bool:
-        """Give slots the pages that they lack for their tokens < ends; False if there are too few
-        for all, and then nobody got any."""
+        """Give slots the pages that they lack for their tokens < ends; return False, and give none,
+        if there are too few for all."""
         table, size = self.slots, self.pool.page_size
         held = table.num_pages[slots]
         growing = (ends > held * size).nonzero()[0]
@@ -226,7 +217,7 @@ class Scheduler:
         return True
 
     def _grow_running(self) -> tuple[np.ndarray, int, bool]:
-        """Shares, with the pages that they need, and whether somebody was preempted for them."""
+        """Return shares, their pages allocated, and whether a sequence was preempted for them."""
         preempted = False
         while True:
             take, total = self._share_budget()
@@ -237,7 +228,7 @@ class Scheduler:
             preempted = True
 
     def _share_budget(self) -> TokenShares:
-        """One token for each running row that lacks any, the rest best rank first."""
+        """Give one token to each running row that lacks any, the rest to the best ranks first."""
         running, table = self._running, self.slots
         length = table.length[running]
         need = length - table.num_computed[running]
@@ -265,7 +256,7 @@ class Scheduler:
         self.waiting.rank_anew(precedence)
 
     def _admit(self, take: np.ndarray, total: int) -> TokenShares:
-        """Admit waiting sequences while slots, pages and budget last; returns all shares."""
+        """Admit waiting sequences while slots, pages and budget last; return all shares."""
         budget = self.max_num_batched_tokens - total
         slots: list[int] = []
         counts: list[int] = []
@@ -277,13 +268,13 @@ class Scheduler:
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
             hits = self._cached_pages(sequence)
-            known = len(sequence.token_ids)
-            if not self._fits(known, hits, num_running):
+            num_known = len(sequence.token_ids)
+            if not self._fits(num_known, hits, num_running):
                 sequence.blocked_at = self.pool.num_changes
                 break
             self.waiting.pop()
             cached = len(hits) * self.pool.page_size
-            count = min(known - cached, budget, self.max_row_tokens)
+            count = min(num_known - cached, budget, self.max_row_tokens)
             slots.append(self._place(sequence, hits, cached, cached + count))
             counts.append(count)
             budget -= count
@@ -297,13 +288,13 @@ class Scheduler:
             self._running, take = self._running[order], take[order]
         return take, total + sum(counts)
 
-    def _fits(self, known: int, hits: np.ndarray, num_running: int) -> bool:
-        """Whether all known tokens have pages now, with one page more for each that runs.
+    def _fits(self, num_known: int, hits: np.ndarray, num_running: int) -> bool:
+        """Return whether all known tokens have pages now, and one page more for each running row.
 
         Without that reserve a sequence would be admitted only to be preempted a few steps
         later. With nothing running every page is free, and `add` made sure that it fits.
         """
-        needed, free = self._most_pages(known), self.pool.num_free
+        needed, free = self._most_pages(num_known), self.pool.num_free
         if len(hits):
             hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
             needed, free = needed - len(hits), free - self.pool.num_evictable(hits)
@@ -329,27 +320,27 @@ class Scheduler:
         return slot
 
     def _cached_pages(self, sequence: Sequence) -> np.ndarray:
-        """Pages of the longest cached prefix that leaves at least one token to compute."""
+        """Return the pages of the longest cached prefix that leaves a token to compute."""
         if not self.enable_prefix_caching:
             return NO_PAGES
         keys = self.publisher.keys_of(sequence).keys
-        # What a prompt is scored by must be computed.
+        # Cached positions have no logits: a prompt with log-probabilities is computed anew.
         if sequence.lacks_prompt_logprobs:
             return NO_PAGES
         return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 
     def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
-        """Take a step's results: append tokens, publish full pages, end what has ended.
+        """Take a launch's results: append tokens, publish full pages, end what has ended.
 
         Args:
-            plan: the step, as `schedule` returned it; steps are committed in their order.
+            plan: as `schedule` returned it; launches are committed in their order.
             token_ids: int32[R], the token drawn for each row, read where the row samples; of a
                 launch of several steps int32[num_steps, R].
             ok: bool of the same shape, False where the row's logits were not finite.
         """
         table = self.slots
-        live = table.generation[plan.slots] == plan.generations
-        draws = draws_of(table, plan, token_ids, ok, live)
+        current = table.generation[plan.slots] == plan.generations
+        draws = draws_of(table, plan, token_ids, ok, current)
         owners = slots = draws.slots
         if draws.counts is None:
             table.put_tokens(slots, draws.length - 1, draws.tokens)
@@ -357,15 +348,15 @@ class Scheduler:
             owners, where = flat_ranges(slots, draws.length - draws.counts, draws.length)
             table.put_tokens(owners, where, draws.tokens)
         table.num_known[slots] = draws.length
-        well = live if draws.failed is None else live & ~draws.failed
+        valid = current if draws.failed is None else current & ~draws.failed
         last = draws.is_last.nonzero()[0]
-        leaving = slots[last]
-        self.publisher.note(plan, well, self._running, leaving)
+        ending = slots[last]
+        self.publisher.note(plan, valid, self._running, ending)
         if table.window is not None:
-            self._give_back(plan.slots[well])
+            self._give_back(plan.slots[valid])
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
-        for slot, is_stop in zip(leaving.tolist(), draws.is_stop[last].tolist(), strict=True):
+        for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
             sequence = table.sequences[slot]
             if is_stop:
                 sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
@@ -376,26 +367,29 @@ class Scheduler:
             sequence.finish_reason = FinishReason.ERROR
             finished.append(sequence)
         if finished:
-            offered = draws.failed is None
-            self._vacate([sequence.slot for sequence in finished], offered)
+            # `note` has published the pages of all that ended well.
+            published = draws.failed is None
+            self._vacate([sequence.slot for sequence in finished], published)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
-        """Release the pages outside every window. What is still computed sees only later ones,
-        a step in flight too: it began where the committed steps ended."""
+        """Release the pages outside every window.
+
+        A launch in flight sees only later pages: it began where the committed ones ended.
+        """
         outside = self.slots.num_outside(self.slots.num_committed[slots])
         for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
             slot = int(slots[row])
             self.publisher.publish(slots[row : row + 1])
             self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
 
-    def _vacate(self, slots: list[int], offered: bool = False) -> None:
+    def _vacate(self, slots: list[int], published: bool = False) -> None:
         """Take slots and pages from their sequences, and the slots out of the running order.
 
         Args:
-            offered: whether the publisher knows that they leave.
+            published: their pages were published already; skip it here.
         """
-        if not offered:
+        if not published:
             self.publisher.publish(np.array(slots, np.intp))
         self.pool.release(*self.slots.release(slots))
         self._running = self._running[self.slots.generation[self._running] > 0]

@@ -29,9 +29,9 @@ class Sequence:
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
         num_failures: failed steps that it may have caused (see `engine.recovery`).
-        precedence: those of more are served first, whatever their priority.
-        prompt_logprobs: gathers its prompt's log-probabilities; None where none are asked for.
-        constraint: what its text may still be (see `engine.text.grammars`), or None.
+        precedence: sequences of higher precedence are served first, whatever their priority.
+        prompt_logprobs: its prompt's log-probabilities as they come; None where none are requested.
+        constraint: the form that bounds its text (see `engine.text.grammars`), or None.
         blocked_at: the pool's `num_changes` when it last did not fit (see Scheduler).
     """
 
@@ -62,5 +62,5 @@ class Sequence:
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:
-        """Generated tokens; only once it has finished."""
+        """Return the generated tokens; only once it has finished."""
         return self.token_ids[self.num_prompt :].tolist()

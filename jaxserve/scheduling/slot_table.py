@@ -39,13 +39,13 @@ class SlotTable:
         page_keys [u64, slots + 1, M, WORDS], num_keys: keys of full pages, as far as they are made.
         key_state [u64 x 4]: what extends them (see PageKeys).
         generation [i64]: changes whenever the slot gets another sequence.
-        settings: what a step is told of each row; its parts, see `Settings`, have names here too.
-        num_logprobs: alternatives asked for with each token drawn, -1 for no log-probabilities.
+        settings: the settings of each row; its parts, see `Settings`, have names here too.
+        num_logprobs: alternatives for each token drawn, -1 for no log-probabilities.
         num_prompt: tokens of the prompt.
         is_guided [bool]: what may be drawn next follows from the newest token, so that the host
             must know it before the next step of the row.
-        needs_mask [bool]: what may be drawn has changed since the device was told.
-        needs_load [bool]: what the sampler keeps of the request on the device is not there yet.
+        needs_mask [bool]: the mask of allowed tokens differs from the device's.
+        needs_load [bool]: the request's part of the sampler's state is not on the device yet.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SlotTable:
         self.num_prompt = column()
         self.is_guided = column(dtype=np.bool_)
         self.num_guided = 0
-        # Whether any request so far wanted its prompt scored: most engines see none.
+        # Whether any request so far needs log-probabilities of its prompt: most engines see none.
         self.has_prompt_logprobs = False
         self.needs_mask = column(dtype=np.bool_)
         self.needs_load = column(dtype=np.bool_)
@@ -111,11 +111,11 @@ class SlotTable:
         self.generation[slot] = self._generations
         self.sequences[slot] = sequence
         sequence.slot = slot
-        known = len(sequence.token_ids)
-        self.tokens[slot, :known] = sequence.token_ids
-        self.num_known[slot] = known
+        num_known = len(sequence.token_ids)
+        self.tokens[slot, :num_known] = sequence.token_ids
+        self.num_known[slot] = num_known
         self.num_pages[slot] = self.first_page[slot] = 0
-        self.length[slot] = known
+        self.length[slot] = num_known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
         self.num_published[slot] = 0
@@ -163,7 +163,7 @@ class SlotTable:
             sampling.presence_penalty,
             features,
         )
-        # Most requests have few, and what is right of the used columns never changes.
+        # Most requests have few, and columns beyond those used so far hold NO_TOKEN already.
         if used := self.max_stops:
             self.stop_token_ids[slot, :used] = (*stops, *_NO_STOPS[len(stops) : used])
 
@@ -179,12 +179,13 @@ class SlotTable:
         self.is_guided[slot] = is_guided
 
     def advance(self, sequence: Sequence, token: int) -> bool:
-        """Tell a sequence's constraint its newest token, which may have cost it its slot.
+        """Advance a sequence's constraint by its newest token, which may have ended its slot.
 
         Returns:
             Whether its text is complete.
 
-        Raises: as the constraint.
+        Raises:
+            GrammarError: see `engine.text.grammars.Constraint.advance`.
         """
         constraint, slot = sequence.constraint, sequence.slot
         words = constraint.words
@@ -195,17 +196,17 @@ class SlotTable:
         return is_complete
 
     def wants_logprob(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
-        """bool[n]: whether the token after position where[i] of slots[i] is one of a prompt whose
-        request wants it scored."""
-        asked = self.features[slots] & _PROMPT_LOGPROBS != 0
-        return asked & (where + 1 < self.num_prompt[slots])
+        """Return bool[n]: whether the token after position where[i] of slots[i] belongs to a prompt
+        whose log-probabilities were requested."""
+        is_requested = self.features[slots] & _PROMPT_LOGPROBS != 0
+        return is_requested & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
-        """The pages that a slot holds, in order; a view."""
+        """Return the pages that a slot holds, in order; a view."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
     def num_outside(self, computed: Any) -> Any:
-        """How many pages no token after the first `computed` sees, by the widest window."""
+        """Count the pages that no token after the first `computed` sees, by the widest window."""
         if self.window is None:
             return 0
         return np.maximum(computed - self.window + 1, 0) // self.page_size
@@ -229,23 +230,23 @@ class SlotTable:
 
         Their sequences leave with their known tokens in `token_ids`.
         """
-        leaving, held = np.array(slots, np.intp), []
-        for slot, known in zip(slots, self.num_known[leaving].tolist(), strict=True):
+        ending, held = np.array(slots, np.intp), []
+        for slot, num_known in zip(slots, self.num_known[ending].tolist(), strict=True):
             sequence = self.sequences[slot]
             assert sequence is not None, "release of an empty slot"
-            sequence.token_ids = self.tokens[slot, :known].copy()
+            sequence.token_ids = self.tokens[slot, :num_known].copy()
             sequence.slot = NO_SLOT
             held.append(self.pages(slot))
         if self.num_guided:
-            self.num_guided -= int(np.count_nonzero(self.is_guided[leaving]))
-        self.sequences[leaving] = None
-        self.num_pages[leaving] = 0
-        self.generation[leaving] = 0
+            self.num_guided -= int(np.count_nonzero(self.is_guided[ending]))
+        self.sequences[ending] = None
+        self.num_pages[ending] = 0
+        self.generation[ending] = 0
         self._free.extend(slots)
         return held
 
     def held(self, num_pages: int) -> np.ndarray:
-        """int32[num_pages]: how many slots list each page (for `PagePool.check`)."""
+        """Return int32[num_pages]: how many slots list each page (for `PagePool.check`)."""
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:

@@ -1,4 +1,4 @@
-"""The order in which waiting sequences are admitted."""
+"""WaitingQueue: the order in which waiting sequences are admitted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WaitingQueue:
         return len(self._line) + len(self._heap) - self._num_dead
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Sorts sequences: smaller is served first. Unique, since arrivals are."""
+        """Return a sequence's sort key: smaller is served first. Unique, since arrivals are."""
         priority = sequence.request.priority if self.by_priority else 0
         return (priority - sequence.precedence * _LEVEL, sequence.arrival)
 
@@ -49,11 +49,11 @@ class WaitingQueue:
             heapq.heappush(self._heap, entry)
 
     def _jumps_line(self) -> bool:
-        """Whether the best entry is the heap's; only while there is any."""
+        """Return whether the best entry is the heap's; only while there is any."""
         return bool(self._heap) and (not self._line or self._heap[0] < self._line[0])
 
     def peek(self) -> Sequence | None:
-        """The next sequence to admit, or None."""
+        """Return the next sequence to admit, or None."""
         while self._line or self._heap:
             sequence = (self._heap if self._jumps_line() else self._line)[0][-1]
             if sequence.finish_reason is None:
@@ -68,7 +68,7 @@ class WaitingQueue:
         return entry[-1]
 
     def discard(self, sequence: Sequence) -> None:
-        """A waiting sequence was given a finish_reason; it will not come up again."""
+        """Drop a waiting sequence that was given a finish_reason; it will not come up again."""
         assert sequence.finish_reason is not None
         self._num_dead += 1
         if self._num_dead > 64 and self._num_dead > len(self):

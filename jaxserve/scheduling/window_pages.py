@@ -1,10 +1,10 @@
-"""How many pages a sequence holds at once, where every layer sees through a window."""
+"""Pages that a sequence holds at once, where every layer sees through a window."""
 
 from __future__ import annotations
 
 
 def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
-    """Pages of a sequence of `length` tokens, those outside its window given back.
+    """Return the pages of a sequence of `length` tokens, those outside its window given back.
 
     Args:
         window: positions that a token sees, its own included; None for all.
@@ -20,7 +20,7 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
 def longest_held(
     num_pages: int, page_size: int, window: int | None, chunk: int, length: int
 ) -> int:
-    """Most tokens, at most `length`, of a sequence that so many pages hold."""
+    """Return the most tokens, at most `length`, of a sequence that so many pages hold."""
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length
     return num_pages * page_size

@@ -11,7 +11,6 @@ if those stay clean on the unit tests. A bug whose source text has gone is an er
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.scheduling.seeded_bugs import BUGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -37,21 +38,14 @@ class Outcome(NamedTuple):
     evidence: str
 
 
-def load_bugs() -> list:
-    """`BUGS` of the module beside this one."""
-    spec = importlib.util.spec_from_file_location("seeded_bugs", HERE / "seeded_bugs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["seeded_bugs"] = module
-    spec.loader.exec_module(module)
-    return list(module.BUGS)
-
-
 def copy_project(target: Path) -> None:
     """The sources under test, and the tests."""
     ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "demo_model", "mutants.py")
     shutil.copytree(ROOT / "jaxserve", target / "jaxserve", ignore=ignore)
-    shutil.copytree(HERE, target / "tests" / "scheduling", ignore=ignore)
+    (target / "tests").mkdir()
+    (target / "tests" / "__init__.py").touch()
+    for name in ("scheduling", "support"):
+        shutil.copytree(ROOT / "tests" / name, target / "tests" / name, ignore=ignore)
 
 
 def seed_bug(target: Path, bug) -> None:
@@ -92,9 +86,9 @@ def try_bug(bug) -> Outcome:
         copy_project(target)
         if bug is not None:
             seed_bug(target, bug)
-        machine = "tests/scheduling/scheduler_machine.py"
         options = ["--examples", "500", "--derandomize", "--no-shrink"]
-        killed_by, evidence = "machine", failure(target, [machine, *options])
+        machine = ["-m", "tests.scheduling.scheduler_machine", *options]
+        killed_by, evidence = "machine", failure(target, machine)
         if not evidence:
             tests = sorted(path.name for path in HERE.glob("test_*.py"))
             tests.remove("test_scheduler_machine.py")
@@ -111,7 +105,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", help="only bugs whose name contains this")
     arguments = parser.parse_args()
-    bugs = [bug for bug in load_bugs() if (arguments.only or "") in bug.name]
+    bugs = [bug for bug in BUGS if (arguments.only or "") in bug.name]
     clean = try_bug(None)
     if clean.killed_by:
         print(f"the tests fail without any bug: {clean.evidence}")

@@ -72,26 +72,26 @@ SCHEDULE_BUGS = (
     Bug(
         "pages are published before they are computed",
         SCHEDULER,
-        "        table.num_computed[slots] = ends\n        return",
+        "        table.num_computed[slots] = ends\n        generations",
         "        table.num_computed[slots] = ends\n"
         "        for slot in slots.tolist():\n"
         "            count = int(table.num_computed[slot]) // self.pool.page_size\n"
         "            count = min(count, int(table.num_keys[slot]))\n"
         "            pages = table.page_table[slot, :count]\n"
         "            self.pool.publish(pages, table.page_keys[slot, :count])\n"
-        "        return",
+        "        generations",
     ),
     Bug(
         "pages of a NaN row are published",
         SCHEDULER,
-        "well = live if draws.failed is None else live & ~draws.failed",
-        "well = live",
+        "valid = current if draws.failed is None else current & ~draws.failed",
+        "valid = current",
     ),
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "self._running, leaving)",
-        "self._running, leaving[:0])",
+        "self._running, ending)",
+        "self._running, ending[:0])",
         only_slow=True,
     ),
     Bug(
@@ -116,8 +116,8 @@ SCHEDULE_BUGS = (
     Bug(
         "the generation check is dropped",
         SCHEDULER,
-        "live = table.generation[plan.slots] == plan.generations",
-        "live = table.generation[plan.slots] > 0",
+        "current = table.generation[plan.slots] == plan.generations",
+        "current = table.generation[plan.slots] > 0",
     ),
     Bug(
         "the head is preempted",
@@ -135,14 +135,14 @@ SCHEDULE_BUGS = (
     Bug(
         "admission ignores the budget",
         SCHEDULER,
-        "count = min(known - cached, budget, self.max_row_tokens)",
-        "count = min(known - cached, self.max_row_tokens)",
+        "count = min(num_known - cached, budget, self.max_row_tokens)",
+        "count = min(num_known - cached, self.max_row_tokens)",
     ),
     Bug(
         "admission ignores the threshold",
         SCHEDULER,
-        "count = min(known - cached, budget, self.max_row_tokens)",
-        "count = min(known - cached, budget)",
+        "count = min(num_known - cached, budget, self.max_row_tokens)",
+        "count = min(num_known - cached, budget)",
     ),
     Bug(
         "a long prompt takes the whole budget",
@@ -229,8 +229,8 @@ COMMIT_BUGS = (
     Bug(
         "rows that draw nothing append a token",
         RESULTS,
-        "drawn = live & plan.samples\n",
-        "drawn = live.copy()\n",
+        "drawn = current & plan.samples\n",
+        "drawn = current.copy()\n",
     ),
     Bug(
         "a NaN row does not end its sequence",
@@ -241,8 +241,8 @@ COMMIT_BUGS = (
     Bug(
         "a NaN in a prompt's chunk is overlooked",
         RESULTS,
-        "None if all_ok else live & ~ok",
-        "None if all_ok else live & ~ok & plan.samples",
+        "None if all_ok else current & ~ok",
+        "None if all_ok else current & ~ok & plan.samples",
     ),
     Bug(
         "min_tokens is ignored",
@@ -283,7 +283,7 @@ COMMIT_BUGS = (
     Bug(
         "a launch ignores min_tokens",
         RESULTS,
-        " & (known >= table.min_length[slots])",
+        " & (num_known >= table.min_length[slots])",
         "",
     ),
     Bug(
@@ -350,25 +350,25 @@ TABLE_BUGS = (
         "        self._generations += 1\n",
         "        self._generations = 1\n",
     ),
-    Bug("a released slot keeps its generation", SLOTS, "self.generation[leaving] = 0", "pass"),
+    Bug("a released slot keeps its generation", SLOTS, "self.generation[ending] = 0", "pass"),
     Bug(
         "a new sequence inherits a pending token",
         SLOTS,
-        "self.length[slot] = known",
-        "self.length[slot] = max(known, self.length[slot])",
+        "self.length[slot] = num_known",
+        "self.length[slot] = max(num_known, self.length[slot])",
     ),
     Bug("slots are lost", SLOTS, "self._free.extend(slots)", "self._free.append(slots[0])"),
     Bug(
         "tokens of a preempted sequence are a view",
         SLOTS,
-        "self.tokens[slot, :known].copy()",
-        "self.tokens[slot, :known]",
+        "self.tokens[slot, :num_known].copy()",
+        "self.tokens[slot, :num_known]",
     ),
     Bug(
         "preemption loses the newest token",
         SLOTS,
-        "self.tokens[slot, :known].copy()",
-        "self.tokens[slot, : max(sequence.num_prompt, known - 1)].copy()",
+        "self.tokens[slot, :num_known].copy()",
+        "self.tokens[slot, : max(sequence.num_prompt, num_known - 1)].copy()",
     ),
     Bug(
         "stop tokens of the slot's last sequence stay",
@@ -379,7 +379,7 @@ TABLE_BUGS = (
     Bug(
         "a page of two that leave at once is let go of once",
         POOL,
-        "            if len(held) > 1:  # by two of these, perhaps\n",
+        "            if len(held) > 1:  # two of these lists may share a page\n",
         "            if False:\n",
     ),
     Bug("an aborted sequence still counts as waiting", WAITING, "_num_dead += 1", "_num_dead += 0"),
