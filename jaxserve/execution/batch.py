@@ -27,7 +27,7 @@ class StepBatch:
     tokens: Array  # i32[T]; NO_TOKEN where the device knows the token and the host does not
     positions: Array  # i32[T]
     row_of_token: Array  # i32[T]
-    targets: Array  # i32[T], the prompt's next token, where it is to be scored; else NO_TOKEN
+    targets: Array  # i32[T], the prompt's next token where its logprob is requested, or NO_TOKEN
     kv_len: Array  # i32[R], tokens of the row's sequence once this step has run
     slots: Array  # i32[R]
     sample_index: Array  # i32[R], where in T the row's last token is
@@ -54,7 +54,7 @@ jax.tree_util.register_dataclass(
 
 
 class _Parts(NamedTuple):
-    """How a batch lies in its one array: from front to back."""
+    """The parts of a batch in its one array, from front to back."""
 
     tokens: Array  # [4, T], the first four arrays of `StepBatch`
     rows: Array  # [4, R], the next four
@@ -69,7 +69,7 @@ def _size(bucket: Bucket, max_pages: int) -> int:
 
 
 def _parts(words: Array, num_tokens: int, num_rows: int) -> _Parts:
-    """The parts of i32[N], which tells by its length how many pages a row has."""
+    """Return the parts of i32[N], whose length says how many pages a row has."""
     T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
@@ -85,7 +85,7 @@ def _parts(words: Array, num_tokens: int, num_rows: int) -> _Parts:
 
 
 def unpack(words: Array, num_tokens: int, num_rows: int) -> StepBatch:
-    """What `pack` made for a bucket of these sizes: views on the host, parts in a program."""
+    """Return what `pack` laid out for a bucket: views on the host, parts in a program."""
     parts = _parts(words, num_tokens, num_rows)
     view = None if isinstance(words, np.ndarray) else lax.bitcast_convert_type
     tokens, positions, row_of_token, targets = parts.tokens
@@ -145,7 +145,7 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     sample_slots[:] = padded
     if np.count_nonzero(plan.samples) < num_rows:
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
-    # With another mode numpy would copy once more.
+    # With another mode than clip numpy would copy once more.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     slots.page_table.take(rows, axis=0, out=parts.page_table, mode="clip")
     targets[:] = NO_TOKEN
@@ -155,12 +155,12 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
 
 
 def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
-    """i32[R], or one for all: each row's first token, where the host knows it."""
-    known = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
-    if not len(known):
+    """Return i32[R], or one number for all: each row's first token, where the host knows it."""
+    on_host = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
+    if not len(on_host):
         return NO_TOKEN
     tokens = np.full(len(plan), NO_TOKEN, np.int32)
-    tokens[known] = slots.tokens[plan.slots[known], plan.starts[known]]
+    tokens[on_host] = slots.tokens[plan.slots[on_host], plan.starts[on_host]]
     return tokens
 
 
@@ -179,7 +179,7 @@ def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
 
 
 def _prompt_targets(plan: StepPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:
-    """i32[tokens]: the prompt token after each, where its request wants it scored."""
+    """Return i32[tokens]: the prompt token after each whose log-probability is requested."""
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
     return np.where(slots.wants_logprob(owner, where), slots.tokens[owner, following], NO_TOKEN)

@@ -37,20 +37,20 @@ class Bucket:
 
 
 def default_steps(platform: str) -> int:
-    """Most decode steps of one launch: where each is short, what it costs to start one counts.
+    """Return the most decode steps of one launch: short steps share the cost of starting it.
 
-    On a GPU a loop on the device asks the host after every turn, as far as is known.
+    On a GPU a loop on the device returns to the host after every turn, as far as is known.
     """
     return 16 if platform == "cpu" else 1
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, then steps of at most a half, up to `max_num_seqs`."""
+    """Return 1, 2, 4, 8, 16, then sizes at most a half larger each, up to `max_num_seqs`."""
     return _ladder(max_num_seqs, (1, 2, 4, 8, 16), halves_from=16)
 
 
 def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """16, 32, 48, 64, 96, 128, ... up to the budget: at most a third of a step is padding."""
+    """Return 16, 32, 48, 64, 96, ... up to the budget: at most a third of a step is padding."""
     return _ladder(max_num_batched_tokens, (16, 32), halves_from=32)
 
 
@@ -116,11 +116,11 @@ class BucketSet:
         return sum(1 for _ in self)
 
     def pick(self, plan: StepPlan, greedy: bool = False, mixed: bool = False) -> Bucket:
-        """The smallest bucket that holds the plan.
+        """Return the smallest bucket that holds the plan.
 
         Args:
-            greedy: none of its rows draws, or asks for anything.
-            mixed: it needs what a decode step lacks, whatever the lengths of its rows.
+            greedy: no row draws, or uses a feature of the sampler.
+            mixed: it needs a program of mixed rows, even if each has one token.
         """
         rows, tokens = len(plan), plan.total_tokens
         if tokens == rows and not mixed:

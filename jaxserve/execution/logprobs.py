@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, computed where they are asked for and nowhere else."""
+"""Log-probabilities of tokens, computed where they are requested and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VECTOR = 16
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
-    """The k greatest values of each row and their columns, best first, lower column first if equal.
+    """Return each row's k greatest values and their columns; of equals, the lower column is first.
 
     Exact, in two levels: the k greatest lie in the k groups of greatest maximum. Those are taken
     in the order of their columns, so that equals keep theirs. Few columns need one level, which
@@ -41,8 +41,8 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     return values, (group * LANES + where % LANES).astype(jnp.int32)
 
 
-def score(logits: Array, tokens: Array) -> TokenLogprobs:
-    """Scores of one token a row under its logits [N, V], i32[N]."""
+def logprobs_of(logits: Array, tokens: Array) -> TokenLogprobs:
+    """Compute the log-probability of one token a row, i32[N], under its logits [N, V]."""
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_own = jnp.arange(logits.shape[1]) == tokens[:, None]
     own = jnp.where(is_own, logits, 0).sum(axis=1, keepdims=True)
@@ -52,13 +52,13 @@ def score(logits: Array, tokens: Array) -> TokenLogprobs:
 
 
 def _log(x: Array) -> Array:
-    """Natural logarithms [R], in whole vectors: XLA on CPU rounds those of a rest otherwise."""
+    """Return natural logarithms [R], in whole vectors: XLA on CPU rounds a rest differently."""
     whole = lax.optimization_barrier(jnp.pad(x, (0, -len(x) % _VECTOR), constant_values=1))
     return lax.optimization_barrier(jnp.log(whole))[: len(x)]
 
 
-def no_scores(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
-    """Zeros, where nobody asked."""
+def no_logprobs(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
+    """Return zeros, for a launch without requested log-probabilities."""
     width = min(MAX_LOGPROBS, vocab_size)
     return TokenLogprobs(
         jnp.zeros(count, dtype),
@@ -69,10 +69,10 @@ def no_scores(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
 
 
 def draw_logprobs(logits: Array, token_ids: Array, batch: Any) -> TokenLogprobs:
-    """Scores of a decode step's draws, for all rows where one asks."""
-    none = no_scores(logits.shape[0], logits.shape[1], logits.dtype)
-    asked = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
-    return lax.cond(asked, lambda: score(logits, token_ids), lambda: none)
+    """Compute log-probabilities of a decode step's draws, of all rows if any requests them."""
+    none = no_logprobs(logits.shape[0], logits.shape[1], logits.dtype)
+    is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
+    return lax.cond(is_requested, lambda: logprobs_of(logits, token_ids), lambda: none)
 
 
 def position_logprobs(
@@ -83,11 +83,11 @@ def position_logprobs(
     draws: Array,
     batch: Any,
 ) -> TokenLogprobs:
-    """Scores [T] of what follows each token of a step, where a row asks for it.
+    """Compute the log-probabilities [T] of the token that follows each of a step's tokens.
 
-    After a prompt's token that is the prompt's next (`batch.targets`), and after a row's last
-    what was drawn. Logits are computed anew, 32 positions at a time, where any of them is asked
-    for: memory does not grow with a chunk's length. What nobody asked for means nothing.
+    After a prompt's token that is the prompt's next (`batch.targets`), after a row's last one the
+    token drawn. Logits are computed anew, 32 positions at a time, and only for blocks with a
+    requested position: memory does not grow with a chunk's length. Others are undefined.
 
     Args:
         project: hidden states [N, D] to logits [N, V].
@@ -99,11 +99,13 @@ def position_logprobs(
     """
     num_tokens, size = len(hidden), min(_BLOCK, len(hidden))
     row = batch.row_of_token
-    scored = (draws & (batch.features & int(SamplerFeature.LOGPROBS) != 0)).at[row].get(mode="clip")
+    is_requested = (
+        (draws & (batch.features & int(SamplerFeature.LOGPROBS) != 0)).at[row].get(mode="clip")
+    )
     is_last = batch.sample_index.at[row].get(mode="clip") == jnp.arange(num_tokens)
     drawn = token_ids.at[row].get(mode="clip")
-    targets = jnp.where(scored & is_last, drawn, batch.targets)
-    none = no_scores(num_tokens, logits.shape[1], logits.dtype)
+    targets = jnp.where(is_requested & is_last, drawn, batch.targets)
+    none = no_logprobs(num_tokens, logits.shape[1], logits.dtype)
 
     def block(index: Array, logprobs: TokenLogprobs) -> TokenLogprobs:
         # The last block begins where it still fits, and so does what it writes.
@@ -111,7 +113,7 @@ def position_logprobs(
         here = lax.dynamic_slice_in_dim(targets, start, size)
 
         def found() -> TokenLogprobs:
-            new = score(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
+            new = logprobs_of(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
             return jax.tree.map(
                 lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0),
                 logprobs,

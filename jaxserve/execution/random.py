@@ -19,10 +19,10 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 
 def threefry(key: tuple[Array, Array], count: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise on uint32."""
-    one, two = key
-    words = (one, two, one ^ two ^ jnp.uint32(_PARITY))
-    x, y = count[0] + one, count[1] + two
+    """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise on uint32."""
+    first, second = key
+    words = (first, second, first ^ second ^ jnp.uint32(_PARITY))
+    x, y = count[0] + first, count[1] + second
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x = x + y
@@ -33,7 +33,7 @@ def threefry(key: tuple[Array, Array], count: tuple[Array, Array]) -> tuple[Arra
 
 
 def uniform(seed: Array, position: Array) -> Array:
-    """jax.random.uniform(fold_in(key, position)) of each row, f32[R] in [0, 1).
+    """Return jax.random.uniform(fold_in(key, position)) of each row, f32[R] in [0, 1).
 
     Args:
         seed: u32[R, 2], the words of a threefry key.

@@ -1,9 +1,9 @@
-"""SamplerState: what the sampler keeps of each request on the device, one row a slot.
+"""SamplerState: the sampler's part of each request on the device, one row a slot.
 
-Only requests that ask for it have theirs written, when they get their slot (`load_slot`); each
-step then adds the tokens it draws. The token in flight is thus counted before the host knows it,
-and chunks, cached prefixes and preemption need no care. A row that nobody asked for holds what an
-earlier request left; `SamplerFeature` flags and neutral settings keep it from being used.
+Only requests with such settings have theirs written, when they get their slot (`load_slot`); each
+step then adds the tokens it draws. The token in flight is thus counted before the host has it, and
+chunks, cached prefixes and preemption need no care. Other rows hold what an earlier request left;
+`SamplerFeature` flags and neutral settings keep it from being used.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ for _type in (SamplerState, SlotLoad):
 
 
 def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
-    """Rows of zeros: they mean nothing until they are loaded."""
+    """Make rows of zeros, which are undefined until they are loaded."""
     rows = num_slots + 1
     return SamplerState(
         history=jnp.zeros((rows, vocab_size), jnp.int32),
@@ -109,7 +109,7 @@ def load_slot(state: SamplerState, load: SlotLoad) -> SamplerState:
 
 
 def set_allowed(state: SamplerState, slots: Array, words: Array) -> SamplerState:
-    """Replace what some slots may draw.
+    """Replace the masks of allowed tokens of slots.
 
     Args:
         state: donated.
@@ -135,7 +135,7 @@ def record(state: SamplerState, batch: Any, token_ids: Array) -> SamplerState:
 
 
 def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad]:
-    """What `load_slot` needs to know of a slot's request, and of its tokens where it counts them.
+    """Yield what `load_slot` needs of a slot's request, and of its tokens if they are counted.
 
     Parts after the first repeat everything but the tokens.
     """
@@ -169,7 +169,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
 
 
 def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad:
-    """A load that writes to the null slot."""
+    """Make a load that writes to the null slot."""
     return SlotLoad(
         slot=np.int32(slots.num_slots),
         is_first=np.bool_(True),
@@ -185,12 +185,12 @@ def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad:
 
 
 def chunk_size(slots: SlotTable) -> int:
-    """Tokens of one SlotLoad."""
+    """Return the tokens of one SlotLoad."""
     return min(_CHUNK, slots.max_model_len)
 
 
 def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
-    """u32[W]: what a slot's sequence may draw next."""
+    """Return u32[W]: the tokens that a slot's sequence may draw next, as bits."""
     sequence = slots.sequences[slot]
     request, constraint = sequence.request, sequence.constraint
     if constraint is None:
@@ -201,7 +201,7 @@ def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
 
 
 def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
-    """u32[W]: allowed_token_ids, or all, without bad words of one token."""
+    """Return u32[W]: allowed_token_ids, or all, without bad words of one token."""
     bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
     chosen = request.sampling.allowed_token_ids
     bits[slice(vocab_size) if chosen is None else list(chosen)] = True
@@ -210,7 +210,7 @@ def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
 
 
 def _banned(request: Any) -> np.ndarray:
-    """i32[B, L]: bad words of several tokens."""
+    """Return i32[B, L]: bad words of several tokens."""
     banned = np.full((MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
     words = [word for word in request.bad_words_token_ids if len(word) > 1]
     for row, word in zip(banned, words, strict=False):
@@ -219,7 +219,7 @@ def _banned(request: Any) -> np.ndarray:
 
 
 def _biases(request: Any) -> tuple[np.ndarray, np.ndarray]:
-    """i32[300], f32[300]: logit_bias."""
+    """Return i32[300], f32[300]: logit_bias."""
     ids = np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32)
     values = np.zeros(MAX_BIASED_TOKENS, np.float32)
     bias = request.sampling.logit_bias or {}

@@ -28,7 +28,7 @@ LANES = 128
 
 
 def in_groups(x: Array, fill: float) -> Array:
-    """[R, V] as [R, V / 128, 128], padded with `fill`."""
+    """Return [R, V] as [R, V / 128, 128], padded with `fill`."""
     pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
@@ -36,12 +36,12 @@ def in_groups(x: Array, fill: float) -> Array:
 
 
 def argmax(logits: Array) -> Array:
-    """First index of the greatest value, i32[R]; see `best`."""
+    """Return the first index of the greatest value, i32[R]; see `best`."""
     return best(logits)[0]
 
 
 def best(logits: Array) -> tuple[Array, Array]:
-    """First index of the greatest value, i32[R], and that value, in two levels.
+    """Return the first index of the greatest value, i32[R], and that value, in two levels.
 
     XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
     searched among group maxima and then within one group.
@@ -54,7 +54,7 @@ def best(logits: Array) -> tuple[Array, Array]:
 
 
 def _ordered_bits(x: Array) -> Array:
-    """Floats as unsigned integers of the same order."""
+    """Return floats as unsigned integers of the same order."""
     bits = x.dtype.itemsize * 8
     unsigned, signed = jnp.dtype(f"uint{bits}"), jnp.dtype(f"int{bits}")
     raw = lax.bitcast_convert_type(x, unsigned)
@@ -64,7 +64,7 @@ def _ordered_bits(x: Array) -> Array:
 
 
 def _threshold(keys: Array, mass: Array, target: Array) -> Array:
-    """The greatest key t with mass(keys >= t) >= target, for each row; exact, and no sort.
+    """Find each row's greatest key t with mass(keys >= t) >= target; exact, and without a sort.
 
     Built from its highest bits down, a few in every pass over the vocabulary.
     """
@@ -99,15 +99,17 @@ def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array
     # thresholds are on a GPU, unless one branch is no constant and only returns what it got.
     none = lax.optimization_barrier(jnp.zeros(keys.shape[0], keys.dtype))
 
-    def raised(least: Array, asked: Array, wanted: Callable[[Array], tuple[Array, Array]]) -> Array:
-        """The least key that stays, where rows ask for more; `wanted`: mass and target."""
+    def raised(
+        least: Array, truncates: Array, measure: Callable[[Array], tuple[Array, Array]]
+    ) -> Array:
+        """Raise the least key that stays, in rows that truncate; `measure`: mass and target."""
 
         def narrowed(least: Array) -> Array:
-            mass, target = wanted(jnp.where(keys >= least[:, None], probs, 0))
+            mass, target = measure(jnp.where(keys >= least[:, None], probs, 0))
             # Never lower: rounding may find no share as large as top_p.
-            return jnp.maximum(least, jnp.where(asked, _threshold(keys, mass, target), 0))
+            return jnp.maximum(least, jnp.where(truncates, _threshold(keys, mass, target), 0))
 
-        return lax.cond(jnp.any(asked), narrowed, lambda least: least, least)
+        return lax.cond(jnp.any(truncates), narrowed, lambda least: least, least)
 
     count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
     top_p = batch.top_p.astype(probs.dtype)
@@ -117,7 +119,7 @@ def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array
 
 
 def _draw(probs: Array, uniform: Array) -> Array:
-    """The token at which the cumulative mass passes uniform * total, i32[R].
+    """Find the token at which the cumulative mass passes uniform * total, i32[R].
 
     Inverse transform sampling with one number a row, in two levels of sums.
     """
@@ -139,7 +141,7 @@ def _draw(probs: Array, uniform: Array) -> Array:
 
 
 def _sampled(logits: Array, batch: Any, greedy: Array, greatest: Array) -> Array:
-    """Tokens of all rows where at least one draws.
+    """Draw the tokens of all rows, for a step in which at least one row draws.
 
     Args:
         greedy, greatest: [R], each row's likeliest token and its logit.
@@ -159,7 +161,7 @@ def _sampled(logits: Array, batch: Any, greedy: Array, greatest: Array) -> Array
 
 
 def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
-    """Whether every row of a step takes its most likely token, with no stop token to avoid."""
+    """Return whether every row takes its most likely token, with no stop token to avoid."""
     rows = plan.slots
     if slots.temperature[rows].any():
         return False
@@ -176,8 +178,8 @@ def sample(
     Args:
         logits: [R, V], float32 or float64.
         batch: a StepBatch; the new token's position is `kv_len`.
-        state: what the sampler keeps of the requests.
-        greedy_only: static; `is_greedy` holds and no row asks for anything else.
+        state: the sampler's state of the requests.
+        greedy_only: static; `is_greedy` holds and no row uses a feature of the sampler.
 
     Returns:
         i32[R] token ids; bool[R], whether all of the row's logits were finite and left it a
@@ -188,8 +190,9 @@ def sample(
     ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
     if greedy_only:
         return argmax(logits), ok
-    asked = (batch.features & int(SamplerFeature.EDITS) != 0) | (batch.kv_len < batch.min_length)
-    edits, draws = jnp.any(asked), jnp.any(batch.temperature > 0)
+    has_edits = batch.features & int(SamplerFeature.EDITS) != 0
+    has_edits |= batch.kv_len < batch.min_length
+    edits, draws = jnp.any(has_edits), jnp.any(batch.temperature > 0)
 
     def chosen() -> tuple[Array, Array]:
         changed = lax.cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
@@ -197,8 +200,8 @@ def sample(
         drawn = lax.cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
         return drawn, value
 
-    # A branch that hands all logits through copies them: a step without wishes has none of it.
+    # A branch that hands all logits through copies them: skip it when no row edits or draws.
     tokens, value = lax.cond(edits | draws, chosen, lambda: best(logits))
-    # A row in the middle of its tokens draws nothing: what is excluded there means nothing.
+    # A row in the middle of its tokens draws nothing, so that it needs no token to draw.
     null_slot = state.history.shape[0] - 1
     return tokens, ok & ((value > -jnp.inf) | (batch.sample_slots == null_slot))

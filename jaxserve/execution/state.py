@@ -1,4 +1,4 @@
-"""DeviceState: what stays on the device from step to step."""
+"""DeviceState: the arrays that stay on the device from step to step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host reads of a step, one step later."""
+    """Results of a launch, which the host reads while the next one runs."""
 
     token_ids: Array  # i32[R], or [S, R] of a launch of up to S steps
     ok: Array  # bool, likewise; False where logits were not finite or left nothing to draw
@@ -52,7 +52,7 @@ for _type in (DeviceState, StepOutput):
 
 
 def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
-    """The dtype of pages for a setting of `kv_cache_dtype`.
+    """Return the dtype of pages for a setting of `kv_cache_dtype`.
 
     On CPU 16-bit keys and values are kept as the same numbers in float32, and 8-bit ones as their
     bits: XLA there scatters into narrow floats by converting the whole cache, in every step.
@@ -63,13 +63,13 @@ def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
-    """Bytes of one page of KV cache over all layers."""
+    """Return the bytes of one page of KV cache over all layers."""
     cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return 2 * config.num_hidden_layers * page_size * cell
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: str) -> int:
-    """Pages, or fewer if a layer's arrays would have a size that the GPU's kernels cannot do.
+    """Return pages, or fewer if a layer's arrays would have a size that GPU kernels cannot address.
 
     Those are arrays of one-byte values of 2 to 4 GiB (see `pallas_kernels.implementation`).
     """
@@ -82,7 +82,7 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: s
 def make_state(
     config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: Any
 ) -> DeviceState:
-    """A cache of zeros for every layer; `dtype` is that of its pages."""
+    """Make a cache of zeros for every layer; `dtype` is that of its pages."""
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
     return DeviceState(
         kv=[

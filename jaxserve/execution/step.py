@@ -24,7 +24,7 @@ Array = Any
 
 
 def slot_mapping(batch: StepBatch, page_size: int) -> Array:
-    """i32[T]: the cell of the cache that takes each token's K and V; -1 for padding."""
+    """Return i32[T]: the cell of the cache for each token's K and V; -1 for padding."""
     column = batch.positions // page_size
     page = batch.page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
@@ -58,7 +58,7 @@ def model_step(
         greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention runs.
     """
-    # Rows that count come first in tokens and batch; a block that is scored has no more of them.
+    # Real rows come first in tokens and batch; a block of positions has no more of them.
     num_tokens = batch.query_start[-1]
     parameters = with_num_rows(jax.tree.unflatten(treedef, leaves), num_tokens)
     model = nnx.merge(graphdef, parameters)
@@ -106,7 +106,7 @@ def decode_steps(
     most: int,
     **options: Any,
 ) -> tuple[DeviceState, StepOutput]:
-    """Several decode steps in one launch, each over the tokens that the one before drew.
+    """Take several decode steps in one launch, each over the tokens that the one before drew.
 
     A row takes part until a token ends it, or logits that are not finite; then it writes nothing
     more. The launch ends with its last row. Each step is the one that `model_step` computes alone,
@@ -130,18 +130,18 @@ def decode_steps(
 
     def take(carry: Any) -> Any:
         done, active, state, (token_ids, ok), _ = carry
-        known = batch.kv_len + done
+        length = batch.kv_len + done
         now = replace(
             batch,
             tokens=jnp.where(done == 0, batch.tokens, NO_TOKEN),
             positions=jnp.where(active, batch.positions + done, 0),
-            kv_len=jnp.where(active, known, 0),
+            kv_len=jnp.where(active, length, 0),
             slots=jnp.where(active, batch.slots, null_slot),
             sample_slots=jnp.where(active, batch.sample_slots, null_slot),
         )
         state, output = step(state, now)
         is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
-        is_last = is_stop & (known >= batch.min_length) | (known + 1 >= batch.stop_length)
+        is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= output.ok & ~is_last
         written = (token_ids.at[done].set(output.token_ids), ok.at[done].set(output.ok))
         return done + 1, active, state, written, output.logprobs

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.execution.logprobs import position_logprobs, score, top_k
+from jaxserve.execution.logprobs import logprobs_of, position_logprobs, top_k
 from jaxserve.request import SamplerFeature
 from tests.support.oracle import score as slow_score
 
@@ -40,7 +40,7 @@ def test_scores_equal_the_oracles(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     logits = rng.normal(0, 4, (50, vocabulary)).astype(np.float32)
     tokens = rng.integers(0, vocabulary, 50).astype(np.int32)
-    found = jax.jit(score)(logits, tokens)
+    found = jax.jit(logprobs_of)(logits, tokens)
     for row in range(50):
         want = slow_score(logits[row].astype(np.float64), int(tokens[row]), 20)
         assert found.rank[row] == want.rank
@@ -76,6 +76,6 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
         wanted = targets.copy()
         if drawing:
             wanted[-1] = 4
-        every = score(hidden @ weights, np.maximum(wanted, 0))
+        every = logprobs_of(hidden @ weights, np.maximum(wanted, 0))
         for one, other in zip(found, every, strict=True):
             np.testing.assert_allclose(one[wanted >= 0], other[wanted >= 0], atol=1e-5)

@@ -1,1 +1,1 @@
-"""What a start needs: which programs to compile, and where compiled ones are kept."""
+"""Starts of an engine: the programs to compile, and where compiled ones are kept."""

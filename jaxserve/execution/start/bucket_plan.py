@@ -1,4 +1,4 @@
-"""Which padded sizes are worth compiling: measured cost of padding against that of compiling."""
+"""Choice of the padded sizes worth compiling: the cost of padding against that of compiling."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class BucketPlan:
 
     @classmethod
     def of(cls, buckets: BucketSet) -> BucketPlan:
-        """The sizes of a set, taken as they are."""
+        """Take the sizes of a set as they are."""
         decode, tokens = _ladders(buckets)
         return cls(tuple(decode), tuple(tokens))
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any]) -> BucketPlan:
-        """A plan that `notes` made."""
+        """Restore a plan from what `notes` returned."""
         decode, tokens = notes["dropped"]
         return cls(
             tuple(notes["decode_sizes"]),
@@ -50,7 +50,7 @@ class BucketPlan:
         )
 
     def notes(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
-    """A bucket for each size of decode steps, and of the others."""
+    """Return a bucket for each size of decode steps, and of the others."""
     decode, tokens = {}, {}
     for bucket in buckets:
         (decode if bucket.decode_only else tokens).setdefault(bucket.num_tokens, bucket)
@@ -78,7 +78,7 @@ def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
 
 
 def anchors(buckets: BucketSet) -> list[Bucket]:
-    """The buckets to measure: smallest, middle and largest of each kind."""
+    """Return the buckets to measure: smallest, middle and largest of each kind."""
     chosen = []
     for ladder in _ladders(buckets):
         sizes = list(ladder)
@@ -105,8 +105,8 @@ def choose_sizes(
     kept, dropped = [], []
     for ladder in _ladders(buckets):
         sizes = np.array(list(ladder))
-        known = [size for size in ladder if ladder[size] in step_seconds]
-        seconds = np.interp(sizes, known, [step_seconds[ladder[size]] for size in known])
+        measured = [size for size in ladder if ladder[size] in step_seconds]
+        seconds = np.interp(sizes, measured, [step_seconds[ladder[size]] for size in measured])
         # A step of more never takes less; where it was measured so, that is noise.
         mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds)
         mask[0] |= next(iter(ladder.values())).decode_only
@@ -117,7 +117,7 @@ def choose_sizes(
 
 
 def _worth_keeping(seconds: np.ndarray, compile_seconds: float) -> np.ndarray:
-    """bool[n]: leaves out the cheapest loss, again and again, while it is below the gain."""
+    """Return bool[n]: drop the size of least loss, again and again, while it is below the gain."""
     kept = np.ones(len(seconds), bool)
 
     def loss(mask: np.ndarray) -> float:

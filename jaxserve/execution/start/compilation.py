@@ -1,4 +1,4 @@
-"""What is kept from one start to the next: compiled programs, and XLA's choices for a GPU."""
+"""Files kept from one start to the next: compiled programs, and XLA's choices for a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def open_store(
     model_config: ModelConfig,
     leaves: list[Any],
 ) -> ProgramStore:
-    """The programs of an engine's earlier starts.
+    """Open the store of the programs of an engine's earlier starts.
 
     Args:
         directory: where programs are kept, or None.
@@ -88,7 +88,7 @@ def open_store(
 
 
 def fingerprint() -> dict[str, Any]:
-    """What compiled programs depend on besides the engine's settings: versions, machine, source."""
+    """Return what compiled programs depend on besides settings: versions, machine, source."""
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
@@ -107,7 +107,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def _cpu_features() -> str:
-    """The machine's architecture and a digest of its instruction sets."""
+    """Return the machine's architecture and a digest of its instruction sets."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

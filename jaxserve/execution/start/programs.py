@@ -73,8 +73,8 @@ class ProgramStore:
         self._objects = directory / "objects"
         folder = directory / "starts" / _digest(json.dumps(what, sort_keys=True).encode())[:32]
         try:
-            for one in (directory, self._objects, folder.parent, folder):
-                make_private(one)
+            for path in (directory, self._objects, folder.parent, folder):
+                make_private(path)
         except OSError as error:
             self._warn("compiled programs are not kept: %s", error)
         else:
@@ -85,11 +85,11 @@ class ProgramStore:
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {where}"
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
-        """The program of this name; `lower` traces it where no file has it. From any thread."""
+        """Return the program of this name; `lower` traces it where no file has it. Thread-safe."""
         if self.folder is None:
             return self._compile(self._trace(lower))
         entry = self.folder / _file_name(name)
-        found = self._known(entry)
+        found = self._named_object(entry)
         program = None if found is None else self._load(self._objects / found)
         if program is not None:
             return program
@@ -104,7 +104,7 @@ class ProgramStore:
         return program
 
     def notes(self) -> dict[str, Any] | None:
-        """What `note` kept for this start; None where there is nothing that can be used."""
+        """Return what `note` kept for this start; None where there is nothing that can be used."""
         if self.folder is None:
             return None
         read = self._read(self.folder / "notes")
@@ -135,8 +135,8 @@ class ProgramStore:
         with self._lock:
             self.seconds[stage] += time.perf_counter() - started
 
-    def _known(self, entry: Path) -> str | None:
-        """The object that an entry names, if it was made under this fingerprint."""
+    def _named_object(self, entry: Path) -> str | None:
+        """Return the object that an entry names, if it was made under this fingerprint."""
         content = self._read(entry)
         if content is None:
             return None
@@ -190,7 +190,7 @@ class ProgramStore:
         self._write(path, {"object": path.name}, content)
 
     def _read(self, path: Path) -> bytes | None:
-        """A file's content, or None, with a warning unless it is simply not there."""
+        """Return a file's content, or None, with a warning unless it is simply not there."""
         try:
             content = _read_own(path)
             if not content.startswith(_MAGIC):
@@ -270,7 +270,7 @@ def make_private(directory: Path) -> None:
 
 
 def _read_own(path: Path) -> bytes:
-    """A regular file of the user's own.
+    """Read a regular file that the user owns.
 
     Raises:
         OSError: it is not that, or cannot be read.
@@ -293,17 +293,17 @@ def _digest(content: bytes) -> str:
 
 
 def _file_name(name: str) -> str:
-    """A file name for a program: readable, and unique."""
+    """Return a file name for a program: readable, and unique."""
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{_digest(name.encode())[:8]}"
 
 
 def _kernels(program: str) -> dict[str, bytes]:
-    """The machine code of each kernel of our own that a program's text names."""
+    """Return the machine code of each of this package's kernels that a program's text names."""
     return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
 
 
 def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
-    """What XLA is given, and the machine and versions; not the source that was traced."""
+    """Hash XLA's input, the machine and the versions, but not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
     text, trees = lowered.as_text(), str(lowered.in_tree) + str(lowered.out_tree)
     kernels = {name: _digest(code) for name, code in _kernels(text).items()}
