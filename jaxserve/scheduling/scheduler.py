@@ -178,6 +178,8 @@ class Scheduler:
         pages than are free: no sequence is preempted for tokens to come.
         """
         running, table = self._running, self.slots
+        if table.window is not None:  # pages are reserved for two chunks beside the window
+            max_steps = min(max_steps, self.max_row_tokens)
         length = table.length[running]
         left = table.stop_length[running] - length
         if self.waiting:  # for a slot: the launch ends when a row reaches its length
@@ -373,10 +375,7 @@ class Scheduler:
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
-        """Release the pages outside every window.
-
-        A launch in flight sees only later pages: it began where the committed ones ended.
-        """
+        """Release the pages outside every window; a launch in flight sees only later ones."""
         outside = self.slots.num_outside(self.slots.num_committed[slots])
         for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
             slot = int(slots[row])

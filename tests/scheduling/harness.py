@@ -30,14 +30,23 @@ class Served:
         budget: tokens a step; None for plenty.
         lag: commit each step after the next was scheduled, as the engine does.
         make: the scheduler's class.
+        window: of every layer; None for none.
         options: more arguments of it.
     """
 
     def __init__(
-        self, pages=64, slots=4, page_size=4, budget=None, lag=False, make=Scheduler, **options
+        self,
+        pages=64,
+        slots=4,
+        page_size=4,
+        budget=None,
+        lag=False,
+        make=Scheduler,
+        window=None,
+        **options,
     ) -> None:
         self.pool = PagePool(pages + 1, page_size)
-        self.slots = SlotTable(slots, 256, page_size)
+        self.slots = SlotTable(slots, 256, page_size, window)
         tokens = 1024 if budget is None else budget
         self.scheduler = make(self.pool, self.slots, max_num_batched_tokens=tokens, **options)
         self.lag = lag

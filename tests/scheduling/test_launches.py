@@ -132,3 +132,18 @@ def test_a_row_that_is_not_finite_keeps_what_it_drew_before():
     again = served.add([*first.token_ids.tolist(), 1])
     served.step()
     assert again.num_cached == 0
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_launch_takes_no_page_that_the_next_step_of_a_lone_row_needs(budget: int) -> None:
+    """Behind a window, pages come back only when a launch is committed."""
+    served = Served(pages=2 + 2 * budget + 1, slots=1, page_size=1, budget=budget, window=2)
+    served.add(1, max_tokens=200)
+    served.step()
+    running = served.scheduler.running_sequences()
+    for _ in range(10):
+        ahead = [served.scheduler.schedule(MOST) for _ in range(2)]
+        assert served.scheduler.running_sequences() == running, "it preempted itself"
+        for plan in filter(None, ahead):
+            shape = (plan.num_steps, 1) if plan.num_steps > 1 else 1
+            served.scheduler.commit(plan, np.full(shape, 7, np.int32), np.ones(shape, bool))
