@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import JaxserveError
 from jaxserve.server.api.streaming import ClientGone, error_response
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.models import Lifecycle
+from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)

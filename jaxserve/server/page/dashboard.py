@@ -174,12 +174,12 @@ def take_snapshot(model: ServedModel) -> Snapshot:
     Raises:
         EngineClosed, EngineDead: there is no engine to ask.
     """
-    thread, seen = model.llm.thread, model.observed
-    copy: _Copy = thread.call(lambda: _copy(thread.engine))
+    metrics = model.request_metrics
+    copy = model.llm.inspect(_copy)
     owner = np.full(len(copy.ref_count), -1)
     owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
     pages = page_map(copy.ref_count, copy.is_cached, owner)
-    first, between = seen.time_to_first_token, seen.inter_token_latency
+    first, between = metrics.time_to_first_token, metrics.inter_token_latency
     return Snapshot(
         time.monotonic(),
         copy.stats,

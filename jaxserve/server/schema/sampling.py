@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams; what the engine cannot do yet is refused here."""
+"""Conversion of a request's fields to SamplingParams, and the fields that are not supported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.openai import Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields that are known and not served yet, each with the values that ask for nothing and pass.
-# A field leaves this table when the engine can do it.
+# Fields that are known and not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
     "guided_json": (None,),
@@ -46,18 +45,6 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("allowed_token_ids", "bad_words"),
 )
-
-
-def refuse_unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse what would have to be ignored silently.
-
-    Raises:
-        InvalidRequest: naming a field of the table that asks for something.
-    """
-    for name in sorted(fields.keys() & table.keys()):
-        value, neutral = fields[name], table[name]
-        if not any(type(value) is type(one) and value == one for one in neutral):
-            raise InvalidRequest(f"{name} is not supported by this server", name)
 
 
 def sampling_params(
