@@ -40,7 +40,7 @@ class Guard:
     """ASGI middleware; what it finds goes into the scope.
 
     `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is asked for),
-    `jaxserve.renamed` see `Call`. `jaxserve.crowded` is set on connections beyond the limit.
+    `jaxserve.renamed` see `EndpointRequest`. `jaxserve.crowded` marks connections over the limit.
 
     Args:
         app: what it guards.

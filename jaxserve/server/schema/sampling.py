@@ -54,7 +54,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """A request's settings over the checkpoint's; what is an argument, endpoints spell differently.
+    """Return a request's settings over the defaults. Endpoints spell the arguments differently.
 
     Raises:
         InvalidRequest: naming the field.
@@ -73,14 +73,18 @@ def sampling_params(
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:
-    """Raises InvalidRequest for lists that are too long to be looked at one by one."""
+    """Check that lists are not too long to be read entry by entry.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     name = "allowed_token_ids"
     if len(request.allowed_token_ids or ()) > vocab_size:
         raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
 
 
 def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's keys are texts."""
+    """Convert OpenAI's keys, which are texts, to token ids."""
     if asked is None:
         return None
     for key in asked:
@@ -90,7 +94,7 @@ def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """What form the text must have, said in vLLM's words or in OpenAI's.
+    """Return the form of the text, given in vLLM's fields or in OpenAI's.
 
     Raises:
         InvalidRequest: naming the field that said it.
@@ -116,7 +120,11 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
 
 
 def check_stream(request: Sampling) -> None:
-    """Raises InvalidRequest for what needs stream, and for what excludes it."""
+    """Check fields that need `stream`, and fields that exclude it.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:
