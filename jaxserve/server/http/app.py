@@ -114,7 +114,7 @@ class App:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, wrong method) as error objects."""
+    """Answer Starlette's own refusals (no such path, wrong method) with error objects."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405:

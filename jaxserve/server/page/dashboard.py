@@ -107,7 +107,7 @@ class _Copy:
 
 
 def _copy(engine: Engine) -> _Copy:
-    """On the engine's thread: rows and plain copies of arrays, and nothing slower."""
+    """Copy on the engine's thread: rows and plain copies of arrays, and nothing slower."""
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
     running = sorted(scheduler.running_sequences(), key=lambda one: one.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
@@ -220,7 +220,7 @@ class Dashboard:
         return await asyncio.shield(future)
 
     def watch(self, change: int) -> None:
-        """Somebody starts (1) or stops (-1) watching."""
+        """Count a watcher who starts (1) or stops (-1)."""
         self._num_watchers += change
 
 
