@@ -169,7 +169,7 @@ def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) ->
 
 
 def take_snapshot(model: ServedModel) -> Snapshot:
-    """A model's engine as of now. Waits for the step in progress; not for the event loop.
+    """Return a model's engine as of now. Waits for the step in progress; not for the event loop.
 
     Raises:
         EngineClosed, EngineDead: there is no engine to ask.
