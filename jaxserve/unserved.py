@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest
@@ -84,6 +84,29 @@ UNSERVED: dict[str, Unserved] = {
     "ssl_certfile": Unserved((), "put a proxy that ends TLS before the server"),
     "root_path": Unserved(("",), "let the proxy before the server take the prefix off"),
 }
+
+
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """Return whether a value requests nothing: it equals one of `neutral` and has its type."""
+    return any(type(value) is type(other) and value == other for other in neutral)
+
+
+def refuse_unsupported(
+    fields: Mapping[Any, Any], unsupported: Mapping[str, tuple[Any, ...]], by: str = ""
+) -> None:
+    """Refuse fields that would otherwise be ignored silently.
+
+    Args:
+        fields: of a request.
+        unsupported: names that are known and not supported, each with its neutral values.
+        by: ends the message, such as " by this server".
+
+    Raises:
+        InvalidRequest: naming a field of `unsupported` whose value requests something.
+    """
+    for name in sorted(fields.keys() & unsupported.keys()):
+        if not is_neutral(fields[name], unsupported[name]):
+            raise InvalidRequest(f"{name} is not supported{by}", name)
 
 
 def served(settings: Mapping[str, Any]) -> dict[str, Any]:

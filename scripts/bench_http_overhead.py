@@ -122,7 +122,7 @@ def llm_sampling(tokens: int) -> Any:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
-    from jaxserve.commands.serve import StartReport, load_models
+    from jaxserve.commands.server import StartReport, load_models
     from jaxserve.server.http.app import App
     from jaxserve.server.http.listener import bind
     from jaxserve.server.http.process import Process

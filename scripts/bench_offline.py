@@ -103,7 +103,7 @@ def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -
             temperature=0, max_tokens=max(1, row.output_tokens // SCALE), ignore_eos=True
         )
         tokens = digest.setdefault(str(number), [])
-        request = engine.request(str(number), prompt, params)
+        request = engine.requests.make(prompt, params, request_id=str(number))
         engine.add(request, lambda delta, tokens=tokens: tokens.extend(delta.token_ids))
     busy, started, cpu = [], time.perf_counter(), time.process_time()
     while engine.has_work:

@@ -113,7 +113,7 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
     ready = time.time()
     tokens: list[int] = []
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    request = engine.request("first", list(range(5, 21)), sampling)
+    request = engine.requests.make(list(range(5, 21)), sampling, request_id="first")
     engine.add(request, lambda delta: tokens.extend(delta.token_ids))
     while engine.has_work:
         engine.step()

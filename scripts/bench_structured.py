@@ -252,7 +252,9 @@ def serve(loaded: Loaded, guided: list[bool], tokens: int) -> dict[str, float]:
 
     for number, is_guided in enumerate(guided):
         settings = sampling(is_guided, number, tokens)
-        engine.add(engine.request(str(number), prompts[number].tolist(), settings), sink)
+        engine.add(
+            engine.requests.make(prompts[number].tolist(), settings, request_id=str(number)), sink
+        )
     started, cpu = time.perf_counter(), time.process_time()
     while engine.has_work:
         engine.step()

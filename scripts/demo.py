@@ -97,7 +97,9 @@ def play(engine: Engine, scene: Scene, speed: float, steps_per_second: float, dr
 def _add(engine: Engine, scene: Scene, ask: Ask) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=LONGEST_ANSWER)
     ask.added = time.perf_counter()
-    request = engine.request(str(ask.number), ask.token_ids, sampling, number=ask.number)
+    request = engine.requests.make(
+        ask.token_ids, sampling, request_id=str(ask.number), number=ask.number
+    )
     scene.running[request.request_id] = ask
     engine.add(request, scene.receive)
 
@@ -233,7 +235,7 @@ def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: in
 
     for ask in asks:
         sampling = SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True)
-        engine.add(engine.request(str(ask.number), ask.token_ids, sampling), count)
+        engine.add(engine.requests.make(ask.token_ids, sampling, request_id=str(ask.number)), count)
     start = time.perf_counter()
     while engine.has_work:
         engine.step()

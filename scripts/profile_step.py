@@ -109,7 +109,7 @@ class Workload:
         self._number += 1
         tokens = [5 + (self._number * 31 + index * 7) % 200 for index in range(prompt)]
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        request = self.engine.request(f"{self._number}", tokens, sampling)
+        request = self.engine.requests.make(tokens, sampling, request_id=f"{self._number}")
         self.engine.add(request, sink)
 
     def step(self) -> None:

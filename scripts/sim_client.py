@@ -22,7 +22,7 @@ def add_request(
 ) -> None:
     """Queue a greedy request of a given length."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    engine.add(engine.request(name, tokens, sampling), sink)
+    engine.add(engine.requests.make(tokens, sampling, request_id=name), sink)
 
 
 def alike(jobs: list[Job], rng: np.random.Generator) -> list[Job]:

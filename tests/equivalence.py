@@ -320,10 +320,10 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
 
 def _start(engine: Engine, number: int, ask: Ask, sink: Sink, got: list[Got]) -> None:
     try:
-        request = engine.request(
-            str(number),
+        request = engine.requests.make(
             ask.prompt,
             ask.sampling,
+            request_id=str(number),
             number=number,
             priority=ask.priority,
             cache_salt=ask.salt,

@@ -15,7 +15,8 @@ import pytest
 
 import jaxserve
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.commands.cli import SAMPLING_FIELDS, main, make_parser
+from jaxserve.commands.cli import main, make_parser
+from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from tests.support.checkpoint import save_checkpoint
 

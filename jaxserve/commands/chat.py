@@ -2,242 +2,64 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+import argparse
+import importlib
+from collections.abc import Callable
 
-import httpx2
-import msgspec
-
-from jaxserve.errors import JaxserveError
-
-CONNECT_SECONDS = 10
-# What a model says must not drive the terminal: all controls but tab and line feed.
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
+from jaxserve.commands.options import DEFAULT_MAX_TOKENS
+from jaxserve.config import api_keys_from_environment
+from jaxserve.server.settings import ServerConfig
 
 
-class NoAnswer(JaxserveError):
-    """The server cannot be reached, or refused a request."""
-
-
-@dataclass
-class Said:
-    """An answer as it came in: its text, its tokens, and seconds to its first and last part."""
-
-    text: str = ""
-    tokens: int = 0
-    first: float = 0.0
-    last: float = 0.0
-
-    def __str__(self) -> str:
-        rate = (self.tokens - 1) / max(1e-9, self.last - self.first)
-        speed = f", {rate:.0f} tokens/s after it" if self.tokens > 1 else ""
-        return f"[{self.tokens} tokens; the first after {self.first:.2f} s{speed}]"
-
-
-@dataclass
-class Remote:
-    """A server under an OpenAI-compatible URL, as a context manager.
-
-    Args:
-        url: with or without `/v1`.
-        model: its name there; the first one listed by default.
-        api_key: sent as a bearer token.
-        options: fields for every request, such as max_tokens.
-
-    Raises:
-        NoAnswer: on entering, no such server.
-    """
-
-    url: str
-    model: str | None = None
-    api_key: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __enter__(self) -> Remote:
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        base = self.url.rstrip("/").removesuffix("/v1") + "/v1/"
-        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-        try:
-            self._client = httpx2.Client(base_url=base, headers=headers, timeout=timeout)
-        except httpx2.InvalidURL as error:
-            raise NoAnswer(f"{self.url!r} is no URL: {error}") from error
-        if self.model is None:
-            try:
-                listed = self._ask("models", CONNECT_SECONDS)["data"]
-                self.model = str(listed[0]["id"])
-            except (LookupError, TypeError) as error:
-                raise NoAnswer(f"{self.url} does not list its models: give --model-name") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-    def _ask(self, path: str, timeout: float) -> Any:
-        try:
-            response = self._client.get(path, timeout=timeout)
-            if response.status_code != 200:
-                raise NoAnswer(_reason(response))
-            return msgspec.json.decode(response.content)
-        except (httpx2.HTTPError, httpx2.UnsupportedProtocol) as error:
-            raise NoAnswer(self._unreachable(error)) from error
-        except msgspec.DecodeError as error:
-            raise NoAnswer(f"{self.url} does not speak OpenAI's API") from error
-
-    def _unreachable(self, error: Exception) -> str:
-        return f"cannot reach {self.url}: {str(error) or type(error).__name__}"
-
-    def stream(self, path: str, body: dict[str, Any], said: Said) -> Iterator[str]:
-        """The text of an answer as it comes; `said` is kept up to date.
-
-        Raises:
-            NoAnswer: refused, failed or broken off.
-        """
-        asked = self.options | body | {"model": self.model, "stream": True}
-        asked["stream_options"] = {"include_usage": True}
-        started = time.monotonic()
-        try:
-            with self._client.stream("POST", path, json=asked) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise NoAnswer(_reason(response))
-                for event in httpx2.EventSource(response):
-                    if event.data == "[DONE]":
-                        return
-                    text = _take(event.data, said)
-                    if text:
-                        said.last = time.monotonic() - started
-                        said.first = said.first or said.last
-                        said.text += text
-                        yield text
-        except (httpx2.HTTPError, httpx2.SSEError) as error:
-            raise NoAnswer(self._unreachable(error)) from error
-        raise NoAnswer("the answer broke off")
-
-
-def _take(data: str, said: Said) -> str:
-    """The text in one event."""
-    try:
-        event = msgspec.json.decode(data)
-        if event.get("error"):
-            raise NoAnswer(str(event["error"]["message"]))
-        if event.get("usage"):
-            said.tokens = int(event["usage"]["completion_tokens"])
-        choices = event.get("choices") or [{}]
-        delta = choices[0].get("delta", choices[0])
-        return delta.get("content") or delta.get("text") or ""
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise NoAnswer(f"not an event of OpenAI's API: {data[:80]!r}") from error
-
-
-def _reason(response: httpx2.Response) -> str:
-    try:
-        return (
-            f"{response.status_code}: {msgspec.json.decode(response.content)['error']['message']}"
+def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve chat` and `jaxserve complete`."""
+    about = {
+        "chat": ("talk to a running server", "MESSAGE", "answer one message and end"),
+        "complete": ("have a running server go on with texts", "PROMPT", "one prompt and end"),
+    }
+    for name, (text, metavar, quick) in about.items():
+        parser = add_parser(
+            name,
+            allow_abbrev=False,
+            help=text,
+            description=f"{text.capitalize()}, a line at a time. Ctrl-C stops an answer, Ctrl-D "
+            "ends. Any server with OpenAI's API will do.",
         )
-    except (msgspec.DecodeError, LookupError, TypeError):
-        return f"{response.status_code} {response.reason_phrase} from {response.url}"
+        parser.add_argument(
+            "--url",
+            default=f"http://127.0.0.1:{ServerConfig.port}/v1",
+            help="of the server (default: %(default)s)",
+        )
+        parser.add_argument("--model-name", metavar="NAME", help="default: the first one listed")
+        parser.add_argument("--api-key", metavar="KEY", help="default: JAXSERVE_API_KEY")
+        parser.add_argument("-q", "--quick", metavar=metavar, help=quick)
+        if name == "chat":
+            parser.add_argument("--system-prompt", metavar="TEXT", help="what the talk begins with")
+        tokens = None if name == "chat" else DEFAULT_MAX_TOKENS
+        parser.add_argument(
+            "--max-tokens",
+            type=int,
+            default=tokens,
+            metavar="N",
+            help=f"of an answer (default: {tokens or 'what the context leaves'})",
+        )
+        parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
+        parser.add_argument("--stats", action="store_true", help="tell tokens and speed")
+        parser.set_defaults(run=chat, command=name)
 
 
-class Terminal:
-    """Reads lines and shows answers.
-
-    Args:
-        show_stats: tell tokens and speed after each answer, on standard error.
-    """
-
-    def __init__(self, show_stats: bool = False) -> None:
-        self._show_stats = show_stats
-        self._prompt = ""
-        if sys.stdin.isatty():
-            self._prompt = "> "
-            with suppress(ImportError):  # line editing and history, where Python has it
-                __import__("readline")
-
-    def lines(self) -> Iterator[str]:
-        """What is typed, until Ctrl-D; Ctrl-C discards a line."""
-        while True:
-            try:
-                line = input(self._prompt)
-            except EOFError:
-                if self._prompt:
-                    print()
-                return
-            except KeyboardInterrupt:
-                print("\n(Ctrl-D ends)", file=sys.stderr)
-                continue
-            if line.strip():
-                yield line
-
-    def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Said:
-        """Print an answer as it comes; Ctrl-C ends it, at the server too.
-
-        Raises:
-            NoAnswer: see `Remote.stream`.
-        """
-        said = Said()
-        parts = remote.stream(path, body, said)
-        is_tty = sys.stdout.isatty()
-        try:
-            for text in parts:
-                sys.stdout.write(text.translate(_CONTROLS) if is_tty else text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            if not self._prompt:
-                raise
-        finally:
-            parts.close()  # type: ignore[attr-defined]
-            if said.text:
-                print(flush=True)
-        if self._show_stats:
-            print(said, file=sys.stderr)
-        return said
-
-
-def _say(error: NoAnswer) -> None:
-    print(f"jaxserve: error: {error}", file=sys.stderr)
-
-
-def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | None) -> int:
-    """Run `jaxserve chat`: a conversation, or the answer to one message.
-
-    Returns:
-        The exit status: 1 where the server did not answer, and no one is there to ask again.
-    """
-    messages = [{"role": "system", "content": system}] if system else []
-    try:
-        with remote:
-            for line in terminal.lines() if quick is None else [quick]:
-                asked = [*messages, {"role": "user", "content": line}]
-                try:
-                    said = terminal.show(remote, "chat/completions", {"messages": asked})
-                except NoAnswer as error:
-                    if not sys.stdin.isatty() or quick is not None:
-                        raise
-                    _say(error)
-                    continue
-                messages = [*asked, {"role": "assistant", "content": said.text}]
-    except NoAnswer as error:
-        _say(error)
-        return 1
-    return 0
-
-
-def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
-    """Run `jaxserve complete`: each line is a prompt of its own. Returns as `chat`."""
-    try:
-        with remote:
-            for line in terminal.lines() if quick is None else [quick]:
-                try:
-                    terminal.show(remote, "completions", {"prompt": line})
-                except NoAnswer as error:
-                    if not sys.stdin.isatty() or quick is not None:
-                        raise
-                    _say(error)
-    except NoAnswer as error:
-        _say(error)
-        return 1
-    return 0
+def chat(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve chat` or `jaxserve complete`. Return 1 where the server did not answer."""
+    module = importlib.import_module("jaxserve.commands.terminal")
+    options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
+    keys = api_keys_from_environment()
+    remote = module.Remote(
+        arguments.url,
+        arguments.model_name,
+        arguments.api_key or (keys[0] if keys else None),
+        {name: value for name, value in options.items() if value is not None},
+    )
+    terminal = module.Terminal(arguments.stats)
+    if arguments.command == "chat":
+        return module.chat(remote, terminal, arguments.system_prompt, arguments.quick)
+    return module.complete(remote, terminal, arguments.quick)

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a checkpoint into a folder that restores without work."""
+"""`jaxserve convert`: a checkpoint written as a folder that loads without work."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve convert`."""
-    module = importlib.import_module("jaxserve.engine.conversion")  # brings JAX
+    """Run `jaxserve convert`.
+
+    Raises:
+        CommandError: the source cannot be read, or the target cannot be written.
+    """
+    module = importlib.import_module("jaxserve.engine.conversion")  # imports JAX
     try:
         config = EngineConfig(model=arguments.source, **given(arguments, FIELDS))
         module.convert(config, arguments.target)

@@ -15,25 +15,27 @@ from jaxserve.config import EngineConfig
 from jaxserve.unserved import UNSERVED, served
 
 BAD_INPUT = 2
-# `model` is one folder for all commands; `seed` is the sampling's, and dummy weights follow it.
+DEFAULT_MAX_TOKENS = 256
+MODEL_HELP = "a checkpoint folder, a .gguf file or a name on the hub (default: the bundled model)"
+# `model` is declared by each command. `seed` is that of the sampling, which dummy weights follow.
 ENGINE_FIELDS = [
     field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
 ]
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad argument in one line, without the whole usage."""
+    """A parser that reports a bad argument in one line, without the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class CommandError(Exception):
-    """Something that the user can put right; its message is shown alone."""
+    """An error that the user can put right. Its message is shown alone."""
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Each field's text in the Args section of a dataclass's docstring."""
+    """Return each field's text in the Args section of a dataclass's docstring."""
     section = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
@@ -46,12 +48,12 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,2,4") from None
 
 
-# Of a list whose entries may follow each other.
+# Arguments of argparse for a list whose entries may follow each other.
 WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
 def _option(hint: Any) -> dict[str, Any]:
-    """What argparse must know to read a value of a field's type."""
+    """Return argparse's arguments for an option of a field's type."""
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if hint is bool:
@@ -71,7 +73,7 @@ def _option(hint: Any) -> dict[str, Any]:
 def add_fields(
     parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
 ) -> None:
-    """An option for each named field of a dataclass; one not given leaves no attribute."""
+    """Declare an option for each named field of a dataclass. An absent one sets no attribute."""
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     for field in dataclasses.fields(cls):
         if field.name not in names:
@@ -91,9 +93,9 @@ def add_fields(
 def add_engine(
     parser: argparse.ArgumentParser, about: str | None = None, more: Iterable[str] = ()
 ) -> None:
-    """Declare the settings of an engine, and vLLM's that are not served, which `--help` leaves out.
+    """Declare an engine's settings, and vLLM's unsupported ones, which `--help` leaves out.
 
-    `engine_settings` returns what was given of them.
+    `engine_settings` returns those that are given.
     """
     group = parser.add_argument_group("engine", about)
     add_fields(group, EngineConfig, [*ENGINE_FIELDS, *more])
@@ -116,14 +118,14 @@ def _plain_value(text: str) -> Any:
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given of an engine's settings, the seed included.
+    """Return an engine's settings that are given, the seed included.
 
     Raises:
-        InvalidRequest: one that is not served, with what to do instead.
+        InvalidRequest: one that is not supported, with what to do instead.
     """
     return served(given(arguments, [*ENGINE_FIELDS, "seed", *UNSERVED]))
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The named options that were given."""
+    """Return those of the named options that are given."""
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command, which may be closed, full, or without a reader."""
+"""Standard streams of a command, which may be closed, full, or without a reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DroppingFile(io.FileIO):
     """A file that drops what cannot be written to it."""
 
     def write(self, data: Any, /) -> int:
-        """Return the number of bytes, written or not; a full pipe that does not block drops too."""
+        """Return the number of bytes, written or not. A full non-blocking pipe drops them too."""
         size = memoryview(data).nbytes
         try:
             written = super().write(data)
@@ -22,16 +22,16 @@ class DroppingFile(io.FileIO):
 
 
 def settle_streams() -> None:
-    """Open what is closed, and let standard error drop what nobody can read.
+    """Open the streams that are closed, and let standard error drop what no reader takes.
 
-    A closed descriptor would be that of the next file opened, and libraries write to number 2.
-    What a command says of its progress must never end it. Streams that somebody has replaced stay.
+    The next file opened would get a closed stream's descriptor, and libraries write to number 2.
+    A report of progress must never end a command. Streams that were replaced stay as they are.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
@@ -44,7 +44,7 @@ def settle_streams() -> None:
 
 
 def drop_output() -> None:
-    """Let standard output lead nowhere, so that what is left of it is no error at the end."""
+    """Point standard output to the null device, so that flushing the rest raises nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 from uuid import uuid4
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.llm import Prompt, prompt_parts
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.request_factory import Limits, RequestFactory
 from jaxserve.engine.stream import Delivery, Stream
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
 
+T = TypeVar("T")
+
 
 class AsyncLLM:
     """An engine whose outputs stream.
 
+    Its methods belong to the event loop. `stats_now`, `inspect`, `is_alive` and `standstill` may
+    also be called from other threads.
+
     Args:
         config: what to serve.
-        on_progress: told about the start.
+        on_progress: receives reports of the start.
+
+    Attributes:
+        requests: makes what `open` takes; any thread may use it.
+
+    Raises:
+        CheckpointError, UnsupportedModel, InvalidRequest: see `engine.loading.load`.
     """
 
     def __init__(
         self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
     ) -> None:
         self._thread = EngineThread(config, on_progress)
+        self.requests: RequestFactory = self._thread.engine.requests
         # The caller's request ids, and the engine's for the same requests.
         self._internal: dict[str, str] = {}
         self._delivery: Delivery | None = None
@@ -50,19 +63,20 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream what is new about a request's completions until all have ended.
 
-        Each output holds the text and tokens since the one before; a consumer that falls behind
-        finds several steps' worth in one. Leaving the iteration early aborts the request. One that
-        fails while it is served raises nothing: its last output has finish_reason "error" and the
-        reason in `error`, the completion's and the output's.
+        Each output holds the text and tokens since the output before; a consumer that falls behind
+        finds those of several steps in one output. Leaving the iteration early aborts the request.
+        A request that fails while it is served raises nothing: its last output has finish_reason
+        "error" and the reason in `error`, the completion's and the output's.
 
         Raises:
-            InvalidRequest: it cannot be served; nothing has been started.
+            InvalidRequest: the request cannot be served; nothing has been started.
             EngineClosed, EngineDead: the engine takes no requests.
         """
         text, body, own_salt = prompt_parts(prompt)
         salt = cache_salt if own_salt is None else own_salt
-        request = self.request(body, sampling_params, priority=priority, cache_salt=salt)
-        # Callers count their requests too: a number would be a name of theirs sooner or later.
+        self._thread.check_open()
+        request = self.requests.make(body, sampling_params, priority=priority, cache_salt=salt)
+        # Callers number their requests too: a number would collide with theirs sooner or later.
         name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
@@ -81,29 +95,15 @@ class AsyncLLM:
             del self._internal[name]
             stream.close()
 
-    def request(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        thinking: ThinkingMarks | None = None,
-    ) -> Request:
-        """Check a prompt (text or token ids) and its settings, for `open`; starts nothing.
-
-        Raises: as `generate`.
-        """
-        return self._thread.request(
-            prompt, sampling_params, priority=priority, cache_salt=cache_salt, thinking=thinking
-        )
-
     def open(self, requests: Iterable[Request], max_unread: int | None = None) -> Stream:
         """Start requests, and stream what all of them draw to the running event loop.
 
         Args:
-            requests: from `request`.
+            requests: from `requests.make`.
             max_unread: tokens that may lie unread before the requests are paused.
+
+        Raises:
+            EngineClosed, EngineDead: the engine takes no requests; none has been started.
         """
         loop = asyncio.get_running_loop()
         if self._delivery is None or self._delivery.loop is not loop:
@@ -111,34 +111,95 @@ class AsyncLLM:
         return Stream(self._thread, self._delivery, requests, max_unread)
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its stream ends with finish_reason "abort". Unknown ids: nothing."""
+        """End a request now; its stream ends with finish_reason "abort". Ignore unknown ids."""
         internal = self._internal.get(request_id)
         if internal is not None:
             self._thread.abort(internal)
 
+    def abort_waiting(self, request_id: str, error: str) -> None:
+        """End an opened request, by the id that `requests` gave it, unless it has started."""
+        self._thread.abort_waiting(request_id, error)
+
     async def stats(self) -> EngineStats:
-        """Counts of the engine as of now."""
+        """Return the engine's counts, taken between two steps.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
 
     async def check(self) -> None:
-        """Verify every page, slot and counter; AssertionError names what is wrong."""
+        """Verify every page, slot and counter.
+
+        Raises:
+            AssertionError: naming what is wrong.
+            EngineClosed, EngineDead: the engine has ended.
+        """
         await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
 
+    def stats_now(self) -> EngineStats:
+        """Return the engine's counts without waiting for it, so that a hung one can be observed.
+
+        The engine's thread may be within a step. It only ever replaces the numbers that are read
+        here, so no read fails or finds a half-written one. But the counts may be of different
+        moments of the step, and `num_waiting` and `pages_in_use`, which are made of several
+        numbers, may be off by what the step is about to change. `stats` waits for the exact counts.
+        """
+        return self._thread.engine.stats()
+
+    def inspect(self, read: Callable[[Engine], T]) -> T:
+        """Return what `read` returns for the engine, between two steps on the engine's thread.
+
+        Blocks until then, so it must not be called on an event loop.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+            Exception: whatever `read` raises.
+        """
+        return self._thread.call(lambda: read(self._thread.engine))
+
+    def is_alive(self) -> bool:
+        """Return whether requests in progress still advance."""
+        return self._thread.is_alive()
+
+    def standstill(self) -> float:
+        """Return seconds since a step was last submitted or read; 0 while there is no work."""
+        return self._thread.standstill()
+
     @property
-    def thread(self) -> EngineThread:
-        """The engine's thread, for who must not wait for it."""
-        return self._thread
+    def config(self) -> EngineConfig:
+        """The engine's settings, with defaults filled in."""
+        return self._thread.engine.config
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the model and its cache."""
+        return self._thread.engine.limits
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the KV cache, the null page included."""
+        return self._thread.engine.runner.num_pages
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Length of an answer that the generation configuration recommends, if any."""
+        return self._thread.engine.loaded.max_new_tokens
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the settings of requests that bring none: the checkpoint's recommendation."""
+        return self._thread.engine.loaded.default_sampling
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, or None with skip_tokenizer_init."""
+        """Return the tokenizer, or None with skip_tokenizer_init."""
         return self._thread.engine.tokenizer
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: there is nothing that another process could use."""
+        """Raise TypeError: another process could use nothing of it."""
         raise TypeError(NOT_PICKLED.format("AsyncLLM"))
 
     def close(self) -> None:
-        """Abort what is being served and free the device. Idempotent."""
+        """Abort all requests and free the device. Idempotent."""
         self._thread.close()
 
     async def __aenter__(self) -> Self:
@@ -154,18 +215,18 @@ class AsyncLLM:
 
 
 def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
-    """Deltas of one request as one output with an entry for each completion they touch."""
+    """Merge deltas of one request into an output with an entry for each completion they touch."""
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
-        one = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
-        one.text += delta.text
-        one.token_ids += delta.token_ids
-        logprobs.add(output, one, delta)
+        completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        logprobs.add(output, completion, delta)
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is not None:
-            one.finish_reason = str(delta.finish_reason)
-            one.stop_reason = delta.stop_reason
-            one.error = delta.error
+            completion.finish_reason = str(delta.finish_reason)
+            completion.stop_reason = delta.stop_reason
+            completion.error = delta.error
             output.error = output.error or delta.error
     output.outputs = list(completions.values())
     return output

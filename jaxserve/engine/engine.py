@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -16,13 +15,12 @@ from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.recovery import Recovery
-from jaxserve.engine.request_factory import make_request
+from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import grammars_of
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import PromptLogprobs
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import StepPlan
@@ -71,8 +69,11 @@ class Engine:
         self.limits = loaded.limits
         self.tokenizer = loaded.tokenizer
         self.runner = loaded.runner
-        self.grammars = grammars_of(
+        grammars = grammars_of(
             loaded.tokenizer, loaded.limits.vocab_size, loaded.limits.eos_token_ids
+        )
+        self.requests = RequestFactory(
+            loaded.tokenizer, loaded.limits, grammars, loaded.default_sampling
         )
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = loaded.slot_table()
@@ -89,40 +90,6 @@ class Engine:
         self._num_failed_steps = 0
         self._prompt_tokens = 0
         self._compiles_at_start = self.runner.num_compiles
-
-    def request(
-        self,
-        request_id: str,
-        prompt: Any,
-        sampling: SamplingParams | None = None,
-        *,
-        number: int = 0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        thinking: ThinkingMarks | None = None,
-    ) -> Request:
-        """Check a prompt (text or token ids) and its settings; for any thread, changes nothing.
-
-        Raises:
-            InvalidRequest: see `make_request`.
-        """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("this engine has no tokenizer; pass token ids", "prompt")
-            prompt = self.tokenizer.encode(prompt)
-        sampling = self.loaded.default_sampling if sampling is None else sampling
-        return make_request(
-            request_id,
-            prompt,
-            sampling,
-            self.limits,
-            number=number,
-            priority=priority,
-            cache_salt=cache_salt,
-            thinking=thinking,
-            encode=None if self.tokenizer is None else self.tokenizer.encode_word,
-            constrain=None if self.grammars is None else self.grammars.compile,
-        )
 
     def add(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` is called with every Delta of each of its completions.

@@ -111,7 +111,7 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
 
 
 def _chosen(sizes: Iterable[str], where: str, text_only: bool) -> list[str]:
-    """The files that are read, or an error that says what is there instead."""
+    """Return the files that are read, or an error that says what is there instead."""
     wanted = TEXT if text_only else TEXT | CONFIG | {INDEX}
     weights = [name for name in sizes if WEIGHTS.fullmatch(name)]
     if not weights and not text_only:
@@ -132,7 +132,7 @@ def _cached(
     where: str,
     reason: str,
 ) -> Path:
-    """The copy in the cache."""
+    """Return the copy in the cache."""
     for name in [file] if file else ["config.json", "tokenizer.json"]:
         found = try_to_load_from_cache(repo, name, cache_dir=download_dir, revision=revision)
         if isinstance(found, str):

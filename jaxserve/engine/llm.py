@@ -18,21 +18,21 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.text.messages import plain_message
+from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams, is_listing
-from jaxserve.unserved import served
+from jaxserve.unserved import is_neutral, refuse_unsupported, served
 
 _log = logging.getLogger(__name__)
 Prompt = str | Listing[int] | Mapping[str, Any]
 
 
-# Keys of prompt dicts and arguments of `chat` that vLLM knows and that are not served, each with
-# the values that ask for nothing.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+# Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
+# neutral values, which pass.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_content_format": ("auto",),
     "lora_request": (None,),
@@ -40,15 +40,16 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "multi_modal_data": (None, {}),
     "multi_modal_uuids": (None, {}),
 }
-# What every template is told, whether it looks or not.
-_ALWAYS_TOLD = frozenset("tools documents add_generation_prompt continue_final_message".split())
-# What rendering itself says.
-_OF_RENDERING = frozenset(("messages", "chat_template", "tokenize"))
 
 
 class PromptParts(NamedTuple):
-    """A prompt as a caller wrote it: its text, if it has one; what is to be served, that text or
-    token ids; and whom it shares cached pages with, if it says so."""
+    """A prompt as a caller passed it.
+
+    Attributes:
+        text: of the prompt, if it has one.
+        body: the text or the token ids to serve.
+        cache_salt: cached pages are shared only with prompts of the same salt.
+    """
 
     text: str | None
     body: Any
@@ -56,19 +57,19 @@ class PromptParts(NamedTuple):
 
 
 def prompt_parts(prompt: Any) -> PromptParts:
-    """What a prompt says.
+    """Split a prompt into its parts.
 
     Accepts text, token ids, and vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which
     may hold a "cache_salt".
 
     Raises:
-        InvalidRequest: a dict with neither of the first two keys, or with one that is not served.
+        InvalidRequest: a dict with neither of the first two keys, or with one that is unsupported.
     """
     if not isinstance(prompt, Mapping):
         return PromptParts(prompt if isinstance(prompt, str) else None, prompt)
     for name, value in prompt.items():
-        known = name in ("prompt", "prompt_token_ids", "cache_salt")
-        if not known and not _asks_nothing(name, value):
+        is_served = name in ("prompt", "prompt_token_ids", "cache_salt")
+        if not is_served and not is_neutral(value, _UNSUPPORTED.get(name, ())):
             raise InvalidRequest(f"a prompt dict may not hold {str(name)[:60]!r}", "prompt")
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     if prompt.get("prompt_token_ids") is not None:
@@ -78,64 +79,67 @@ def prompt_parts(prompt: Any) -> PromptParts:
     return PromptParts(text if isinstance(text, str) else None, text, salt)
 
 
-def _asks_nothing(name: Any, value: Any) -> bool:
-    """Whether it is known, not served, and left at what asks for nothing."""
-    return isinstance(name, str) and any(
-        type(value) is type(one) and value == one for one in _NOT_SERVED.get(name, ())
-    )
-
-
-def _told(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
-    """What the chat template is told.
+def _template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
+    """Return the inputs of the chat template.
 
     Args:
-        options: by arguments; the template must read those that not every one is told.
-        free: by `chat_template_kwargs`, which it may leave unread.
+        options: passed as arguments; the template must read those that not every template reads.
+        free: passed as `chat_template_kwargs`, which the template may leave unread.
 
     Raises:
-        InvalidRequest: naming what would have been ignored.
+        InvalidRequest: naming an input that would have been ignored.
     """
     name = "chat_template_kwargs"
     if free is not None and not isinstance(free, Mapping):
         raise InvalidRequest(f"{name} must be a dict, got {type(free).__name__}", name)
-    told = {}
+    refuse_unsupported(options, _UNSUPPORTED)
+    inputs = {}
     for option, value in options.items():
-        if _asks_nothing(option, value):
+        if option in _UNSUPPORTED:
             continue
-        if option in (*_OF_RENDERING, *_NOT_SERVED):
+        if option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{option} is not supported", option)
-        if option not in _ALWAYS_TOLD and not tokenizer.template_reads(option):
+        if option not in COMMON_INPUTS and not tokenizer.template_reads(option):
             raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
-        told[option] = value
+        inputs[option] = value
     for option in free or ():
-        if not isinstance(option, str) or option in _OF_RENDERING:
+        if not isinstance(option, str) or option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{name} may not hold {str(option)[:60]!r}", name)
-    return told | dict(free or {})
+    return inputs | dict(free or {})
 
 
 def _plain(messages: Any) -> Any:
-    """A conversation whose contents are texts; what is no list of messages is left to refuse."""
+    """Return a conversation with contents as texts; a value that is no list stays, to be refused.
+
+    Raises:
+        InvalidRequest: see `plain_message`.
+    """
     is_list = isinstance(messages, list | tuple)
-    return [plain_message(one) for one in messages] if is_list else messages
+    return [plain_message(message) for message in messages] if is_list else messages
 
 
 class LLM:
     """An engine for offline use. Close it, or use it as a context manager.
 
-    One that nothing refers to any more closes too, as do all when the program ends.
+    It also closes when nothing refers to it any more, and when the program ends.
 
     Safe to call from several threads: their requests are served together.
 
     Args:
         model: folder of a Hugging Face checkpoint; None for the bundled demo model.
-        **settings: fields of `EngineConfig`. vLLM's names for what is not served are refused with
-            what to do instead, unless their values ask for nothing.
+        **settings: fields of `EngineConfig`. vLLM's names of unsupported settings are refused with
+            what to do instead, unless their values are neutral.
+
+    Raises:
+        InvalidRequest: a setting is out of range or not supported.
+        CheckpointError, UnsupportedModel: the model cannot be loaded.
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
-        asked = served(settings)
-        parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **asked)
+        settings = served(settings)
+        parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
         self._thread = EngineThread(parts)
+        self._requests = self._thread.engine.requests
         weakref.finalize(self, self._thread.close).atexit = False
 
     def generate(
@@ -147,32 +151,34 @@ class LLM:
         priority: Listing[int] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs in the order of the prompts.
+        """Complete every prompt. Outputs are in the order of the prompts.
 
         A request that fails while it is served raises nothing: its completion has finish_reason
         "error" and the reason in `error`, as its output has, and a warning is logged.
 
         Args:
             prompts: one prompt or a list of them: text, or a list of token ids.
-            sampling_params: one for all, or one each; None for what the checkpoint recommends.
+            sampling_params: for all prompts, or a list with one for each; None for what the
+                checkpoint recommends.
             use_tqdm: show a progress bar.
-            priority: one number each, under the priority policy.
-            cache_salt: share cached pages only with requests of the same salt; that of a prompt
-                dict comes first.
+            priority: a number for each prompt, under the priority policy.
+            cache_salt: share cached pages only with requests of the same salt; the salt of a
+                prompt dict takes precedence.
 
         Raises:
-            InvalidRequest: any prompt or setting cannot be served; none has been started.
+            InvalidRequest: a prompt or setting cannot be served; no request has been started.
             EngineClosed, EngineDead: the engine takes no requests.
         """
         many = _as_list(prompts)
         settings = _one_each(sampling_params, len(many), "sampling_params")
         ranks = _one_each(priority, len(many), "priority")
+        self._thread.check_open()
         texts, requests = [], []
         for prompt, params, rank in zip(many, settings, ranks, strict=True):
             text, body, own_salt = prompt_parts(prompt)
             texts.append(text)
             salt = cache_salt if own_salt is None else own_salt
-            requests.append(self._thread.request(body, params, priority=rank or 0, cache_salt=salt))
+            requests.append(self._requests.make(body, params, priority=rank or 0, cache_salt=salt))
         return self._run(requests, texts, use_tqdm)
 
     def chat(
@@ -188,27 +194,29 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, through the chat template.
 
-        One that fails while it is served is told of as by `generate`.
+        A request that fails while it is served is reported as by `generate`.
 
         Args:
-            chat_template_kwargs: what else the template is told, whether it looks or not; comes
-                before `template_options`.
-            **template_options: the same, such as tools; one that the template does not know is
-                refused.
+            chat_template_kwargs: further inputs of the template, which it may leave unread; they
+                take precedence over `template_options`.
+            **template_options: further inputs, such as tools; one that the template does not read
+                is refused.
 
-        Raises: as `generate`; InvalidRequest too where the template refuses the messages.
+        Raises:
+            InvalidRequest: as `generate`; or the template refuses the messages.
+            EngineClosed, EngineDead: as `generate`.
         """
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
-        told = _told(tokenizer, template_options, chat_template_kwargs)
-        if not tokenizer.has_template(bool(told.get("tools"))):
+        inputs = _template_inputs(tokenizer, template_options, chat_template_kwargs)
+        if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
                 "this model has no chat template: pass prompts to LLM.generate", "messages"
             )
-        prompts = [tokenizer.render_chat(_plain(one), **told) for one in many]
+        prompts = [tokenizer.render_chat(_plain(conversation), **inputs) for conversation in many]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
         )
@@ -256,23 +264,32 @@ class LLM:
                     raise EngineDead("the engine ended before it answered") from None
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, or None with skip_tokenizer_init."""
+        """Return the tokenizer, or None with skip_tokenizer_init."""
         return self._thread.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where none is given: the checkpoint's recommendation."""
+        """Return the settings that `generate` uses by default: the checkpoint's recommendation."""
         return self._thread.engine.loaded.default_sampling
 
     def stats(self) -> EngineStats:
-        """Counts of the engine as of now."""
+        """Return the engine's counts, taken between two steps.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended.
+        """
         return self._thread.call(self._thread.engine.stats)
 
     def check(self) -> None:
-        """Verify every page, slot and counter; AssertionError names what is wrong."""
+        """Verify every page, slot and counter.
+
+        Raises:
+            AssertionError: naming what is wrong.
+            EngineClosed, EngineDead: the engine has ended.
+        """
         self._thread.call(self._thread.engine.scheduler.check)
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: there is nothing that another process could use."""
+        """Raise TypeError: another process could use nothing of it."""
         raise TypeError(NOT_PICKLED.format("LLM"))
 
     def close(self) -> None:
@@ -315,7 +332,7 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
 
 
 def _apply(output: RequestOutput, delta: Delta, logprobs: LogprobReader) -> int:
-    """Add a delta to an output; 1 if it ended a completion."""
+    """Add a delta to an output. Return 1 if it ended a completion, else 0."""
     completion = output.outputs[delta.index]
     completion.text += delta.text
     completion.token_ids += delta.token_ids
@@ -329,12 +346,12 @@ def _apply(output: RequestOutput, delta: Delta, logprobs: LogprobReader) -> int:
     if delta.error is not None:
         _log.warning("request %s failed: %s", output.request_id, delta.error)
     output.error = output.error or delta.error
-    output.finished = all(one.finished() for one in output.outputs)
+    output.finished = all(completion.finished() for completion in output.outputs)
     return 1
 
 
 class _Progress:
-    """A bar of finished prompts with the tokens per second so far."""
+    """A progress bar of finished prompts, with the tokens per second so far."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)

@@ -1,7 +1,8 @@
-"""From what a caller says to a Request that is certain to be served: the one validator."""
+"""RequestFactory: checks what a caller passes, and makes a Request that is certain to be served."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import MAX_SCHEDULER_STEPS
+from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
+from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -24,23 +27,21 @@ from jaxserve.request import (
     is_listing,
 )
 from jaxserve.structured import NAME as STRUCTURED
-from jaxserve.structured import StructuredOutputsParams
 
 Encode = Callable[[str], list[int]]
-Constrain = Callable[[StructuredOutputsParams], Any]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and its cache can take.
+    """Limits of the model and its cache, which every request must keep.
 
     Attributes:
         vocab_size: width of the logits; token ids are below it.
         max_model_len: most tokens of a sequence, no more than the cache holds.
         eos_token_ids: the model's own ends.
         seed: the engine's, from which requests without a seed get theirs.
-        launch_steps: most decode steps of one launch; unless it is known, the most that a
-            configuration may ask for.
+        launch_steps: most decode steps of a launch; by default the most that a configuration
+            allows.
     """
 
     vocab_size: int
@@ -51,7 +52,7 @@ class Limits:
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
-    """A prompt of token ids as int32[n], each an exact integer in [0, vocab_size).
+    """Return a prompt of token ids as int32[n], each an exact integer in [0, vocab_size).
 
     Raises:
         InvalidRequest: naming the first bad position.
@@ -85,62 +86,128 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def make_request(
-    request_id: str,
-    prompt_token_ids: Any,
-    sampling: SamplingParams,
-    limits: Limits,
-    *,
-    number: int,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    thinking: ThinkingMarks | None = None,
-    encode: Encode | None = None,
-    constrain: Constrain | None = None,
-) -> Request:
-    """Check everything about a request and settle what it left open.
+class RequestFactory:
+    """The one way from what a caller passes to a Request that is certain to be served.
+
+    Making a request changes nothing but a count, so any thread may do it.
 
     Args:
-        encode: text to token ids; bad_words need it.
-        constrain: compiles structured_outputs.
-        thinking: where the answer's thoughts begin and end; structured_outputs hold after them.
-        number: the request's place in the order of arrival; its seed follows from it and the
-            engine's, where it brings none.
+        tokenizer: encodes prompts and bad_words; None where prompts are token ids.
+        limits: of the model and its cache.
+        grammars: compile structured_outputs; None without a tokenizer.
+        default_sampling: settings of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        grammars: Grammars | None,
+        default_sampling: SamplingParams,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._grammars = grammars
+        self._default_sampling = default_sampling
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        number: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        thinking: ThinkingMarks | None = None,
+    ) -> Request:
+        """Check everything about a request and settle what it leaves open.
+
+        Args:
+            prompt: text or token ids.
+            sampling: its settings; None for the defaults.
+            request_id: by default unique among those that this factory makes.
+            number: the request's place in the order of arrival, counted by default; its seed
+                follows from it and the engine's, where `sampling` has none.
+            priority: lower is served earlier under the priority policy.
+            cache_salt: requests share cached pages only with those of the same salt.
+            thinking: where the answer's thoughts begin and end; structured_outputs hold after
+                them.
+
+        Raises:
+            InvalidRequest: naming the field, what is wrong and what is allowed.
+        """
+        number = next(self._numbers) if number is None else number
+        tokenizer, limits = self._tokenizer, self._limits
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise InvalidRequest("this engine has no tokenizer; pass token ids", "prompt")
+            prompt = tokenizer.encode(prompt)
+        sampling = self._default_sampling if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            kind = type(sampling).__name__
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {kind}")
+        ids = check_token_ids(prompt, limits.vocab_size)
+        wanted = _answer_length(len(ids), sampling, limits)
+        if sampling.min_tokens > wanted:
+            sampling = replace(sampling, min_tokens=wanted)
+        stop_token_ids = _stop_token_ids(sampling, limits)
+        encode = None if tokenizer is None else tokenizer.encode_word
+        bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
+        _check_tokens_are_left(sampling, bad_words, stop_token_ids, limits.vocab_size)
+        return Request(
+            request_id=f"request-{number}" if request_id is None else request_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            seed=_seed(sampling, limits, number),
+            stop_token_ids=stop_token_ids,
+            max_length=len(ids) + wanted,
+            priority=exact_int(priority, "priority", -(2**31), 2**31 - 1),
+            arrival_time=time.monotonic(),
+            cache_salt=_checked_salt(cache_salt),
+            bad_words_token_ids=bad_words,
+            constraint=self._constraint(sampling, thinking),
+        )
+
+    def _constraint(
+        self, sampling: SamplingParams, thinking: ThinkingMarks | None
+    ) -> Constraint | ThinkingConstraint | None:
+        form, budget = sampling.structured_outputs, sampling.thinking_token_budget
+        if form is not None and self._grammars is None:
+            raise InvalidRequest(
+                f"this engine has no tokenizer, which {STRUCTURED} needs", STRUCTURED
+            )
+        if budget is not None and thinking is None:
+            raise InvalidRequest(
+                "thinking_token_budget needs a model whose reasoning is known (reasoning_parser)",
+                "thinking_token_budget",
+            )
+        inner = None if form is None or self._grammars is None else self._grammars.compile(form)
+        if thinking is None or thinking.is_closed or (inner is None and budget is None):
+            return inner
+        limits = self._limits
+        # One launch is in flight while the next is scheduled.
+        ahead = 2 * limits.launch_steps
+        ends = limits.eos_token_ids
+        return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, ends, ahead)
+
+
+def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits) -> int:
+    """Return the most tokens of an answer, at least 1.
 
     Raises:
-        InvalidRequest: naming the field, what is wrong and what is allowed.
+        PromptTooLong: the prompt leaves no room for one.
     """
-    if not isinstance(sampling, SamplingParams):
-        kind = type(sampling).__name__
-        raise InvalidRequest(f"sampling_params must be SamplingParams, got {kind}")
-    ids = check_token_ids(prompt_token_ids, limits.vocab_size)
     longest = limits.max_model_len - 1
-    if len(ids) > longest:
+    if prompt_length > longest:
         raise PromptTooLong(
-            f"prompt has {len(ids)} tokens; at most {longest} leave room for an answer within "
+            f"prompt has {prompt_length} tokens; at most {longest} leave room for an answer within "
             f"max_model_len ({limits.max_model_len})",
             "prompt",
         )
-    room = limits.max_model_len - len(ids)
-    wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    if sampling.min_tokens > wanted:
-        sampling = replace(sampling, min_tokens=wanted)
-    stop_token_ids = _stop_token_ids(sampling, limits)
-    bad_words = bad_words_token_ids(sampling.bad_words or (), encode, limits.vocab_size)
-    _check_something_is_left(sampling, bad_words, stop_token_ids, limits.vocab_size)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=ids,
-        sampling=sampling,
-        seed=_seed(sampling, limits, number),
-        stop_token_ids=stop_token_ids,
-        max_length=len(ids) + wanted,
-        priority=exact_int(priority, "priority", -(2**31), 2**31 - 1),
-        arrival_time=time.monotonic(),
-        cache_salt=_checked_salt(cache_salt),
-        bad_words_token_ids=bad_words,
-        constraint=_constraint(sampling, constrain, thinking, limits),
-    )
+    room = limits.max_model_len - prompt_length
+    return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
 
 def _checked_salt(cache_salt: Any) -> str:
@@ -159,33 +226,10 @@ def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
     return int(state[0]) << 32 | int(state[1])
 
 
-def _constraint(
-    sampling: SamplingParams,
-    constrain: Constrain | None,
-    thinking: ThinkingMarks | None,
-    limits: Limits,
-) -> Any:
-    form, budget = sampling.structured_outputs, sampling.thinking_token_budget
-    if form is not None and constrain is None:
-        raise InvalidRequest(f"this engine has no tokenizer, which {STRUCTURED} needs", STRUCTURED)
-    if budget is not None and thinking is None:
-        raise InvalidRequest(
-            "thinking_token_budget needs a model whose reasoning is known (reasoning_parser)",
-            "thinking_token_budget",
-        )
-    inner = None if form is None or constrain is None else constrain(form)
-    if thinking is None or thinking.is_closed or (inner is None and budget is None):
-        return inner
-    # One launch is in flight while the next is scheduled.
-    ahead = 2 * limits.launch_steps
-    ends = limits.eos_token_ids
-    return ThinkingConstraint(thinking, budget, inner, limits.vocab_size, ends, ahead)
-
-
 def bad_words_token_ids(
     words: Listing[str], encode: Encode | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word in tokens, as it is written at the start of a text and after a space.
+    """Return the tokens of each word, both as it begins a text and as it follows a space.
 
     Raises:
         InvalidRequest: there is no tokenizer, or it makes too many or too long sequences.
@@ -199,7 +243,7 @@ def bad_words_token_ids(
     for word in words:
         plain = tuple(encode(word.lstrip()))
         spaced = tuple(encode(f" {word.lstrip()}"))
-        # Where the space is a token before the word's own, those exclude it already.
+        # Where the space is a separate token, excluding the word's own tokens is enough.
         several = (plain,) if spaced[-len(plain) :] == plain else (plain, spaced)
         for ids in several:
             if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
@@ -225,13 +269,17 @@ def bad_words_token_ids(
     return tuple(found)
 
 
-def _check_something_is_left(
+def _check_tokens_are_left(
     sampling: SamplingParams,
     bad_words: tuple[tuple[int, ...], ...],
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Ids within the logits, and among them at least one that may be drawn as the first token."""
+    """Check that ids are within the logits and that some token may be drawn as the first one.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
     allowed = sampling.allowed_token_ids
@@ -251,11 +299,11 @@ def _check_something_is_left(
 
 
 def _stop_token_ids(sampling: SamplingParams, limits: Limits) -> tuple[int, ...]:
-    asked: Listing[int] = sampling.stop_token_ids or ()
-    for token in asked:
+    requested: Listing[int] = sampling.stop_token_ids or ()
+    for token in requested:
         exact_int(token, "stop_token_ids", 0, limits.vocab_size - 1)
     own = () if sampling.ignore_eos else limits.eos_token_ids
-    together = tuple(dict.fromkeys((*own, *asked)))
+    together = tuple(dict.fromkeys((*own, *requested)))
     if len(together) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids and the model's own ends together are at most {MAX_STOP_TOKEN_IDS}",

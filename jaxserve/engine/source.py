@@ -54,7 +54,7 @@ class Source:
         return self.weights.quantization if isinstance(self.weights, ConvertedModel) else None
 
     def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
-        """The one that is asked for, or the model's own.
+        """Return the one that is asked for, or the model's own.
 
         Raises:
             CheckpointError: none there, or one that does not fit the model.
@@ -79,7 +79,7 @@ class Source:
         kv_scales: bool = False,
         panels: bool = False,
     ) -> Decoder:
-        """The model with its weights; see `load_weights` and `load_converted`.
+        """Return the model with its weights; see `load_weights` and `load_converted`.
 
         Raises:
             CheckpointError: the files are not right.
@@ -136,7 +136,7 @@ def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> 
 def local_path(
     name: str, config: EngineConfig, on_progress: OnProgress | None, *, text_only: bool = False
 ) -> Path:
-    """The folder, or the GGUF file, that a name stands for.
+    """Return the folder, or the GGUF file, that a name stands for.
 
     Raises:
         CheckpointError: there is none, or it holds text files that lie elsewhere.
@@ -154,14 +154,14 @@ def local_path(
 
 
 def _late(name: str) -> Any:
-    """A module that brings large libraries, for those who need it."""
+    """Return a module that brings large libraries, for those who need it."""
     return importlib.import_module(name)
 
 
 def _generation_config(
     config: EngineConfig, folder: Path, own: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The settings of generation, with the ends of the model's own in any case."""
+    """Return the settings of generation, with the ends of the model's own in any case."""
     found = read_generation_config(folder) if own is None else own
     if config.generation_config == "auto":
         return found

@@ -1,9 +1,8 @@
-"""EngineThread: runs an Engine on a thread of its own, and passes messages to and fro."""
+"""EngineThread: runs an Engine on a thread of its own, which receives messages from others."""
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import threading
@@ -12,17 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 NOT_PICKLED = (
     "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
@@ -31,14 +30,18 @@ NOT_PICKLED = (
 
 
 class EngineThread:
-    """The one owner of an Engine. Its methods may be called from any thread.
+    """The only owner of an Engine. Its methods may be called from any thread.
 
-    It closes at the interpreter's exit at the latest, before JAX does: a thread that is within C++
+    It closes at the interpreter's exit at the latest, before JAX does: a thread that ran C++ code
     then would end the process with SIGABRT.
 
     Args:
         config: what to serve, or what `load` returned.
-        on_progress: told about the start.
+        on_progress: receives reports of the start.
+
+    Attributes:
+        engine: runs on this thread. Other threads may use its `requests` and read what never
+            changes: `config`, `limits`, `loaded` and `tokenizer`.
     """
 
     def __init__(
@@ -49,7 +52,6 @@ class EngineThread:
         self._wake = threading.Condition()
         self._closing = False
         self._dead: BaseException | None = None
-        self._numbers = itertools.count()
         self._process = os.getpid()
         self._idle = True
         self._moved_at = time.monotonic()
@@ -57,32 +59,29 @@ class EngineThread:
         self._thread.start()
         atexit.register(self.close)
 
-    def request(
-        self,
-        prompt: Any,
-        sampling: SamplingParams | None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        thinking: ThinkingMarks | None = None,
-    ) -> Request:
-        """Check a request on the caller's thread (see `Engine.request`); gives it a unique id."""
-        self._check_open()
-        number = next(self._numbers)
-        return self.engine.request(
-            f"request-{number}",
-            prompt,
-            sampling,
-            number=number,
-            priority=priority,
-            cache_salt=cache_salt,
-            thinking=thinking,
-        )
+    def check_open(self) -> None:
+        """Check that new work is accepted.
+
+        Raises:
+            EngineClosed: it was closed, or another process made it.
+            EngineDead: the engine's loop ended on an error.
+        """
+        if os.getpid() != self._process:
+            raise EngineClosed(
+                "this engine belongs to the process that made it; make a new one after a fork"
+            )
+        if self._dead is not None:
+            raise EngineDead(f"the engine ended on an error: {self._dead}") from self._dead
+        if self._closing:
+            raise EngineClosed("the engine is closed")
 
     def add(self, request: Request, sink: Sink) -> None:
         """Serve a request. `sink` runs on the engine's thread: it must only hand over.
 
         Exactly one Delta with a finish_reason arrives for each completion, whatever happens.
+
+        Raises:
+            EngineClosed, EngineDead: see `check_open`.
         """
 
         def deliver() -> None:
@@ -95,48 +94,53 @@ class EngineThread:
         self._post(deliver)
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored, and so is a closed engine: all have ended."""
-        self._tell(self.engine.abort, [request_id])
+        """End a request. Unknown ids are ignored, as is a closed engine: all its requests ended."""
+        self._for_each(self.engine.abort, [request_id])
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """End a request, with a reason, unless it has started."""
-        self._tell(partial(self.engine.abort, error=error, waiting_only=True), [request_id])
+        """End a request with a reason, unless it has started."""
+        self._for_each(partial(self.engine.abort, error=error, waiting_only=True), [request_id])
 
     def pause(self, request_ids: Iterable[str]) -> None:
-        """Take slots and pages from requests until `resume`; those that have ended are ignored."""
-        self._tell(self.engine.pause, list(request_ids))
+        """Take slots and pages from requests until `resume`. Requests that ended are ignored."""
+        self._for_each(self.engine.pause, list(request_ids))
 
     def resume(self, request_ids: Iterable[str]) -> None:
         """Let paused requests go on where they were."""
-        self._tell(self.engine.resume, list(request_ids))
+        self._for_each(self.engine.resume, list(request_ids))
 
-    def _tell(self, function: Callable[[str], Any], request_ids: list[str]) -> None:
+    def _for_each(self, function: Callable[[str], Any], request_ids: list[str]) -> None:
         def run() -> None:
             for request_id in request_ids:
                 function(request_id)
 
         if self.is_alive():
-            with suppress(EngineClosed, EngineDead):  # it may end between the look and the message
+            with suppress(EngineClosed, EngineDead):  # it may end between the check and the message
                 self._post(run)
 
     def is_alive(self) -> bool:
-        """Whether requests in progress still advance."""
+        """Return whether requests in progress still advance."""
         return self._thread.is_alive() and os.getpid() == self._process and not self._closing
 
     def has_ended(self) -> bool:
-        """Whether nothing more will come: every request has had its last delta by now."""
+        """Return whether nothing more will come: every request has had its last delta by now."""
         return not self._thread.is_alive() or os.getpid() != self._process
 
     def standstill(self) -> float:
-        """Seconds since a step was last submitted or read; 0 while there is nothing to do."""
+        """Return seconds since a step was last submitted or read; 0 while there is no work."""
         if self._idle and not self._inbox:
             return 0.0
         return time.monotonic() - self._moved_at
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the engine's thread, between steps, and return its result."""
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between steps, and return its result.
+
+        Raises:
+            EngineClosed, EngineDead: the engine has ended, or ends before it answers.
+            Exception: whatever the function raises.
+        """
         done = threading.Event()
-        box: list[Any] = []
+        box: list[tuple[Any, Exception | None]] = []
 
         def run() -> None:
             try:
@@ -154,19 +158,9 @@ class EngineThread:
             raise error
         return result
 
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise EngineClosed(
-                "this engine belongs to the process that made it; make a new one after a fork"
-            )
-        if self._dead is not None:
-            raise EngineDead(f"the engine ended on an error: {self._dead}") from self._dead
-        if self._closing:
-            raise EngineClosed("the engine is closed")
-
     def _post(self, message: Callable[[], None]) -> None:
         with self._wake:
-            self._check_open()
+            self.check_open()
             self._inbox.append(message)
             self._wake.notify()
 
@@ -184,12 +178,12 @@ class EngineThread:
         finally:
             with self._wake:
                 self._closing = True
-            # Messages that came too late still get their answers: their requests end here too.
+            # Late messages are handled too: their requests end here.
             self._handle(self._inbox)
             self.engine.close(None if self._dead is None else f"the engine ended: {self._dead}")
 
     def _take_messages(self) -> bool:
-        """Handle what has come in; waits while there is nothing to do. False once closing."""
+        """Handle the messages that came in, after waiting for work. Return False once closing."""
         with self._wake:
             while not (self._inbox or self._closing or self.engine.has_work):
                 self._idle = True
@@ -212,7 +206,7 @@ class EngineThread:
                 _log.exception("a message to the engine failed")
 
     def close(self) -> None:
-        """Abort what is being served, stop the thread, free the device. Idempotent."""
+        """Abort all requests, stop the thread and free the device. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._wake:

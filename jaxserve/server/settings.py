@@ -1,4 +1,4 @@
-"""ServerConfig: what a server may be told. Standard library only: the command line reads it."""
+"""ServerConfig: a server's settings. Standard library only: the command line reads it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import exact_int, finite_float
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING
+from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
 
-# Field and its range, of integers and of seconds.
+# Integer fields with their ranges, and fields in seconds.
 _COUNTS = {
     "port": (0, 65535),
     "max_connections": (1, 2**20),
@@ -118,9 +118,10 @@ class ServerConfig:
         for name in _SECONDS:
             if finite_float(getattr(self, name), name) <= 0:
                 raise InvalidRequest(f"{name} must be more than 0 seconds", name)
-        for name, known in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", THINKING)):
-            if getattr(self, name) not in (None, "none", *known):
-                raise InvalidRequest(f"{name} must be none, {', '.join(known)}", name)
+        parsers = (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", THINKING_FORMATS))
+        for name, formats in parsers:
+            if getattr(self, name) not in (None, "none", *formats):
+                raise InvalidRequest(f"{name} must be none, {', '.join(formats)}", name)
         self._check_names()
         if any(not key for key in self.api_key or ()):
             raise InvalidRequest("api_key must not be empty", "api_key")

@@ -72,7 +72,9 @@ class Schedules:
                 job.fail(delta.error)
             job.write(list(delta.token_ids))
 
-        self.engine.add(self.engine.request(str(number), np.array(job.prompt), params), sink)
+        self.engine.add(
+            self.engine.requests.make(np.array(job.prompt), params, request_id=str(number)), sink
+        )
 
     def step(self) -> None:
         if not self.timeline:

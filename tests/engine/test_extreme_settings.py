@@ -107,7 +107,7 @@ def served(loaded: Loaded, *asked: dict[str, Any], priority: int = 0) -> list[li
 
     for name, fields in zip(tokens, asked, strict=True):
         params = SamplingParams(**BASE | fields)
-        engine.add(engine.request(name, PROMPT, params, priority=priority), sink)
+        engine.add(engine.requests.make(PROMPT, params, request_id=name, priority=priority), sink)
     while engine.has_work:
         engine.step()
     assert engine.stats().num_failed_steps == 0

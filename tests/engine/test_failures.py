@@ -73,7 +73,7 @@ def serve(
             reasons[delta.request_id] = str(delta.finish_reason)
 
     for name, prompt in prompts.items():
-        engine.add(engine.request(name, prompt, PARAMS), sink)
+        engine.add(engine.requests.make(prompt, PARAMS, request_id=name), sink)
     for _ in range(2000):
         if not engine.has_work:
             break
@@ -109,7 +109,7 @@ def test_a_nan_row_fails_alone(loaded: Loaded) -> None:
 def test_a_nan_row_that_draws_fails_alone(loaded: Loaded) -> None:
     drawing, engine, ended = replace(PARAMS, temperature=1.0, top_p=0.9), Engine(loaded), {}
     engine.add(
-        engine.request("nan", [20, POISON, 21], drawing),
+        engine.requests.make([20, POISON, 21], drawing, request_id="nan"),
         lambda delta: ended.update({delta.request_id: (str(delta.finish_reason), delta.error)}),
     )
     while engine.has_work:
@@ -151,7 +151,7 @@ def test_a_token_outside_the_vocabulary_is_the_loss_of_its_row(loaded: Loaded, t
 def test_logits_that_say_nothing_are_no_fault_of_what_was_asked(loaded: Loaded) -> None:
     asked = replace(PARAMS, allowed_token_ids=list(range(14, 64)), min_tokens=2)
     engine, deltas = Engine(loaded), []
-    engine.add(engine.request("nan", [20, POISON, 21], asked), deltas.append)
+    engine.add(engine.requests.make([20, POISON, 21], asked, request_id="nan"), deltas.append)
     while engine.has_work:
         engine.step()
     assert (deltas[-1].error, deltas[-1].parameter) == ("the model's logits were not finite", None)
@@ -258,12 +258,12 @@ def run_beside(engine: Engine, arrivals: dict[int, dict[str, list[int]]]) -> Any
                 steps["neighbours"] = steps["neighbours"] or steps["all"]
 
     for name, prompt in NEIGHBOURS.items():
-        engine.add(engine.request(name, prompt, LONG_LIVED), sink)
+        engine.add(engine.requests.make(prompt, LONG_LIVED, request_id=name), sink)
     waiting = sorted(arrivals.items())
     while engine.has_work or waiting:
         while waiting and engine.runner.num_steps >= waiting[0][0]:  # type: ignore[attr-defined]
             for name, prompt in waiting.pop(0)[1].items():
-                engine.add(engine.request(name, prompt, PARAMS), sink)
+                engine.add(engine.requests.make(prompt, PARAMS, request_id=name), sink)
         engine.step()
     assert engine.stats().pages_in_use == 0
     return tokens, {name: ended[name] for name in ended if name not in tokens}, steps
@@ -306,7 +306,7 @@ def test_failing_requests_slow_their_neighbours_by_a_bounded_factor(
 def test_a_request_fails_with_all_its_completions(wide: Loaded) -> None:
     engine, ended = with_faults(wide, is_culprit, "read"), {}
     params = replace(PARAMS, n=16, temperature=1.0, seed=1)
-    culprit = engine.request("bad", FIFTEEN["bad0"], params)
+    culprit = engine.requests.make(FIFTEEN["bad0"], params, request_id="bad")
     engine.add(culprit, lambda delta: ended.update({delta.index: str(delta.finish_reason)}))
     while engine.has_work:
         engine.step()
@@ -329,7 +329,7 @@ def test_a_failing_receiver_loses_only_its_own(loaded: Loaded) -> None:
         seen[delta.request_id] += delta.token_ids
 
     for name, prompt in PROMPTS.items():
-        engine.add(engine.request(name, prompt, PARAMS), sink)
+        engine.add(engine.requests.make(prompt, PARAMS, request_id=name), sink)
     while engine.has_work:
         engine.step()
     assert seen == {name: ids if name != "c" else [] for name, (ids, _) in want.items()}

@@ -52,7 +52,7 @@ async def until_paused(stream: Stream) -> None:
 
 def run(llm: AsyncLLM, max_unread: int | None, every: float = 0.0) -> list[list[int]]:
     async def main() -> list[list[int]]:
-        requests = [llm.request(prompt, SAMPLED) for prompt in PROMPTS]
+        requests = [llm.requests.make(prompt, SAMPLED) for prompt in PROMPTS]
         stream = llm.open(requests, max_unread)
         result = await read(stream, every)
         await llm.check()
@@ -72,12 +72,12 @@ def test_a_slow_reader_gets_the_same_tokens(llm: AsyncLLM, max_unread: int) -> N
 
 def test_a_paused_stream_holds_no_pages_and_draws_nothing(llm: AsyncLLM) -> None:
     async def main() -> None:
-        stream = llm.open([llm.request("one", SAMPLED)], max_unread=4)
+        stream = llm.open([llm.requests.make("one", SAMPLED)], max_unread=4)
         await until_paused(stream)
         stats = await llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
         drawn = stats.generation_tokens
-        other = llm.open([llm.request("two", SAMPLED)])
+        other = llm.open([llm.requests.make("two", SAMPLED)])
         assert [len(tokens) for tokens in await read(other)] == [24, 24]
         assert (await llm.stats()).generation_tokens == drawn + 48
         await llm.check()
@@ -88,7 +88,7 @@ def test_a_paused_stream_holds_no_pages_and_draws_nothing(llm: AsyncLLM) -> None
 
 def test_a_paused_stream_can_be_closed(llm: AsyncLLM) -> None:
     async def main() -> None:
-        stream = llm.open([llm.request("one", SAMPLED)], max_unread=1)
+        stream = llm.open([llm.requests.make("one", SAMPLED)], max_unread=1)
         await until_paused(stream)
         stream.close()
         await llm.check()
@@ -104,16 +104,16 @@ def test_pausing_in_any_state_is_harmless(llm: AsyncLLM) -> None:
     expected = run(llm, None)
 
     async def main(pauses: int) -> list[list[int]]:
-        requests = [llm.request(prompt, SAMPLED) for prompt in PROMPTS]
+        requests = [llm.requests.make(prompt, SAMPLED) for prompt in PROMPTS]
         stream = llm.open(requests)
         names = [request.request_id for request in requests]
         for number in range(pauses):
-            llm.thread.pause(names[number % 3 :])
+            llm._thread.pause(names[number % 3 :])
             if number % 2:
                 await asyncio.sleep(0.0005 * (number % 5))
-            llm.thread.pause(names)
-            llm.thread.resume(names)
-            llm.thread.resume(names)
+            llm._thread.pause(names)
+            llm._thread.resume(names)
+            llm._thread.resume(names)
         result = await read(stream)
         await llm.check()
         return result
@@ -125,7 +125,7 @@ def test_pausing_in_any_state_is_harmless(llm: AsyncLLM) -> None:
 def test_a_stream_ends_with_the_error_it_was_given(llm: AsyncLLM) -> None:
     async def main() -> None:
         endless = SamplingParams(max_tokens=None, ignore_eos=True)
-        stream = llm.open([llm.request("one", endless)])
+        stream = llm.open([llm.requests.make("one", endless)])
         asyncio.get_running_loop().call_later(0.01, stream.fail, TimeoutError("late"))
         with pytest.raises(TimeoutError, match="late"):
             await asyncio.gather(*[read(stream)])
@@ -137,11 +137,11 @@ def test_a_stream_ends_with_the_error_it_was_given(llm: AsyncLLM) -> None:
 def test_only_what_waits_is_ended_for_waiting(llm: AsyncLLM) -> None:
     async def main() -> None:
         long = SamplingParams(max_tokens=40, ignore_eos=True, n=4)
-        running = llm.open([llm.request("one", long)])
+        running = llm.open([llm.requests.make("one", long)])
         first = await running.take()
-        waiting = llm.open([llm.request("two", long)])
+        waiting = llm.open([llm.requests.make("two", long)])
         for stream in (running, waiting):
-            llm.thread.abort_waiting(stream.requests[0].request_id, "too long")
+            llm._thread.abort_waiting(stream.requests[0].request_id, "too long")
         deltas = await waiting.take()
         assert {(delta.finish_reason, delta.error) for delta in deltas} == {("abort", "too long")}
         tokens = tokens_of(first)
@@ -154,17 +154,17 @@ def test_only_what_waits_is_ended_for_waiting(llm: AsyncLLM) -> None:
 
 def test_an_engine_that_stands_still_is_noticed(llm: AsyncLLM) -> None:
     async def main() -> None:
-        assert llm.thread.standstill() == 0.0
-        stream = llm.open([llm.request("one", SAMPLED)])
+        assert llm._thread.standstill() == 0.0
+        stream = llm.open([llm.requests.make("one", SAMPLED)])
         await stream.take()
         over = threading.Event()
-        blocked = asyncio.get_running_loop().run_in_executor(None, llm.thread.call, over.wait)
-        while llm.thread.standstill() <= 0.1:
+        blocked = asyncio.get_running_loop().run_in_executor(None, llm._thread.call, over.wait)
+        while llm._thread.standstill() <= 0.1:
             await asyncio.sleep(0.001)
         over.set()
         await blocked
         await read(stream)
-        while llm.thread.standstill():
+        while llm._thread.standstill():
             await asyncio.sleep(0.001)
 
     asyncio.run(main())
@@ -181,7 +181,7 @@ def test_tokens_that_wait_together_are_one_delta(
     )
 
     async def main() -> None:
-        read, waits = (llm.open([llm.request("one", sampling)]) for _ in range(2))
+        read, waits = (llm.open([llm.requests.make("one", sampling)]) for _ in range(2))
         apart: list[Delta] = []
         while not (read.is_finished and not read.num_unread):
             apart += await read.take()

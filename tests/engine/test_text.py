@@ -167,17 +167,17 @@ def test_what_decoding_leaves_out_is_what_counts_as_special(marked: Tokenizer) -
 
 
 def test_calls_are_read_where_only_tokenizer_json_flags_their_mark(marked: Tokenizer) -> None:
-    talk = Dialect(marked, "mistral", None)
+    dialect = Dialect(marked, "mistral", None)
     chat = ChatRequest(
         messages=[ChatMessage(role="user", content="?")],
         tools=[Tool(function=FunctionDefinition(name="f"))],
     )
-    use = tool_use(chat, talk.parser, True, talk.spell)
-    assert talk.shows_special(use) and talk.spell("[TOOL_CALLS]") == "<[260]>"
+    use = tool_use(chat, dialect.parser, True, dialect.spell)
+    assert dialect.shows_special(use) and dialect.spell("[TOOL_CALLS]") == "<[260]>"
     ids = [260, *marked.encode_word('[{"name": "f", "arguments": {"a": 1}}]')]
-    sampling = SamplingParams(skip_special_tokens=not talk.shows_special(use))
+    sampling = SamplingParams(skip_special_tokens=not dialect.shows_special(use))
     pieces, _ = stream(marked, ids, sampling)
-    reader = talk.reading([5, 6], use, True).reader()
+    reader = dialect.answer_format([5, 6], use, True).reader()
     assert reader is not None
     for piece in pieces:
         reader.feed(piece)

@@ -33,7 +33,7 @@ def serve(
 
     async def run() -> list[list[int]]:
         llm = AsyncLLM(loaded)
-        requests: list[Request] = [llm.request(p, s, thinking=marks) for p, s in work]
+        requests: list[Request] = [llm.requests.make(p, s, thinking=marks) for p, s in work]
         tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
         stream = llm.open(requests)
         while not stream.is_finished:

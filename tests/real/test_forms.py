@@ -72,7 +72,7 @@ def stream(
         tokens.extend(delta.token_ids)
 
     for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-        engine.add(engine.request(str(index), prompt, sampling), sink)
+        engine.add(engine.requests.make(prompt, sampling, request_id=str(index)), sink)
     while engine.has_work:
         engine.step()
     return got

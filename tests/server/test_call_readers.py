@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.server.tool_calls.dialect import AnswerReader
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
-    THINKING,
+    THINKING_FORMATS,
     detect_calls,
     detect_thinking,
 )
@@ -260,7 +260,7 @@ def test_thoughts_are_parted_from_answers(
 ) -> None:
     rng = random.Random(1)
     for pieces in ([text], list(text), *(cut(text, rng) for _ in range(10))):
-        reader = AnswerReader(ThinkingReader(THINKING["qwen3"], start), None)
+        reader = AnswerReader(ThinkingReader(THINKING_FORMATS["qwen3"], start), None)
         message, _ = read(reader, pieces)
         assert (message.reasoning, message.content) == (thoughts, answer)
 
@@ -275,7 +275,9 @@ def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start,
     text = "".join(parts)
 
     def message(pieces: list[str]) -> Any:
-        return said(read(AnswerReader(ThinkingReader(THINKING["qwen3"], start), None), pieces)[0])
+        return said(
+            read(AnswerReader(ThinkingReader(THINKING_FORMATS["qwen3"], start), None), pieces)[0]
+        )
 
     assert message(list(text)) == message([text]) == message(cut(text, random.Random(seed)))
 
@@ -283,7 +285,7 @@ def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start,
 def test_thoughts_before_calls() -> None:
     text = '<think>\n<tool_call> is for later</think>\n<tool_call>{"name": "f"}</tool_call>'
     reader = AnswerReader(
-        ThinkingReader(THINKING["qwen3"], Start.FREE),
+        ThinkingReader(THINKING_FORMATS["qwen3"], Start.FREE),
         CallReader(CALL_FORMATS["hermes"], NAMES, False),
     )
     message, _ = read(reader, list(text))
@@ -299,7 +301,7 @@ def test_thoughts_before_calls() -> None:
     ],
 )
 def test_where_a_prompt_leaves_the_thoughts(tail: str, start: Start) -> None:
-    assert start_of(tail, THINKING["qwen3"]) is start
+    assert start_of(tail, THINKING_FORMATS["qwen3"]) is start
 
 
 DETECTED = [

@@ -55,7 +55,7 @@ async def get(app: App, path: str) -> tuple[int, dict]:
 
 def test_a_stalled_engine_is_unhealthy_until_it_moves(app: App) -> None:
     async def scene() -> None:
-        thread = app.models.all[0].llm.thread
+        thread = app.models.all[0].llm._thread
         assert (await get(app, "/health"))[0] == 200
         over = threading.Event()
         stall = asyncio.get_running_loop().run_in_executor(None, thread.call, over.wait)
@@ -88,7 +88,7 @@ def test_a_dead_engine_ends_the_process(app: App) -> None:
 
 def test_an_engine_that_dies_answers_what_it_served(app: App) -> None:
     async def scene() -> None:
-        thread = app.models.all[0].llm.thread
+        thread = app.models.all[0].llm._thread
         slow_down(thread.engine, 0.1)
 
         def die() -> None:
@@ -111,10 +111,12 @@ def test_what_waits_for_its_reader_takes_no_place_from_others(app: App) -> None:
     async def scene() -> None:
         [model] = app.models.all
         model.config = ServerConfig(max_unread_tokens=3)
-        slow_down(model.llm.thread.engine, 0.03)  # what goes on again is seen before it waits again
+        slow_down(
+            model.llm._thread.engine, 0.03
+        )  # what goes on again is seen before it waits again
         sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=2)
         for read_on in (True, False):
-            with Generation(model, [model.llm.request("a", sampling)]) as generation:
+            with Generation(model, [model.llm.requests.make("a", sampling)]) as generation:
                 assert model.admission.num_live == 2
                 async with asyncio.timeout(30):
                     while not generation.is_paused:
@@ -154,7 +156,7 @@ def test_a_stop_does_not_wait_for_ever(app: App) -> None:
 
     async def scene() -> None:
         process = Process(app)
-        slow_down(app.models.all[0].llm.thread.engine, 0.1)
+        slow_down(app.models.all[0].llm._thread.engine, 0.1)
         fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 8, "stream": True}
         body = json.dumps(fields).encode()
         head = (

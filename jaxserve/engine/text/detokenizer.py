@@ -100,7 +100,7 @@ class Detokenizer:
         return True
 
     def take(self) -> str:
-        """The text that is certain by now and was not taken before."""
+        """Return the text that is certain by now and was not taken before."""
         end = len(self.text)
         if self.stop is None and self._longest_stop:
             end -= self._held_back()

@@ -31,7 +31,7 @@ _NAMED = ("eos", "eot", "eom", *_CODE)
 
 
 def end_texts(types: Mapping[str, int]) -> set[str]:
-    """The texts in a vocabulary that end an answer whatever the metadata say.
+    """Return the texts in a vocabulary that end an answer whatever the metadata say.
 
     Args:
         types: of tokens, by their text.

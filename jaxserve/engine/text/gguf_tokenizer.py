@@ -50,7 +50,7 @@ _BLANK = "▁"  # how vocabularies of characters write it
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
-    """The tokenizer that a GGUF file's metadata describes, as one of Transformers'.
+    """Return the tokenizer that a GGUF file's metadata describes, as one of Transformers'.
 
     Raises:
         CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
@@ -100,7 +100,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """The kind of vocabulary.
+    """Return the kind of vocabulary.
 
     Raises:
         CheckpointError: it is none that can be built, or there are no tokens.
@@ -160,7 +160,7 @@ def _split(metadata: Mapping[str, Any]) -> Split:
 
 
 def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) -> Tokenizer:
-    """A vocabulary of merges, spelled in letters that stand for bytes.
+    """Return a vocabulary of merges, spelled in letters that stand for bytes.
 
     Tokens that are found whole are spelled as they are. Others in foreign letters, which no text
     leads to, are respelled, so that they decode to what they say.
@@ -188,7 +188,7 @@ def _byte_level(merges: Any, tokens: list[str], types: list[int], split: Split) 
 def _with_scores(
     metadata: Mapping[str, Any], tokens: list[str], unknown: str | None
 ) -> tuple[Tokenizer, list[str]]:
-    """A vocabulary of characters with scores, and its tokens as they are spelled in it.
+    """Return a vocabulary of characters with scores, and its tokens as they are spelled in it.
 
     Files list no merges: a token is made of any two others, the best token first. Gemma's scores do
     not say which that is: it is the first in the file, but of Gemma 3 the longest runs of blanks

@@ -59,7 +59,7 @@ class GrammarError(RuntimeError):
     """A sequence cannot go on in the form that was asked for."""
 
     def as_refusal(self) -> InvalidRequest:
-        """The same as the request's own fault."""
+        """Return the same as the request's own fault."""
         return InvalidRequest(f"{NAME}: {self}", NAME)
 
 
@@ -154,7 +154,7 @@ class Constraint:
         return False
 
     def copy(self) -> Constraint:
-        """Another one in the same state, for another completion of the same request."""
+        """Return another one in the same state, for another completion of the same request."""
         copied = Constraint.__new__(Constraint)
         copied._matcher, copied._size = self._matcher.deep_copy(), self._size
         copied._account = self._account
@@ -162,7 +162,7 @@ class Constraint:
         return copied
 
     def begin(self) -> Constraint:
-        """Another one in the same state, for another request."""
+        """Return another one in the same state, for another request."""
         copied = self.copy()
         copied._account = _Account(self._account.clock, self.work)
         return copied
@@ -201,7 +201,7 @@ class Grammars:
         self._bytes = 0
 
     def tokenizer(self) -> Any:
-        """The vocabulary as llguidance's trie; for a large one it takes a second to make."""
+        """Return the vocabulary as llguidance's trie; for a large one it takes a second to make."""
         import llguidance
 
         with self._lock:
@@ -216,7 +216,7 @@ class Grammars:
             return self._made
 
     def compile(self, params: StructuredOutputsParams) -> Constraint:
-        """A constraint of the caller's own, at its start.
+        """Return a constraint of the caller's own, at its start.
 
         Takes milliseconds where the form is new, so it belongs on the caller's thread. What does
         not compile is remembered too.
@@ -237,7 +237,7 @@ class Grammars:
         return found.begin()
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
-        """The compiled form, or what is wrong with it."""
+        """Return the compiled form, or what is wrong with it."""
         import llguidance
 
         tokenizer, started = self.tokenizer(), self._clock()
@@ -281,7 +281,7 @@ def grammars_of(
 
 
 def _first_line(message: str) -> str:
-    """The first line of a message and the one that says the reason, if it is another."""
+    """Return the first line of a message and the one that says the reason, if it is another."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:200]
@@ -296,7 +296,7 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
-    """A grammar in Lark that has the ids of added tokens for their names, like `<think>`."""
+    """Return a grammar in Lark that has the ids of added tokens for their names, like `<think>`."""
 
     def spell(found: re.Match[str]) -> str:
         number = named.get(found["name"] or "")
@@ -306,7 +306,7 @@ def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
 
 
 def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) -> str:
-    """The form in llguidance's language.
+    """Return the form in llguidance's language.
 
     Args:
         params: the form.

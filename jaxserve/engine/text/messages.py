@@ -1,4 +1,4 @@
-"""Messages of conversations as chat templates know them, from Python and over HTTP alike."""
+"""Messages and inputs of chat templates, as they come from Python and over HTTP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 
 MAX_ROLE_CHARS = 64
+# Names that are no inputs of a caller's choice to a template: arguments of the rendering itself,
+RENDERING_ARGUMENTS = frozenset(("messages", "chat_template", "tokenize"))
+# inputs that every template receives,
+COMMON_INPUTS = frozenset(("tools", "documents", "add_generation_prompt", "continue_final_message"))
+# and, over HTTP, other arguments of Transformers' apply_chat_template besides.
+RESERVED_INPUTS = (
+    RENDERING_ARGUMENTS
+    | COMMON_INPUTS
+    | frozenset(
+        "conversation add_special_tokens padding truncation max_length return_tensors return_dict "
+        "tokenizer_kwargs return_assistant_tokens_mask".split()
+    )
+)
 _TEXT = ("text", "input_text", "output_text")
 # What a message may hold in place of content.
 _BESIDES = ("tool_calls", "reasoning", "reasoning_content", "thinking")

@@ -74,12 +74,12 @@ class PlainTokenizer:
         return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
 
     def get_chat_template(self, tools: Any = None) -> str | None:
-        """The same for all: where there are several, Transformers reads them."""
+        """Return the template for all uses: where there are several, Transformers reads them."""
         return self.chat_template
 
 
 def read_plain(directory: Path) -> PlainTokenizer | None:
-    """A folder's tokenizer, or None where only Transformers should read it.
+    """Return a folder's tokenizer, or None where only Transformers should read it.
 
     Raises:
         Exception: of the tokenizers library, bare ones, for a corrupt tokenizer.json.
@@ -115,13 +115,13 @@ def read_plain(directory: Path) -> PlainTokenizer | None:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
-    """The file's text comes before the one in tokenizer_config.json."""
+    """Return the chat template; its own file comes before tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     return path.read_text() if path.is_file() else config.get("chat_template")
 
 
 def _agrees(listed: Any, added: Mapping[int, Any]) -> bool:
-    """Whether the tokens that tokenizer_config.json lists are those of tokenizer.json."""
+    """Return whether the tokens that tokenizer_config.json lists are those of tokenizer.json."""
     if not isinstance(listed, Mapping):
         return False
     found = {str(n): {flag: getattr(t, flag) for flag in _ADDED_FLAGS} for n, t in added.items()}

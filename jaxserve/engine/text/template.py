@@ -322,13 +322,13 @@ class ChatTemplate:
             raise ValueError("the chat template is nested too deep") from None
 
     def reads(self, name: str) -> bool:
-        """Whether the name of a variable occurs in it."""
+        """Return whether the name of a variable occurs in it."""
         return any(
             one.name == name for one in self._sandbox.parse(self.source).find_all(nodes.Name)
         )
 
     def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
-        """The text.
+        """Return the text.
 
         Args:
             variables: plain values, which the template cannot change.

@@ -95,7 +95,7 @@ class ThinkingConstraint:
         self._settle()
 
     def copy(self) -> ThinkingConstraint:
-        """Another one in the same state."""
+        """Return another one in the same state."""
         copied = ThinkingConstraint.__new__(ThinkingConstraint)
         copied.__dict__.update(self.__dict__)
         copied._tail = list(self._tail)
@@ -141,7 +141,7 @@ class ThinkingConstraint:
         return False
 
     def _has(self, token: int, mark: str, ids: Sequence[int]) -> bool:
-        """Whether a mark has just been completed."""
+        """Return whether a mark has just been completed."""
         if len(ids) == 1:
             return token == ids[0]
         self._tail = [*self._tail[1 - _TAIL :], token]

@@ -108,7 +108,7 @@ class Tokenizer:
         return found
 
     def _within(self, ids: list[int], param: str) -> list[int]:
-        """The ids again; InvalidRequest where the model does not know one."""
+        """Return the ids again; InvalidRequest where the model does not know one."""
         if self._beyond:
             for token in ids:
                 if token in self._beyond:
@@ -120,7 +120,7 @@ class Tokenizer:
         return ids
 
     def _read_templates(self, where: str) -> dict[bool, ChatTemplate]:
-        """The chat template without tools and with them, which may be another.
+        """Return the chat template without tools and with them, which may be another.
 
         Raises:
             CheckpointError: it has no meaning, or does not end.
@@ -151,7 +151,7 @@ class Tokenizer:
             return
 
     def has_template(self, tools: bool) -> bool:
-        """Whether there is a chat template for talks with tools, or without."""
+        """Return whether there is a chat template for talks with tools, or without."""
         return self._template(tools) is not None
 
     def _template(self, tools: bool) -> ChatTemplate | None:
@@ -164,11 +164,11 @@ class Tokenizer:
         return found.source if found else ""
 
     def template_reads(self, name: str) -> bool:
-        """Whether a chat template looks at a variable of this name."""
+        """Return whether a chat template looks at a variable of this name."""
         return any(template.reads(name) for template in self._templates.values())
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that the vocabulary spells so, if it is an added one."""
+        """Return the id of the one token that the vocabulary spells so, if it is an added one."""
         return self._tokenizer.get_added_vocab().get(text)
 
     def is_special(self, text: str) -> bool:
@@ -176,7 +176,7 @@ class Tokenizer:
         return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects.
+        """Return token ids of a prompt, with the special tokens that the model expects.
 
         Raises:
             InvalidRequest: it is no text, or holds a token that the model does not know.
@@ -197,11 +197,11 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return text of token ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """Return each token as the vocabulary spells it."""
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -221,7 +221,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Listing[Mapping[str, Any]], seconds: float = 1.0, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template.
+        """Return token ids of a conversation through the model's chat template.
 
         Messages and tools are data: where one holds the text of a special token, that is encoded as
         text.
@@ -267,7 +267,7 @@ class Tokenizer:
         options: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """The rendered text, in pieces that are to be encoded one by one."""
+        """Return the rendered text, in pieces that are to be encoded one by one."""
         # No text can hold the mark by design or by chance; it is where text is cut for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
@@ -345,7 +345,7 @@ def read_generation_config(directory: str | Path) -> dict[str, Any]:
 
 
 def default_sampling(generation_config: Mapping[str, Any], where: str) -> SamplingParams:
-    """The sampling settings that a checkpoint recommends.
+    """Return the sampling settings that a checkpoint recommends.
 
     Raises:
         CheckpointError: a recommended value is out of range.

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's endpoints, translated to a chat."""
+"""Endpoints POST /v1/messages and /v1/messages/count_tokens: Anthropic's, translated to a chat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
-# As fields.NOT_YET, of these endpoints' own fields.
+# Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []),
     "container": (None,),
@@ -39,26 +39,35 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-def _new_call(request: Request) -> EndpointRequest:
-    call = EndpointRequest(request)
-    call.renamed |= {"prompt": "messages", "stop": "stop_sequences"}
-    call.renamed["thinking_token_budget"] = "thinking"
-    return call
+def _renaming_request(http_request: Request) -> EndpointRequest:
+    request = EndpointRequest(http_request)
+    request.renamed |= {"prompt": "messages", "stop": "stop_sequences"}
+    request.renamed["thinking_token_budget"] = "thinking"
+    return request
 
 
-async def messages(request: Request) -> Response:
-    """Answer a conversation."""
-    call = _new_call(request)
-    body = call.parse(MessagesRequest, UNSUPPORTED)
-    generation = await prepare(call, as_chat(body))
-    return await respond(request, generation, MessagesForm(), bool(body.stream))
+async def messages(http_request: Request) -> Response:
+    """Answer a conversation.
+
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+    """
+    request = _renaming_request(http_request)
+    body = request.parse(MessagesRequest, UNSUPPORTED)
+    generation = await prepare(request, as_chat(body))
+    return await respond(http_request, generation, MessagesFormatter(), bool(body.stream))
 
 
-async def count_tokens(request: Request) -> Response:
-    """Count what a conversation would take of the context."""
-    call = _new_call(request)
-    chat = as_chat(call.parse(CountRequest, UNSUPPORTED))
-    model = call.find_model(chat.model)
+async def count_tokens(http_request: Request) -> Response:
+    """Count the tokens that a conversation would take of the context.
+
+    Raises:
+        ApiError: the body is malformed, or there is no such model.
+        InvalidRequest: naming the field.
+    """
+    request = _renaming_request(http_request)
+    chat = as_chat(request.parse(CountRequest, UNSUPPORTED))
+    model = request.find_model(chat.model)
     rendered, options = as_template_messages(chat.messages), template_options(chat)
     if chat.tools and chat.tool_choice != "none":
         check_tools(chat.tools)
@@ -67,7 +76,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _blocks(message: Message) -> list[AnswerBlock]:
-    """A message in Anthropic's blocks; arguments that were cut off are none."""
+    """Convert a message to Anthropic's blocks; a call cut off within its arguments has none."""
     blocks: list[AnswerBlock] = []
     if message.reasoning:
         blocks.append(ThinkingBlock(thinking=message.reasoning))
@@ -82,13 +91,13 @@ def _blocks(message: Message) -> list[AnswerBlock]:
     return blocks
 
 
-class MessagesForm:
-    """Words a generation as a message, or as the events that build one."""
+class MessagesFormatter:
+    """Formatter of Anthropic's messages, and of the events that build one."""
 
     def __init__(self) -> None:
         self._id = f"msg_{uuid4().hex}"
         self._num_blocks = 0
-        self._open: type | int | None = None  # kind of the block that is open; calls by their index
+        self._open: type | int | None = None  # kind of the open block; of calls, their index
 
     def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
         usage = generation.usage()
@@ -146,7 +155,7 @@ class MessagesForm:
         return opened + _event("content_block_delta", index=index, delta=delta)
 
     def _begin(self, kind: type | int, block: AnswerBlock) -> bytes:
-        """Open a block, unless one of this kind is open."""
+        """Open a block, unless one of this kind is open. Return the events."""
         if kind == self._open:
             return b""
         closed = self._end()

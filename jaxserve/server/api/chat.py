@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Endpoint POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.text.messages import plain_message
+from jaxserve.engine.text.messages import RESERVED_INPUTS, plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.completions import truncated
@@ -40,38 +40,33 @@ from jaxserve.server.tool_calls.tools import ToolUse, read_arguments, tool_use
 from jaxserve.structured import StructuredOutputsParams
 
 MAX_MESSAGES = 4096
-# What a template may be told; its own inputs, and what would let a request write it, may not.
+# Types of a request's own inputs to the template.
 _TEMPLATE_KINDS = (bool, int, float, str)
-_TEMPLATE_OWN = frozenset(
-    "chat_template tokenize tools documents conversation messages add_special_tokens padding "
-    "truncation max_length return_tensors return_dict tokenizer_kwargs add_generation_prompt "
-    "continue_final_message return_assistant_tokens_mask".split()
-)
 
 
 def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: content is text.
+    """Convert messages to the form of chat templates, in which content is text.
 
     Raises:
-        InvalidRequest: none, or one without content; see `plain_message`.
+        InvalidRequest: too few or too many, or one without content; see `plain_message`.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", "messages")
     rendered = []
     for message in messages:
-        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if isinstance(message.content, list):
-            one["content"] = [msgspec.structs.asdict(part) for part in message.content]
+            fields["content"] = [msgspec.structs.asdict(part) for part in message.content]
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
-                one[name] = getattr(message, name)
+                fields[name] = getattr(message, name)
         if message.tool_calls:
-            one["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+            fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
         reasoning = message.reasoning_content or message.reasoning
         if reasoning and message.role == "assistant":
-            # The name that templates read, and the one that some of them read instead.
-            one["reasoning_content"] = one["thinking"] = reasoning
-        rendered.append(plain_message(one))
+            # Most templates read the first name, some the second.
+            fields["reasoning_content"] = fields["thinking"] = reasoning
+        rendered.append(plain_message(fields))
     return rendered
 
 
@@ -83,14 +78,14 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
-    """What a request tells the chat template.
+    """Return a request's inputs to the chat template.
 
     Raises:
-        InvalidRequest: naming what a request may not tell it.
+        InvalidRequest: naming an input that a request may not set.
     """
     options = dict(body.chat_template_kwargs or {})
     for name, value in options.items():
-        if name in _TEMPLATE_OWN or not isinstance(value, _TEMPLATE_KINDS):
+        if name in RESERVED_INPUTS or not isinstance(value, _TEMPLATE_KINDS):
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {name[:60]!r}", "chat_template_kwargs"
             )
@@ -118,42 +113,45 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-async def prepare(call: EndpointRequest, body: ChatRequest) -> Generation:
-    """Everything before the first token: check, count, render, queue.
+async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
+    """Do all that comes before the first token: check, count and render.
 
     Raises:
-        InvalidRequest, ApiError, Overloaded: nothing was started.
+        ApiError: there is no such model, or the server is stopping.
+        InvalidRequest: naming the field.
+        Overloaded: the queue is full.
     """
     check_stream(body)
-    model = call.find_model(body.model)
+    model = request.find_model(body.model)
     renamed = body.max_completion_tokens is not None
     if renamed:
-        call.renamed["max_tokens"] = call.renamed.get("max_tokens", "max_completion_tokens")
+        request.renamed["max_tokens"] = request.renamed.get("max_tokens", "max_completion_tokens")
     wanted = model.max_tokens(body.max_completion_tokens if renamed else body.max_tokens)
     if body.response_format is not None:
-        call.renamed.setdefault("structured_outputs", "response_format")
-    model.tokenizer()  # there is nothing to say without one
-    talk = model.talk
-    tools = tool_use(body, talk.parser, call.config.enable_auto_tool_choice, talk.spell)
+        request.renamed.setdefault("structured_outputs", "response_format")
+    model.tokenizer()  # refuses the request where there is none
+    dialect = model.dialect
+    tools = tool_use(body, dialect.parser, request.config.enable_auto_tool_choice, dialect.spell)
     sampling = chat_sampling(body, model, wanted, tools)
     if tools is not None and tools.grammar is not None:
-        call.renamed["structured_outputs"] = "tools"
-    call.admit(model, sampling.n)
+        request.renamed["structured_outputs"] = "tools"
+    request.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
     options = template_options(body)
     if tools is not None:
         options["tools"] = tools.described
     prompt = await model.render(messages, **options)
     prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-    request = await call.request(model, prompt, sampling, body, talk.marks(prompt))
-    reading = talk.reading(prompt, tools, body.include_reasoning is not False)
-    return Generation(model, [request], reading)
+    marks = dialect.marks(prompt)
+    engine_request = await request.engine_request(model, prompt, sampling, body, marks)
+    answer_format = dialect.answer_format(prompt, tools, body.include_reasoning is not False)
+    return Generation(model, [engine_request], answer_format)
 
 
 def chat_sampling(
     body: ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
 ) -> SamplingParams:
-    """A chat's settings: as `sampling_params`, and what tools and thoughts need.
+    """Return a chat's settings: those of `sampling_params`, and what tools and thoughts need.
 
     Raises:
         InvalidRequest: naming the field.
@@ -164,7 +162,7 @@ def chat_sampling(
     )
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, thinking_token_budget=body.thinking_token_budget)
-    if model.talk.shows_special(tools):
+    if model.dialect.shows_special(tools):
         sampling = replace(sampling, skip_special_tokens=False)
     if tools is None or tools.grammar is None:
         return sampling
@@ -176,20 +174,24 @@ def chat_sampling(
     return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=tools.grammar))
 
 
-async def chat_completions(request: Request) -> Response:
-    """Answer a conversation, n times."""
-    call = EndpointRequest(request)
-    call.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = call.parse(ChatRequest)
+async def chat_completions(http_request: Request) -> Response:
+    """Answer a conversation, n times.
+
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+    """
+    request = EndpointRequest(http_request)
+    request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
+    body = request.parse(ChatRequest)
     if body.echo:
         raise InvalidRequest("echo is not supported for chat", "echo")
-    generation = await prepare(call, body)
-    form = ChatForm(body, generation.model.llm.get_tokenizer())
-    return await respond(request, generation, form, bool(body.stream))
+    generation = await prepare(request, body)
+    formatter = ChatFormatter(body, generation.model.llm.get_tokenizer())
+    return await respond(http_request, generation, formatter, bool(body.stream))
 
 
-class ChatForm:
-    """Words a generation as chat completions.
+class ChatFormatter:
+    """Formatter of chat completions.
 
     Args:
         body: the request.
@@ -211,27 +213,27 @@ class ChatForm:
             self._id,
             generation.created,
             generation.model.name,
-            [self._choice(generation, one) for one in generation.choices],
+            [self._choice(generation, choice) for choice in generation.choices],
             generation.usage(),
         )
         if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
-        width, scores = self._body.prompt_logprobs, generation.prompt_scores[0]
-        if width is not None and scores is not None:
+        width, logprobs = self._body.prompt_logprobs, generation.prompt_logprobs[0]
+        if width is not None and logprobs is not None:
             prompt = generation.choices[0].prompt_token_ids
-            response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
+            response.prompt_logprobs = self._texts.prompt(prompt, logprobs, width)
         return response
 
     def _logprobs(self, part: Part | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return ChatLogprobs(self._texts.chat(part.token_ids, part.scores))
+        return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs))
 
-    def _choice(self, generation: Generation, one: Choice) -> ChatChoice:
-        reason, answer = generation.finish_reason(one), _answer(one.message)
-        choice = ChatChoice(one.index, answer, self._logprobs(one), reason, one.stop_reason)
+    def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
+        reason, answer = generation.finish_reason(drawn), _answer(drawn.message)
+        choice = ChatChoice(drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason)
         if self._ids:
-            choice.token_ids = one.token_ids
+            choice.token_ids = drawn.token_ids
         return choice
 
     def _chunk(self, generation: Generation, choices: list[ChunkChoice]) -> ChatChunk:
@@ -245,10 +247,10 @@ class ChatForm:
     def opening(self, generation: Generation) -> bytes:
         chunks = []
         self._sent = [0] * len(generation.choices)
-        for one in generation.choices:
+        for choice in generation.choices:
             delta = ChatDelta("assistant", "")
-            chunk = self._chunk(generation, [ChunkChoice(one.index, delta)])
-            chunk.prompt_token_ids = one.prompt_token_ids if self._ids else None
+            chunk = self._chunk(generation, [ChunkChoice(choice.index, delta)])
+            chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
             chunks.append(event(chunk))
         return b"".join(chunks)
 
@@ -256,7 +258,7 @@ class ChatForm:
         chunks = []
         for part in parts:
             self._sent[part.index] += len(part.token_ids)
-            if not (part.pieces or part.finish_reason or self._ids or part.scores):
+            if not (part.pieces or part.finish_reason or self._ids or part.logprobs):
                 continue
             choice = ChunkChoice(part.index, _delta(part.pieces), self._logprobs(part))
             if part.finish_reason:
@@ -278,13 +280,13 @@ class ChatForm:
 
 
 def _answer(message: Message) -> AnswerMessage:
-    """A whole message."""
+    """Return a whole message."""
     answer = AnswerMessage(message.content)
     if message.calls:
         answer.content = message.content or None
         answer.tool_calls = [
-            ToolCall(id=one.id, function=FunctionCall(name=one.name, arguments=one.arguments))
-            for one in message.calls
+            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in message.calls
         ]
     if message.reasoning:
         answer.reasoning = answer.reasoning_content = message.reasoning
@@ -292,7 +294,7 @@ def _answer(message: Message) -> AnswerMessage:
 
 
 def _delta(pieces: list[Piece]) -> ChatDelta:
-    """What is new in a message. More of one call is one entry."""
+    """Return what is new in a message, with one entry for each call."""
     delta = ChatDelta()
     calls: dict[int, CallDelta] = {}
     for piece in pieces:

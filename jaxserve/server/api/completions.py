@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Endpoint POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_
 from jaxserve.server.served.models import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
-# As fields.NOT_YET: what only conversations have.
+# Fields that only conversations have, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -36,7 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
-    """The prompts of a request, which may be one or a list: text, or token ids.
+    """Return the prompts of a request, each text or token ids, from a single one or a list.
 
     Raises:
         InvalidRequest: no prompt, or a list of mixed kinds.
@@ -53,43 +53,54 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
     raise InvalidRequest("prompt must hold text only, token ids only, or lists of those", "prompt")
 
 
-async def completions(request: Request) -> Response:
-    """Complete each prompt n times."""
-    call = EndpointRequest(request)
-    body = call.parse(CompletionRequest, UNSUPPORTED)
+async def completions(http_request: Request) -> Response:
+    """Complete each prompt n times.
+
+    Raises:
+        ApiError: the body is malformed, there is no such model, or the server is stopping.
+        InvalidRequest: naming the field.
+        Overloaded: the queue is full.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(CompletionRequest, UNSUPPORTED)
     check_stream(body)
     if body.response_format is not None:
-        call.renamed["structured_outputs"] = "response_format"
-    model = call.find_model(body.model)
+        request.renamed["structured_outputs"] = "response_format"
+    model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
     wanted = model.max_tokens(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     if is_echo_only(body):
-        wanted = 1  # the engine draws at least one token; nobody is told of it
-    # An echoed prompt is scored as the answer is; what scores it is refused under that name.
-    scored = body.prompt_logprobs
+        wanted = 1  # the engine draws at least one token, which the answer leaves out
+    # An echoed prompt has as many logprobs as the answer. Too many are refused under that name.
+    width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        scored = max(body.logprobs, -1 if scored is None else scored)
+        width = max(body.logprobs, -1 if width is None else width)
     check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, scored)
+    sampling = sampling_params(body, model.default_sampling, wanted, body.logprobs, width)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
-    call.admit(model, len(prompts) * sampling.n)
-    requests: list[EngineRequest] = []
+    request.admit(model, len(prompts) * sampling.n)
+    engine_requests: list[EngineRequest] = []
     texts: list[str] = []
     for prompt in prompts:
         ids = prompt
         if isinstance(ids, str):
             ids = await model.encode(ids, body.add_special_tokens is not False)
         kept = truncated(ids, body.truncate_prompt_tokens, model.limits.max_model_len)
-        requests.append(await call.request(model, kept, sampling, body))
+        engine_requests.append(await request.engine_request(model, kept, sampling, body))
         whole = prompt if len(kept) == len(ids) else kept
         texts.append(_text(model, whole, sampling.skip_special_tokens) if body.echo else "")
-    form = CompletionForm(body, texts, sampling, model.llm.get_tokenizer())
-    return await respond(request, Generation(model, requests), form, bool(body.stream))
+    generation = Generation(model, engine_requests)
+    formatter = CompletionFormatter(body, texts, sampling, model.llm.get_tokenizer())
+    return await respond(http_request, generation, formatter, bool(body.stream))
 
 
 def truncated(prompt: list[int], keep: int | None, max_model_len: int) -> list[int]:
-    """The last `keep` tokens of a prompt; -1 keeps what leaves room for one token of answer."""
+    """Return the last `keep` tokens of a prompt; -1 leaves room for one token of answer.
+
+    Raises:
+        InvalidRequest: `keep` is out of range.
+    """
     if keep is None:
         return prompt
     keep = exact_int(keep, "truncate_prompt_tokens", -1, max_model_len - 1)
@@ -107,16 +118,16 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Whether the answer is the prompt alone, with its logprobs."""
+    """Return whether the answer is the prompt alone, with its logprobs."""
     return bool(body.echo) and body.max_tokens == 0 and type(body.max_tokens) is int
 
 
-class CompletionForm:
-    """Words a generation as completions.
+class CompletionFormatter:
+    """Formatter of completions.
 
     Args:
         body: the request.
-        echoes: what each prompt's completions begin with.
+        echoes: for each prompt, the text that its completions begin with.
         sampling: settings of the prompts.
         tokenizer: spells tokens; None where there is none.
     """
@@ -135,11 +146,11 @@ class CompletionForm:
         self._sent = [0] * len(self._echoes)  # tokens of each choice that have gone out
         self._fresh = set(range(len(self._echoes)))
         self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._scores_echo = bool(body.echo) and body.logprobs is not None
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._tokens = [
             CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._echoes
         ]
-        # Parts that wait for the scores of their prompt, which come with its first completion.
+        # Parts that wait for the logprobs of their prompt, which come with its first completion.
         self._held: list[Part] = []
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
@@ -159,27 +170,32 @@ class CompletionForm:
             return None
         choice, tokens = generation.choices[part.index], self._tokens[part.index]
         before = None
-        scores = generation.prompt_scores[choice.prompt]
-        if self._scores_echo and is_first and scores is not None:
-            before = tokens.prompt(choice.prompt_token_ids, scores, width)
+        logprobs = generation.prompt_logprobs[choice.prompt]
+        if self._echoes_logprobs and is_first and logprobs is not None:
+            before = tokens.prompt(choice.prompt_token_ids, logprobs, width)
             if self._echo_only:
                 return before
-        return joined(before, tokens.drawn(part.token_ids, part.scores, width))
+        return joined(before, tokens.drawn(part.token_ids, part.logprobs, width))
 
     def whole(self, generation: Generation) -> CompletionResponse:
         choices = []
-        for one in generation.choices:
-            text = self._echoes[one.index] + ("" if self._echo_only else one.text)
-            logprobs = self._logprobs(generation, one, True)
-            choice = CompletionChoice(one.index, text, logprobs, one.finish_reason, one.stop_reason)
+        for drawn in generation.choices:
+            text = self._echoes[drawn.index] + ("" if self._echo_only else drawn.text)
+            choice = CompletionChoice(
+                drawn.index,
+                text,
+                self._logprobs(generation, drawn, True),
+                drawn.finish_reason,
+                drawn.stop_reason,
+            )
             if self._echo_only:
                 choice.finish_reason, choice.stop_reason = "length", None
             if self._ids:
-                choice.token_ids = [] if self._echo_only else one.token_ids
-                choice.prompt_token_ids = one.prompt_token_ids
-            scores, width = generation.prompt_scores[one.prompt], self._body.prompt_logprobs
-            if width is not None and scores is not None:
-                choice.prompt_logprobs = self._texts.prompt(one.prompt_token_ids, scores, width)
+                choice.token_ids = [] if self._echo_only else drawn.token_ids
+                choice.prompt_token_ids = drawn.prompt_token_ids
+            found, width = generation.prompt_logprobs[drawn.prompt], self._body.prompt_logprobs
+            if width is not None and found is not None:
+                choice.prompt_logprobs = self._texts.prompt(drawn.prompt_token_ids, found, width)
             choices.append(choice)
         response = self._response(generation, choices)
         response.usage = self._used(generation)
@@ -190,12 +206,13 @@ class CompletionForm:
         return b""
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        if self._scores_echo:
+        if self._echoes_logprobs:
             parts, self._held = self._held + parts, []
             ready = []
             for part in parts:
-                known = generation.prompt_scores[generation.choices[part.index].prompt] is not None
-                (ready if known else self._held).append(part)
+                prompt = generation.choices[part.index].prompt
+                is_ready = generation.prompt_logprobs[prompt] is not None
+                (ready if is_ready else self._held).append(part)
             parts = ready
         return b"".join([self._part(generation, part) for part in parts])
 
@@ -206,7 +223,7 @@ class CompletionForm:
         if is_first:
             self._fresh.discard(part.index)
             text = self._echoes[part.index] + text
-        if not (text or part.finish_reason or self._ids or part.scores):
+        if not (text or part.finish_reason or self._ids or part.logprobs):
             return b""
         logprobs = self._logprobs(generation, part, is_first)
         choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)

@@ -1,4 +1,4 @@
-"""Call: what every endpoint does with a request before its own work."""
+"""EndpointRequest: the steps that every endpoint takes before its own work."""
 
 from __future__ import annotations
 
@@ -16,44 +16,51 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.decode import parse_json, to_schema, unknown_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
-from jaxserve.server.schema.sampling import UNSUPPORTED, refuse_unserved
+from jaxserve.server.schema.sampling import UNSUPPORTED
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
+from jaxserve.unserved import refuse_unsupported
 
 T = TypeVar("T")
 
 
 class EndpointRequest:
-    """One request on its way in.
+    """An HTTP request on its way to the engine.
+
+    Args:
+        http_request: as Starlette passes it to an endpoint.
 
     Attributes:
-        renamed: fields that errors must call by another name, where an endpoint's differ from
-            the engine's.
+        models: of the server.
+        config: the server's settings.
+        renamed: the engine's name of a field to the endpoint's, for errors, where they differ.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._served = request.app.state.served
+    def __init__(self, http_request: Request) -> None:
+        self._http_request = http_request
+        self._served = http_request.app.state.served
         self.models: Models = self._served.models
         self.config: ServerConfig = self._served.config
-        self.renamed: dict[str, str] = request.scope["jaxserve.renamed"]
+        self.renamed: dict[str, str] = http_request.scope["jaxserve.renamed"]
 
-    def parse(self, schema: type[T], not_yet: Mapping[str, tuple[Any, ...]] | None = None) -> T:
-        """The body as a schema.
+    def parse(self, schema: type[T], unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> T:
+        """Return the body as a schema.
 
         Args:
             schema: a Struct.
-            not_yet: an endpoint's own unserved fields, as `fields.UNSUPPORTED`.
+            unsupported: fields of this endpoint alone that are not supported, each with its
+                neutral values; see `schema.sampling.UNSUPPORTED` for those of all endpoints.
 
         Raises:
             ApiError: 400, naming the field.
+            InvalidRequest: an unsupported field requests something.
         """
         config = self.config
-        body: bytes = self._request.scope["jaxserve.body"]
+        body: bytes = self._http_request.scope["jaxserve.body"]
         value: Any = parse_json(body, config.max_json_depth, config.max_json_nodes)
         if not isinstance(value, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_type")
-        refuse_unserved(value, UNSUPPORTED | dict(not_yet or {}))
+        refuse_unsupported(value, UNSUPPORTED | dict(unsupported or {}), " by this server")
         if config.strict:
             unknown = unknown_fields(value, schema)  # type: ignore[arg-type]
             if unknown:
@@ -62,14 +69,19 @@ class EndpointRequest:
         return to_schema(value, schema)
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Raises ApiError 404 for a model that is not served."""
+        """Return the model of a name, the first for None.
+
+        Raises:
+            ApiError: 404, the name is not served.
+        """
         return self.models.find(name)
 
     def admit(self, model: ServedModel, completions: int) -> None:
-        """Count completions before anything is made for each of them.
+        """Check the number of completions before anything is made for each of them.
 
         Raises:
-            InvalidRequest: more than one request may ask for.
+            ApiError: 503, the server is stopping.
+            InvalidRequest: more than a request may have.
             Overloaded: more than the queue holds now.
         """
         if self._served.lifecycle.is_draining:
@@ -81,7 +93,7 @@ class EndpointRequest:
             )
         model.admission.check(completions)
 
-    async def request(
+    async def engine_request(
         self,
         model: ServedModel,
         prompt: list[int],
@@ -89,20 +101,20 @@ class EndpointRequest:
         body: Sampling,
         thinking: ThinkingMarks | None = None,
     ) -> EngineRequest:
-        """Have the engine check one prompt.
+        """Return the engine's request for a prompt, with the priority and salt of the body.
 
         Raises:
             InvalidRequest: naming the field.
         """
-        check = partial(
-            model.llm.request,
+        make = partial(
+            model.llm.requests.make,
             prompt,
             sampling,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             thinking=thinking,
         )
-        # A form is compiled with the check, which takes from milliseconds to a second.
-        form = sampling.structured_outputs
-        request = check() if form is None else await asyncio.to_thread(check)
-        return model.salted(request, self._request.scope["jaxserve.key"])
+        # Making it compiles structured outputs, which takes from milliseconds to a second.
+        is_slow = sampling.structured_outputs is not None
+        request = await asyncio.to_thread(make) if is_slow else make()
+        return model.salted(request, self._http_request.scope["jaxserve.key"])

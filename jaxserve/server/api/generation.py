@@ -1,4 +1,4 @@
-"""Generation: all that one HTTP request makes the engine draw."""
+"""Generation: all completions of one HTTP request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
-from jaxserve.server.served.models import ServedModel, prompt_tokens
+from jaxserve.server.served.admission import prompt_tokens
+from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.tool_calls.dialect import AnswerFormat, AnswerReader
 from jaxserve.server.tool_calls.pieces import Content, Message, Piece
@@ -23,7 +24,14 @@ from jaxserve.server.tool_calls.pieces import Content, Message, Piece
 
 @dataclass
 class Part:
-    """What is new about one choice."""
+    """Additions to a choice since the part before.
+
+    Attributes:
+        index: of the choice.
+        text, token_ids, logprobs: those that are new.
+        finish_reason, stop_reason: set in the choice's last part.
+        pieces: content, thoughts and calls that the new text settles.
+    """
 
     index: int
     text: str
@@ -31,14 +39,17 @@ class Part:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     pieces: list[Piece] = field(default_factory=list)
-    scores: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """One completion so far; `index` counts over all prompts of the request, `prompt` those.
+    """A completion so far: the sum of its parts.
 
-    `reader` tells thoughts and calls from content, where there may be any.
+    Attributes:
+        index: among the choices of all prompts of the request.
+        prompt: index of its prompt.
+        reader: separates thoughts and calls from content, where there may be any.
     """
 
     index: int
@@ -48,16 +59,16 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    scores: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     reader: AnswerReader | None = None
 
     @property
     def message(self) -> Message:
-        """What the text says."""
+        """Content, thoughts and calls in the text."""
         return Message(self.text) if self.reader is None else self.reader.message
 
     def read(self, part: Part) -> None:
-        """Say what is new in a part."""
+        """Set the pieces of a part."""
         if self.reader is not None:
             part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
         elif part.text:
@@ -65,50 +76,55 @@ class Choice:
 
 
 class Generation:
-    """The completions of some prompts, drawn together. Use it as a context manager.
+    """Completions of prompts, drawn together. Use it as a context manager.
 
     Args:
         model: draws them.
-        requests: one for each prompt, already checked.
-        reading: how the answers are to be read.
+        requests: one for each prompt, from the engine's factory.
+        answer_format: of the answers' thoughts and calls.
 
     Attributes:
         choices: all of them, n for each prompt, in the order of the prompts.
-        prompt_scores: of each prompt, once they are there, where they were asked for.
+        prompt_logprobs: of each prompt, once they arrive, where they were requested.
 
     Raises:
         Overloaded: on entering: the queue is full; nothing has been started.
+        EngineClosed, EngineDead: on entering: the engine takes no requests.
     """
 
     def __init__(
-        self, model: ServedModel, requests: Listing[Request], reading: AnswerFormat | None = None
+        self,
+        model: ServedModel,
+        requests: Listing[Request],
+        answer_format: AnswerFormat | None = None,
     ) -> None:
         self.model = model
-        self.reading = AnswerFormat() if reading is None else reading
+        self.answer_format = AnswerFormat() if answer_format is None else answer_format
         self.requests = list(requests)
         self.created = int(time.time())
         self.choices = [
-            Choice(0, at, request.prompt_token_ids.tolist(), reader=self.reading.reader())
-            for at, request in enumerate(requests)
+            Choice(0, prompt, request.prompt_token_ids.tolist(), reader=self.answer_format.reader())
+            for prompt, request in enumerate(requests)
             for _ in range(request.sampling.n)
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
-        self.prompt_scores: list[TokenLogprobs | None] = [None] * len(self.requests)
-        self._first: dict[str, int] = {}
-        at = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.requests)
+        self._first: dict[str, int] = {}  # index of each request's first choice
+        first = 0
         for request in requests:
-            self._first[request.request_id] = at
-            at += request.sampling.n
+            self._first[request.request_id] = first
+            first += request.sampling.n
         self._cached = dict.fromkeys(self._first, 0)
         self._admission = model.admission
         self._live = len(self.choices)
-        self._unstarted = {one.request_id: prompt_tokens([one]) for one in requests}
-        self._observed: RequestMetrics = model.observed
+        self._unstarted = {request.request_id: prompt_tokens([request]) for request in requests}
+        self._metrics: RequestMetrics = model.request_metrics
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
-        # Places are taken in the same turn as they are checked: many requests come in one turn.
+        # Places are taken in the same turn of the loop as they are checked, since many requests may
+        # be checked in one turn.
         self._admission.check(self._live, sum(self._unstarted.values()))
         self._opened = self._last = time.monotonic()
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
@@ -137,16 +153,16 @@ class Generation:
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
         if any(choice.finish_reason is None for choice in self.choices):
-            self._observed.ended("abort" if kind is asyncio.CancelledError else "error", 1)
+            self._metrics.ended("abort" if kind is asyncio.CancelledError else "error", 1)
 
     def _pause(self, is_paused: bool) -> None:
-        """What waits for its reader takes no place from others."""
+        """Give back the places of choices that wait for their reader, or take them again."""
         self._admission.num_live += -self._live if is_paused else self._live
 
     def _expire_queue(self) -> None:
         seconds = self.model.config.queue_timeout
         for request_id in self._unstarted:
-            self.model.llm.thread.abort_waiting(request_id, f"waited {seconds:g} s for a free slot")
+            self.model.llm.abort_waiting(request_id, f"waited {seconds:g} s for a free slot")
 
     def _expire(self) -> None:
         seconds = self.model.config.request_timeout
@@ -156,11 +172,11 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it waits for its client to read."""
+        """Whether the generation waits for its client to read."""
         return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, now."""
+        """End the generation with an error now."""
         self._stream.fail(error)
 
     @property
@@ -169,16 +185,16 @@ class Generation:
         return self._live == 0
 
     async def take(self) -> list[Part]:
-        """What is new: at most one part for each choice. Waits until there is something.
+        """Wait for additions, and return at most one part for each choice.
 
         Raises:
             ApiError: the request failed as a whole, or took too long.
-            InvalidRequest: it could not go on for what it asks for.
+            InvalidRequest: its settings allow no further token.
         """
         parts: dict[int, Part] = {}
         for delta in await self._stream.take():
             self._apply(delta, parts)
-        self._observe(parts)
+        self._measure(parts)
         for index, part in parts.items():
             self.choices[index].read(part)
         return list(parts.values())
@@ -197,7 +213,7 @@ class Generation:
         index = self._first[request_id] + delta.index
         choice = self.choices[index]
         if delta.prompt_logprobs is not None:
-            self.prompt_scores[choice.prompt] = delta.prompt_logprobs
+            self.prompt_logprobs[choice.prompt] = delta.prompt_logprobs
         choice.text += delta.text
         choice.token_ids += delta.token_ids
         part = parts.get(index)
@@ -207,8 +223,8 @@ class Generation:
             part.text += delta.text
             part.token_ids = part.token_ids + delta.token_ids
         if delta.logprobs is not None:
-            choice.scores.append(delta.logprobs)
-            part.scores.append(delta.logprobs)
+            choice.logprobs.append(delta.logprobs)
+            part.logprobs.append(delta.logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason = part.finish_reason = str(delta.finish_reason)
             choice.stop_reason = part.stop_reason = delta.stop_reason
@@ -220,40 +236,41 @@ class Generation:
             return ApiError(503, delta.error, code="queue_timeout", headers={"retry-after": "1"})
         return ApiError(503, "the request was ended by the server", code="aborted")
 
-    def _observe(self, parts: dict[int, Part]) -> None:
+    def _measure(self, parts: dict[int, Part]) -> None:
         now = time.monotonic()
         count = sum(len(part.token_ids) for part in parts.values())
-        self._observed.tokens(
-            now - self._opened, now - self._last, count, self._last == self._opened
-        )
+        is_first = self._last == self._opened
+        self._metrics.tokens(now - self._opened, now - self._last, count, is_first)
         self._last = now
         for part in parts.values():
             if part.finish_reason is not None:
                 choice = self.choices[part.index]
-                self._observed.ended(part.finish_reason, 1)
-                self._observed.finished(
+                self._metrics.ended(part.finish_reason, 1)
+                self._metrics.finished(
                     now - self._opened, len(choice.prompt_token_ids), len(choice.token_ids)
                 )
 
     @property
-    def num_scored(self) -> int:
-        """Tokens whose scores the answer carries; wording many of them takes long."""
-        scores = [one for one in self.prompt_scores if one is not None]
-        return sum(len(one.rank) for one in scores) + sum(len(one.scores) for one in self.choices)
+    def num_logprobs(self) -> int:
+        """Number of tokens whose logprobs the answer carries; formatting many takes long."""
+        prompts = [logprobs for logprobs in self.prompt_logprobs if logprobs is not None]
+        in_prompts = sum(len(logprobs.rank) for logprobs in prompts)
+        return in_prompts + sum(len(choice.logprobs) for choice in self.choices)
 
     async def run(self) -> None:
         """Wait for the end of every choice.
 
-        Raises: as `take`.
+        Raises:
+            ApiError, InvalidRequest: as `take`.
         """
         while not self.is_finished:
             await self.take()
 
     def usage(self, sent: Listing[int] | None = None) -> Usage:
-        """Counts so far: each prompt once, the tokens of every choice.
+        """Count tokens so far: those of each prompt once, and those of every choice.
 
         Args:
-            sent: of each choice, how many of its first tokens count; all by default.
+            sent: for each choice, how many of its first tokens count; all by default.
         """
         drawn = [choice.token_ids for choice in self.choices]
         if sent is not None:
@@ -262,16 +279,16 @@ class Generation:
         count = sum(map(len, drawn))
         details = PromptTokensDetails(sum(self._cached.values()))
         usage = Usage(prompts, count, prompts + count, details)
-        if self.reading.thinking is not None:
+        if self.answer_format.thinking is not None:
             thought = [
-                self.reading.num_thought(ids, one.message.reasoning)
-                for ids, one in zip(drawn, self.choices, strict=True)
+                self.answer_format.num_thought(ids, choice.message.reasoning)
+                for ids, choice in zip(drawn, self.choices, strict=True)
             ]
             usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
         return usage
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """Why a choice ended, as chat endpoints say it: calls that the model chose are a reason."""
-        tools = self.reading.tools
+        """Return a choice's reason to end for chat endpoints, where free calls are a reason."""
+        tools = self.answer_format.tools
         called = tools is not None and not tools.is_named and choice.message.calls
         return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason

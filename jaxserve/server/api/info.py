@@ -1,4 +1,4 @@
-"""What a server says about itself: liveness, readiness, models, version."""
+"""Endpoints that describe the server: liveness, readiness, models and version."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class VersionResponse(msgspec.Struct):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What requests may ask of a model besides text."""
+    """Features of a model besides text."""
 
     logprobs: bool = True
 
 
 class ModelCard(msgspec.Struct):
-    """One name by which a model is served."""
+    """Card of a model, under one of its names."""
 
     id: str
     created: int
@@ -51,16 +51,18 @@ class ModelList(msgspec.Struct):
 
 
 async def health(request: Request) -> Response:
-    """200 while every engine lives and gets on with its work, 503 otherwise.
+    """Answer 200 while every engine lives and makes progress.
 
-    Asks no engine: one that hangs cannot hang this.
+    This waits for no engine, so that a hung one cannot hang it.
+
+    Raises:
+        ApiError: 503, an engine has ended or stands still.
     """
     limit = request.app.state.served.config.health_timeout
     for model in request.app.state.served.models.all:
-        thread = model.llm.thread
-        if not thread.is_alive():
+        if not model.llm.is_alive():
             raise ApiError(503, f"the engine of {model.name} has ended", code="engine_dead")
-        seconds = thread.standstill()
+        seconds = model.llm.standstill()
         if seconds > limit:
             raise ApiError(
                 503, f"the engine of {model.name} has not moved for {seconds:.0f} s", code="stalled"
@@ -69,7 +71,11 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken, 503 while the server stops or its queues are full."""
+    """Answer 200 while new requests are accepted.
+
+    Raises:
+        ApiError: 503, the server is stopping, its queues are full, or see `health`.
+    """
     if request.app.state.served.lifecycle.is_draining:
         raise ApiError(503, "the server is stopping", code="shutting_down")
     models: Models = request.app.state.served.models
@@ -79,16 +85,23 @@ async def ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
+    """Answer with the version of this package."""
     return json_response(VersionResponse(jaxserve.__version__))
 
 
 async def list_models(request: Request) -> Response:
+    """Answer with the cards of all models, one for each name."""
     models: Models = request.app.state.served.models
     cards = [_card(model, name) for model in models.all for name in model.names]
     return json_response(ModelList(cards))
 
 
 async def get_model(request: Request) -> Response:
+    """Answer with the card of a model.
+
+    Raises:
+        ApiError: 404, there is none of this name.
+    """
     name = request.path_params["model"]
     return json_response(_card(request.app.state.served.models.find(name), name))
 

@@ -1,4 +1,4 @@
-"""GET /metrics: vLLM's names, with the prefix `jaxserve:`, in Prometheus's format."""
+"""Endpoint GET /metrics: vLLM's names, with the prefix `jaxserve:`, in Prometheus's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.request_metrics import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Every label is one of ours: a request cannot add a time series.
+# No label comes from a request, so that no request can add a time series.
 _LABELS = ["model_name", "engine"]
 Read = Callable[[EngineStats], float]
 
@@ -46,47 +46,51 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 HISTOGRAMS: dict[str, tuple[str, Callable[[ServedModel], Histogram]]] = {
     "time_to_first_token_seconds": (
         "From a request's arrival to its first token.",
-        lambda m: m.observed.time_to_first_token,
+        lambda m: m.request_metrics.time_to_first_token,
     ),
     "inter_token_latency_seconds": (
         "Between tokens of a request.",
-        lambda m: m.observed.inter_token_latency,
+        lambda m: m.request_metrics.inter_token_latency,
     ),
     "e2e_request_latency_seconds": (
         "From a completion's arrival to its end.",
-        lambda m: m.observed.e2e_latency,
+        lambda m: m.request_metrics.e2e_latency,
     ),
-    "request_prompt_tokens": ("Prompt tokens of a request.", lambda m: m.observed.prompt_tokens),
+    "request_prompt_tokens": (
+        "Prompt tokens of a request.",
+        lambda m: m.request_metrics.prompt_tokens,
+    ),
     "request_generation_tokens": (
         "Tokens drawn for a completion.",
-        lambda m: m.observed.generation_tokens,
+        lambda m: m.request_metrics.generation_tokens,
     ),
 }
 
 
 class _Snapshot(Collector):
-    """Reads all counts of all models when asked. Waits for no engine: one that hangs is seen."""
+    """Collector of all counts of all models. It waits for no engine, so a hung one is visible."""
 
     def __init__(self, models: Models) -> None:
         self._models = models.all
 
     def collect(self) -> Iterator[Metric]:
-        stats = [(model, model.llm.thread.engine.stats()) for model in self._models]
+        stats = [(model, model.llm.stats_now()) for model in self._models]
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
-            for model, one in stats:
-                gauge.add_metric([model.name, "0"], read(one))
+            for model, counts in stats:
+                gauge.add_metric([model.name, "0"], read(counts))
             yield gauge
         paused = GaugeMetricFamily(
             "jaxserve:num_requests_paused", "Requests waiting for their reader.", labels=_LABELS
         )
         for model in self._models:
-            paused.add_metric([model.name, "0"], sum(one.is_paused for one in model.active))
+            num_paused = sum(generation.is_paused for generation in model.active)
+            paused.add_metric([model.name, "0"], num_paused)
         yield paused
         for name, (text, read) in COUNTERS.items():
             counter = CounterMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
-            for model, one in stats:
-                counter.add_metric([model.name, "0"], read(one))
+            for model, counts in stats:
+                counter.add_metric([model.name, "0"], read(counts))
             yield counter
         for name, (text, find) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
@@ -110,16 +114,17 @@ class _Snapshot(Collector):
             labels=[*_LABELS, "block_size", "num_gpu_blocks"],
         )
         for model in self._models:
-            for reason, count in sorted(model.observed.endings.items()):
+            for reason, count in sorted(model.request_metrics.endings.items()):
                 ended.add_metric([model.name, "0", reason], count)
             refused.add_metric([model.name, "0"], model.admission.num_refused)
-            engine = model.llm.thread.engine
-            pages = str(engine.runner.num_pages)
-            info.add_metric([model.name, "0", str(engine.config.block_size), pages], 1)
+            llm = model.llm
+            sizes = [str(llm.config.block_size), str(llm.num_pages)]
+            info.add_metric([model.name, "0", *sizes], 1)
         yield from (ended, refused, info)
 
 
 async def metrics(request: Request) -> Response:
+    """Answer with all counts."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(request.app.state.served.models))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE)

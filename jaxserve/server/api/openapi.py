@@ -1,4 +1,4 @@
-"""GET /openapi.json: made from the schemas that requests are checked against."""
+"""Endpoint GET /openapi.json, made from the schemas that requests are checked against."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxserve.server.schema.openai import (
 )
 from jaxserve.server.schema.responses import ResponsesRequest, ResponsesResponse
 
-# Path: (request, answer), of every endpoint that takes a body; those with `stream` can stream.
+# Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
 POSTS: dict[str, tuple[type, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
@@ -67,7 +67,7 @@ _REFUSALS = {
 
 
 def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document."""
     types = [kind for pair in POSTS.values() for kind in pair]
     types += [kind for kind in GETS.values() if kind is not None]
     types.append(ErrorResponse)
@@ -77,16 +77,16 @@ def document() -> dict[str, Any]:
     by_type = dict(zip(types, schemas, strict=True))
     refusals = {status: _answer(text, by_type[ErrorResponse]) for status, text in _REFUSALS.items()}
     paths: dict[str, Any] = {}
-    for path, (asked, answered) in POSTS.items():
+    for path, (requested, answered) in POSTS.items():
         good = _answer("The answer.", by_type[answered])
-        if hasattr(asked, "stream"):
-            good["content"]["text/event-stream"] = {}  # a schema would be that of each event
+        if hasattr(requested, "stream"):
+            good["content"]["text/event-stream"] = {}  # a schema could only be that of each event
         paths[path] = {
             "post": {
                 "operationId": _name(path),
                 "requestBody": {
                     "required": True,
-                    "content": {"application/json": {"schema": by_type[asked]}},
+                    "content": {"application/json": {"schema": by_type[requested]}},
                 },
                 "responses": {"200": good, **refusals},
             }
@@ -123,4 +123,5 @@ def _name(path: str) -> str:
 
 
 async def openapi(request: Request) -> Response:
+    """Answer with the document."""
     return json_response(document())

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer endpoint, translated to a chat. Nothing is stored."""
+"""Endpoint POST /v1/responses: OpenAI's newer one, translated to a chat. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxserve.server.schema.responses import (
 )
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
-# As fields.NOT_YET, of this endpoint's own fields.
+# Fields of this endpoint alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -42,22 +42,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-async def responses(request: Request) -> Response:
-    """Answer an input."""
-    call = EndpointRequest(request)
-    call.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-    call.renamed |= {"response_format": "text", "structured_outputs": "text"}
-    call.renamed["logprobs"] = "top_logprobs"
-    body = call.parse(ResponsesRequest, UNSUPPORTED)
-    generation = await prepare(call, as_chat(body))
-    form = ResponsesForm(body, generation.model.llm.get_tokenizer())
-    return await respond(request, generation, form, bool(body.stream))
+async def responses(http_request: Request) -> Response:
+    """Answer an input.
+
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+    """
+    request = EndpointRequest(http_request)
+    request.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+    request.renamed |= {"response_format": "text", "structured_outputs": "text"}
+    request.renamed["logprobs"] = "top_logprobs"
+    body = request.parse(ResponsesRequest, UNSUPPORTED)
+    generation = await prepare(request, as_chat(body))
+    formatter = ResponsesFormatter(body, generation.model.llm.get_tokenizer())
+    return await respond(http_request, generation, formatter, bool(body.stream))
 
 
-class ResponsesForm:
-    """Words a generation as a response object, or as the events that build one.
+class ResponsesFormatter:
+    """Formatter of response objects, and of the events that build one.
 
-    Items of the output are made from what was read, in its order, streamed or not.
+    Items of the output are made from the pieces that were read, in their order, streamed or not.
 
     Args:
         body: the request.
@@ -67,7 +71,7 @@ class ResponsesForm:
     def __init__(self, body: ResponsesRequest, tokenizer: Any) -> None:
         self._body = body
         self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
-        self._unsaid: list[TokenLogprob] = []  # of tokens since the last text
+        self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
         self._id = f"resp_{uuid4().hex}"
         self._number = 0
         self._items: list[OutputItem] = []
@@ -94,7 +98,7 @@ class ResponsesForm:
     def whole(self, generation: Generation) -> ResponsesResponse:
         choice = generation.choices[0]
         if not self._items:
-            self._unsaid = self._logprobs(choice)
+            self._pending = self._logprobs(choice)
             for piece in _pieces(choice.message):
                 self._piece(piece)
         status = "incomplete" if choice.finish_reason == "length" else "completed"
@@ -135,17 +139,17 @@ class ResponsesForm:
         return b"".join([self._part(generation, part) for part in parts])
 
     def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
-        return self._texts.chat(part.token_ids, part.scores) if self._texts else []
+        return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
 
     def _part(self, generation: Generation, part: Part) -> bytes:
         pieces = part.pieces
-        self._unsaid += self._logprobs(part)
-        if not pieces and self._unsaid and generation.choices[0].reader is None:
+        self._pending += self._logprobs(part)
+        if not pieces and self._pending and generation.choices[0].reader is None:
             pieces = [Content("")]
         return b"".join([self._piece(piece) for piece in pieces])
 
     def _piece(self, piece: Piece) -> bytes:
-        """Events of what is new, which is kept among the items."""
+        """Return the events of a piece, and add it to the items."""
         opened = self._open(piece)
         item = self._items[-1]
         if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
@@ -156,7 +160,7 @@ class ResponsesForm:
             delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
         elif isinstance(item, OutputMessage) and isinstance(piece, Content):
             item.content[0].text += piece.text
-            logprobs, self._unsaid = self._unsaid, []
+            logprobs, self._pending = self._pending, []
             item.content[0].logprobs += logprobs
             delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
         else:
@@ -164,7 +168,7 @@ class ResponsesForm:
         return opened + delta
 
     def _open(self, piece: Piece) -> bytes:
-        """Begin an item, unless the piece goes on with the one that is open."""
+        """Begin an item, unless the piece continues the open one. Return the events."""
         last = self._items[-1] if self._items and self._is_open else None
         if isinstance(piece, CallPart):
             if piece.id is None:
@@ -183,7 +187,7 @@ class ResponsesForm:
         return closed + added + self._in_item("response.content_part.added", part=part)
 
     def _close(self, status: str) -> bytes:
-        """End the item that is open."""
+        """End the open item, if there is one. Return the events."""
         if not self._is_open:
             return b""
         self._is_open = False
@@ -206,7 +210,7 @@ class ResponsesForm:
 
     def closing(self, generation: Generation) -> bytes:
         choice = generation.choices[0]
-        # An answer of nothing is a message without text.
+        # An empty answer is a message without text.
         empty = b"" if self._answers else self._open(Content(""))
         status = "incomplete" if choice.finish_reason == "length" else "completed"
         closed = self._close(status)
@@ -224,7 +228,7 @@ class ResponsesForm:
 
 
 def _pieces(message: Message) -> list[Piece]:
-    """A whole message as pieces."""
+    """Split a whole message into pieces."""
     pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
     if message.content or not message.calls:
         pieces.append(Content(message.content))
@@ -250,7 +254,7 @@ def _new_item(piece: Piece) -> OutputItem:
 
 
 def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
-    """An item as it is announced, and the part that is announced after it."""
+    """Return an item as its announcement shows it, and the part that is announced after it."""
     if isinstance(item, FunctionCallItem):
         return item, None
     if isinstance(item, ReasoningItem):

@@ -1,4 +1,4 @@
-"""An answer goes out whole or as server-sent events, and work ends when its client has gone."""
+"""Answers, whole or as server-sent events; their work ends when the client goes away."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from jaxserve.server.api.generation import Generation, Part
 from jaxserve.server.schema.errors import ApiError, as_api_error
 
 T = TypeVar("T")
-# Sends a piece of a body by a shorter way than ASGI's; False where there is none now.
+# Sends a piece of a body by a shorter way than ASGI's. Returns False where that is not open now.
 Write = Callable[[bytes], Awaitable[bool]]
 JSON = "application/json"
-# An answer with the scores of more tokens is worded on a thread beside the loop.
-INLINE_SCORES = 256
+# An answer with the logprobs of more tokens is formatted on another thread than the loop's.
+INLINE_LOGPROBS = 256
 _encoder = msgspec.json.Encoder()
 
 
 class ResponseFormatter(Protocol):
-    """How an endpoint words a generation: as one document, or as events as it goes."""
+    """Formatter of an endpoint's answers: as one document, or as events as tokens come."""
 
     def whole(self, generation: Generation) -> Any:
-        """The document, once the generation is finished."""
+        """Return the document of a finished generation."""
         ...
 
     def opening(self, generation: Generation) -> bytes:
-        """Events before the first part."""
+        """Return events before the first parts."""
         ...
 
     def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        """Events for what is new; possibly none."""
+        """Return events for new parts; possibly none."""
         ...
 
     def closing(self, generation: Generation) -> bytes:
-        """Events after the last part."""
+        """Return events after the last part."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Events that end a stream which failed."""
+        """Return events that end a stream which failed."""
         ...
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection, so that no answer can reach it."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON of Structs and plain values."""
+    """Return Structs and plain values as JSON."""
     return _encoder.encode(value)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event with a value's JSON as data."""
     head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
     return b"%b%b\n\n" % (head, _encoder.encode(value))
 
@@ -74,94 +74,107 @@ def error_response(error: ApiError) -> Response:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client is gone; its body was read before."""
+    """Wait until the client is gone. Its body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do some work, or cancel it when the client goes away.
+    """Return the result of some work, or cancel it when the client goes away.
 
     Raises:
-        ClientGone: it went away.
+        ClientGone: the client went away.
+        Exception: whatever the work raises.
     """
     task = asyncio.ensure_future(work)
-    gone: Awaitable[None] = asyncio.ensure_future(disconnected(receive))
+    gone = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        task.cancel()
+        gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def respond(
-    request: Request, generation: Generation, form: ResponseFormatter, stream: bool
+    request: Request, generation: Generation, formatter: ResponseFormatter, stream: bool
 ) -> Response:
-    """The answer to a request: a document, or a response that streams once it is called."""
+    """Return the answer to a request: a document, or a response that streams once it is called.
+
+    Raises:
+        ClientGone: the client went away before the document was there.
+        ApiError, InvalidRequest, Overloaded: see `Generation`; a stream reports them itself.
+    """
     if stream:
-        return EventStream(generation, form)
+        return EventStream(generation, formatter)
 
     async def work() -> Response:
         with generation:
             await generation.run()
-            if generation.num_scored <= INLINE_SCORES:
-                return json_response(form.whole(generation))
-            return json_response(await asyncio.to_thread(form.whole, generation))
+            if generation.num_logprobs <= INLINE_LOGPROBS:
+                return json_response(formatter.whole(generation))
+            return json_response(await asyncio.to_thread(formatter.whole, generation))
 
     return await while_connected(request.receive, work())
 
 
 class EventStream(Response):
-    """Streams a generation. Nothing is sent before the first tokens are there.
+    """Stream of a generation's events. Nothing is sent before the first tokens are there.
 
-    So a request that fails before is answered with the status that it deserves.
+    A request that fails earlier is therefore answered with the status of its error.
     """
 
-    def __init__(self, generation: Generation, form: ResponseFormatter) -> None:
+    def __init__(self, generation: Generation, formatter: ResponseFormatter) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         self._generation = generation
-        self._form = form
+        self._formatter = formatter
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events.
+
+        Raises:
+            ClientGone: the client went away.
+            Exception: an internal error, once the client has been sent its status.
+        """
         await while_connected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        form = self._form
+        formatter = self._formatter
         write: Write | None = scope.get("jaxserve.write")
         try:
             with self._generation as generation:
                 parts = await generation.take()
                 await self._start(send)
-                body = form.opening(generation)
-                if generation.num_scored <= INLINE_SCORES:
-                    body += form.parts(generation, parts)
-                else:
-                    body += await asyncio.to_thread(form.parts, generation, parts)
-                await _send(send, body)
+                await _send(send, await self._first_events(parts))
+                events = b""
                 while not generation.is_finished:
-                    body = form.parts(generation, await generation.take())
-                    if generation.is_finished:
-                        break
-                    if body and not (write and await write(body)):
-                        await _send(send, body)
-                else:
-                    body = b""
-                await _send(send, body + form.closing(generation), more=False)
+                    if events and not (write and await write(events)):
+                        await _send(send, events)
+                    events = formatter.parts(generation, await generation.take())
+                # The last tokens and the end go out together.
+                await _send(send, events + formatter.closing(generation), more=False)
         except Exception as error:
             problem = as_api_error(error, scope.get("jaxserve.renamed"))
             if self._is_started:
-                await _send(send, form.failure(problem), more=False)
+                await _send(send, formatter.failure(problem), more=False)
             else:
                 await error_response(problem)(scope, receive, send)
             if problem.status == 500 and not isinstance(error, ApiError):
                 raise
+
+    async def _first_events(self, parts: list[Part]) -> bytes:
+        """Return the opening and the first parts, which hold the logprobs of the prompts."""
+        generation, formatter = self._generation, self._formatter
+        opening = formatter.opening(generation)
+        if generation.num_logprobs <= INLINE_LOGPROBS:
+            return opening + formatter.parts(generation, parts)
+        return opening + await asyncio.to_thread(formatter.parts, generation, parts)
 
     async def _start(self, send: Send) -> None:
         self._is_started = True

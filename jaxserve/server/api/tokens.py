@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""Endpoints POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -54,11 +54,16 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
-async def tokenize(request: Request) -> Response:
-    """Token ids of a prompt, or of a conversation through the chat template."""
-    call = EndpointRequest(request)
-    body = call.parse(TokenizeRequest)
-    model = call.find_model(body.model)
+async def tokenize(http_request: Request) -> Response:
+    """Answer with the token ids of a prompt, or of a conversation through the chat template.
+
+    Raises:
+        ApiError: the body is malformed, or there is no such model.
+        InvalidRequest: naming the field; or the server has no tokenizer.
+    """
+    request = EndpointRequest(http_request)
+    body = request.parse(TokenizeRequest)
+    model = request.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     if body.messages is not None:
@@ -81,12 +86,15 @@ async def tokenize(request: Request) -> Response:
     return json_response(response)
 
 
-async def detokenize(request: Request) -> Response:
-    """Text of token ids, special tokens included."""
-    call = EndpointRequest(request)
-    call.renamed["prompt"] = "tokens"
-    body = call.parse(DetokenizeRequest)
-    model = call.find_model(body.model)
+async def detokenize(http_request: Request) -> Response:
+    """Answer with the text of token ids, special tokens included.
+
+    Raises: as `tokenize`.
+    """
+    request = EndpointRequest(http_request)
+    request.renamed["prompt"] = "tokens"
+    body = request.parse(DetokenizeRequest)
+    model = request.find_model(body.model)
     tokenizer = model.tokenizer()
     ids = check_token_ids(body.tokens, model.limits.vocab_size).tolist() if body.tokens else []
     return json_response(DetokenizeResponse(await asyncio.to_thread(tokenizer.decode, ids, False)))

@@ -23,7 +23,8 @@ from jaxserve.server.api.streaming import error_response
 from jaxserve.server.api.tokens import detokenize, tokenize
 from jaxserve.server.http.guard import Guard
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.models import Lifecycle, Models
+from jaxserve.server.served.admission import Lifecycle
+from jaxserve.server.served.models import Models
 from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
@@ -113,7 +114,7 @@ class App:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, wrong method) as error objects."""
+    """Answer Starlette's own refusals (no such path, wrong method) with error objects."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405:

@@ -40,7 +40,11 @@ class Parser(h11.Connection):
         self._pieces = self._bytes = 0
 
     def next_event(self) -> Any:
-        """As h11's; raises RemoteProtocolError with status 413 besides."""
+        """Return h11's next event.
+
+        Raises:
+            RemoteProtocolError: as h11's; also with status 413, the body is too large.
+        """
         event = super().next_event()
         if isinstance(event, h11.Data):
             self._pieces += 1
@@ -212,7 +216,7 @@ class Connection(H11Protocol):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """What is sent within goes out at its end, in one piece: one call, one packet."""
+        """Join what is sent within to one piece, which goes out at the end as one packet."""
         cycle, joined = self.cycle, _Pieces()
         cycle.transport = joined  # type: ignore[assignment]
         try:
@@ -286,7 +290,7 @@ class Connection(H11Protocol):
 
 
 def _raw(error: ApiError, status: int) -> bytes:
-    """A whole response, for who cannot be answered through the application."""
+    """Return a whole response, for a client that the application cannot answer."""
     body = msgspec.json.encode(error.body())
     phrase = STATUS_PHRASES[status]
     return (

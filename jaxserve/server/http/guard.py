@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import JaxserveError
 from jaxserve.server.api.streaming import ClientGone, error_response
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.models import Lifecycle
+from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Guard:
     """ASGI middleware; what it finds goes into the scope.
 
     `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is asked for),
-    `jaxserve.renamed` see `Call`. `jaxserve.crowded` is set on connections beyond the limit.
+    `jaxserve.renamed` see `EndpointRequest`. `jaxserve.crowded` marks connections over the limit.
 
     Args:
         app: what it guards.

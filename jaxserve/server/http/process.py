@@ -92,7 +92,7 @@ class Process(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         await super().on_tick(counter)
-        dead = [m.name for m in self._served.models.all if not m.llm.thread.is_alive()]
+        dead = [m.name for m in self._served.models.all if not m.llm.is_alive()]
         if dead:
             _log.critical("the engine of %s has ended", ", ".join(dead))
             self.status = 1

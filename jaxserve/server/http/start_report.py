@@ -1,4 +1,4 @@
-"""How a start tells how far it has come, and how it is ended."""
+"""Reports of a start's progress, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stop:
         raise error
 
     def check(self) -> None:
-        """Raises what a signal has raised, if one came."""
+        """Raise again what a signal has raised, if one came."""
         if self._asked is not None:
             raise self._asked
 

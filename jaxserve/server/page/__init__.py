@@ -61,7 +61,7 @@ class _File:
 
 
 def _paths() -> dict[str, Path]:
-    """Each file by the path that it is served at."""
+    """Return each file by the path that it is served at."""
     files = sorted(one for one in Path(__file__).parent.iterdir() if one.suffix in _MEDIA)
     return {"/" if one.name == "index.html" else f"/page/{one.name}": one for one in files}
 
@@ -71,7 +71,7 @@ OPEN_PATHS = frozenset(_paths())
 
 
 def routes() -> list[BaseRoute]:
-    """The page's files, and the dashboard's events."""
+    """Return the routes of the page's files and of the dashboard's events."""
     files: list[BaseRoute] = [
         Route(at, _File(path).answer, methods=["GET"]) for at, path in _paths().items()
     ]

@@ -107,7 +107,7 @@ class _Copy:
 
 
 def _copy(engine: Engine) -> _Copy:
-    """On the engine's thread: rows and plain copies of arrays, and nothing slower."""
+    """Copy on the engine's thread: rows and plain copies of arrays, and nothing slower."""
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
     running = sorted(scheduler.running_sequences(), key=lambda one: one.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
@@ -169,17 +169,17 @@ def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) ->
 
 
 def take_snapshot(model: ServedModel) -> Snapshot:
-    """A model's engine as of now. Waits for the step in progress; not for the event loop.
+    """Return a model's engine as of now. Waits for the step in progress; not for the event loop.
 
     Raises:
         EngineClosed, EngineDead: there is no engine to ask.
     """
-    thread, seen = model.llm.thread, model.observed
-    copy: _Copy = thread.call(lambda: _copy(thread.engine))
+    metrics = model.request_metrics
+    copy = model.llm.inspect(_copy)
     owner = np.full(len(copy.ref_count), -1)
     owner[copy.held] = np.repeat([row.slot for row in copy.running], copy.num_held)
     pages = page_map(copy.ref_count, copy.is_cached, owner)
-    first, between = seen.time_to_first_token, seen.inter_token_latency
+    first, between = metrics.time_to_first_token, metrics.inter_token_latency
     return Snapshot(
         time.monotonic(),
         copy.stats,
@@ -220,7 +220,7 @@ class Dashboard:
         return await asyncio.shield(future)
 
     def watch(self, change: int) -> None:
-        """Somebody starts (1) or stops (-1) watching."""
+        """Count a watcher who starts (1) or stops (-1)."""
         self._num_watchers += change
 
 

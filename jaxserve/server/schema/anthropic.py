@@ -127,7 +127,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: CountRequest) -> ChatRequest:
-    """The conversation that a request stands for; a last assistant message is continued.
+    """Return the conversation that a request stands for; a last assistant message is continued.
 
     Raises:
         InvalidRequest: a block that is not served.
@@ -184,7 +184,7 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
 
 
 def _text(content: str | list[Block] | None) -> str:
-    """The text of a content that may be nothing else."""
+    """Return the text of a content that may be nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
     for block in content:

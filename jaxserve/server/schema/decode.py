@@ -52,7 +52,7 @@ def _depth(frame: bytes) -> int:
 
 
 def _count_names(value: Any) -> int:
-    """Names in all objects of a decoded document."""
+    """Count the names in all objects of a decoded document."""
     count, pending = 0, [value] if isinstance(value, dict | list) else []
     while pending:
         one = pending.pop()
@@ -64,7 +64,7 @@ def _count_names(value: Any) -> int:
 
 
 def to_schema(value: Any, schema: type[T]) -> T:
-    """A decoded document as a Struct.
+    """Convert a decoded document to a Struct.
 
     Raises:
         ApiError: 400, naming the field whose type is wrong.
@@ -82,6 +82,6 @@ def to_schema(value: Any, schema: type[T]) -> T:
 
 
 def unknown_fields(value: Any, schema: type[msgspec.Struct]) -> list[str]:
-    """Names at the top of a document that its schema does not know."""
+    """Return names at the top of a document that its schema does not have."""
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     return sorted(value.keys() - known)

@@ -57,7 +57,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The error object; `type` beside it is what Anthropic's client looks for."""
+        """Return the error object; `type` beside it is what Anthropic's client looks for."""
         return {
             "type": "error",
             "error": {
@@ -70,21 +70,21 @@ class ApiError(Exception):
 
 
 def too_busy(message: str, code: str, seconds: float) -> ApiError:
-    """A refusal for lack of room; the client may try again after `seconds`."""
+    """Return a refusal for lack of room; the client may try again after `seconds`."""
     return ApiError(429, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
 def too_many_connections() -> ApiError:
-    """A refusal of all but /health, to a connection beyond the limit."""
+    """Return a refusal of all but /health, to a connection beyond the limit."""
     return ApiError(503, "too many connections", code="too_many_connections")
 
 
 def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told about an exception. Nothing of the server's inside is shown.
+    """Return the answer for an exception. It shows nothing of the server's inside.
 
     Args:
         error: the exception.
-        renamed: see `Call`.
+        renamed: see `EndpointRequest`.
     """
     problem = _translated(error)
     name = (renamed or {}).get(problem.param or "")

@@ -90,7 +90,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """A token's text; U+FFFD stands for bytes that are no whole character."""
+        """Return a token's text; U+FFFD stands for bytes that are no whole character."""
         text = self._known.get(token)
         if text is None:
             text = f"token_id:{token}"
@@ -100,11 +100,11 @@ class TokenTexts:
         return text
 
     def data(self, token: int) -> bytes:
-        """A token's bytes; none where there is no tokenizer."""
+        """Return a token's bytes; none where there is no tokenizer."""
         return b"" if self._bytes is None else self._bytes.token_bytes(token)
 
     def is_shown(self, token: int, skip_special_tokens: bool) -> bool:
-        """Whether a token is part of the text."""
+        """Return whether a token is part of the text."""
         special = self._bytes is not None and token in self._bytes.special_ids
         return not (special and skip_special_tokens)
 
@@ -153,7 +153,7 @@ class CompletionTokens:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs, width: int
     ) -> CompletionLogprobs:
-        """The prompt's, which come first; nothing is known of its first token."""
+        """Return the prompt's, which come first; nothing is known of its first token."""
         answer = CompletionLogprobs([], [], [], [])
         self._append(answer, token_ids[0], None, None)
         for row in rows(token_ids[1:], [scores]):

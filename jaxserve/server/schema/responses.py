@@ -177,7 +177,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The conversation that a request stands for.
+    """Return the conversation that a request stands for.
 
     Raises:
         InvalidRequest: an item that is not served.
@@ -228,7 +228,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    """Whether the answer carries log-probabilities."""
+    """Return whether the answer carries log-probabilities."""
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 

@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams; what the engine cannot do yet is refused here."""
+"""Conversion of a request's fields to SamplingParams, and the fields that are not supported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.openai import Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields that are known and not served yet, each with the values that ask for nothing and pass.
-# A field leaves this table when the engine can do it.
+# Fields that are known and not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
     "guided_json": (None,),
@@ -48,18 +47,6 @@ _SAMPLING = (
 )
 
 
-def refuse_unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse what would have to be ignored silently.
-
-    Raises:
-        InvalidRequest: naming a field of the table that asks for something.
-    """
-    for name in sorted(fields.keys() & table.keys()):
-        value, neutral = fields[name], table[name]
-        if not any(type(value) is type(one) and value == one for one in neutral):
-            raise InvalidRequest(f"{name} is not supported by this server", name)
-
-
 def sampling_params(
     request: Sampling,
     defaults: SamplingParams,
@@ -67,7 +54,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """A request's settings over the checkpoint's; what is an argument, endpoints spell differently.
+    """Return a request's settings over the defaults. Endpoints spell the arguments differently.
 
     Raises:
         InvalidRequest: naming the field.
@@ -86,14 +73,18 @@ def sampling_params(
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:
-    """Raises InvalidRequest for lists that are too long to be looked at one by one."""
+    """Check that lists are not too long to be read entry by entry.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     name = "allowed_token_ids"
     if len(request.allowed_token_ids or ()) > vocab_size:
         raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
 
 
 def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's keys are texts."""
+    """Convert OpenAI's keys, which are texts, to token ids."""
     if asked is None:
         return None
     for key in asked:
@@ -103,7 +94,7 @@ def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """What form the text must have, said in vLLM's words or in OpenAI's.
+    """Return the form of the text, given in vLLM's fields or in OpenAI's.
 
     Raises:
         InvalidRequest: naming the field that said it.
@@ -129,7 +120,11 @@ def _form(request: Sampling) -> StructuredOutputsParams | None:
 
 
 def check_stream(request: Sampling) -> None:
-    """Raises InvalidRequest for what needs stream, and for what excludes it."""
+    """Check fields that need `stream`, and fields that exclude it.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""ServedModel: an engine under its names, and who may still come in."""
+"""ServedModel: an engine under its names, with what the endpoints need to prepare requests."""
 
 from __future__ import annotations
 
@@ -7,78 +7,43 @@ import hmac
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.text.template import TemplateTooLong, weigh
-from jaxserve.errors import InvalidRequest, Overloaded, PromptTooLong
+from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.served.admission import make_admission
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.dialect import Dialect
 from jaxserve.server.tool_calls.tools import introduce
 
-# Text up to this many characters is tokenized at once; more of it on a thread beside the loop.
+# Text of up to this many characters is tokenized on the event loop, longer text on another thread.
 INLINE_CHARS = 8192
-# A chat template that takes longer goes on there too.
+# A chat template that takes longer than this is rendered again on that thread.
 INLINE_SECONDS = 0.02
 
 
-@dataclass
-class Lifecycle:
-    """Where the server stands between start and end."""
-
-    is_draining: bool = False
-
-
-class Admission:
-    """Counts what has come in and not ended, and refuses what the queue cannot hold.
-
-    Args:
-        num_slots: completions that run at once.
-        max_queued: completions that may wait besides.
-        max_prompt_tokens: prompt tokens that may wait to be computed.
-    """
-
-    def __init__(self, num_slots: int, max_queued: int, max_prompt_tokens: int) -> None:
-        self.num_slots = num_slots
-        self.max_queued = max_queued
-        self.max_prompt_tokens = max_prompt_tokens
-        self.num_live = 0
-        self.num_refused = 0
-        self.num_prompt_tokens = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether not even one more completion would be let in."""
-        return self.num_live >= self.num_slots + self.max_queued
-
-    def check(self, completions: int, prompt_tokens: int = 0) -> None:
-        """Raises Overloaded where there is no room for so much more now."""
-        most = self.num_slots + self.max_queued
-        if self.num_live + completions > most:
-            self.num_refused += 1
-            raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
-        # A prompt larger than the bound itself is let in where no other waits.
-        waiting = self.num_prompt_tokens
-        if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
-            self.num_refused += 1
-            raise Overloaded(
-                f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
-            )
-
-
 class ServedModel:
-    """One model of the server.
+    """A model of the server.
 
     Args:
-        names: that requests may call it by; the first is what answers carry.
+        names: of the model in requests; answers carry the first.
         root: where its checkpoint was read from, as it was given.
         llm: serves it.
-        config: the server's.
-        secret: of this process, from which keys' salts are made.
+        config: the server's settings.
+        secret: of this process; salts of API keys are derived from it.
+
+    Attributes:
+        request_metrics: measurements of its requests.
+        active: the generations in progress.
+        limits: of the engine's requests.
+        most_tokens: the longest answer of any request; None for the context's limit.
+        dialect: reads its answers.
+        admission: refuses what its queue cannot hold.
     """
 
     def __init__(
@@ -90,39 +55,39 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self._secret = secret
-        self.observed = RequestMetrics()
+        self.request_metrics = RequestMetrics()
         self.active: set[Any] = set()
-        engine = llm.thread.engine
-        self.limits = engine.limits
-        self.default_sampling = engine.loaded.default_sampling
-        self.default_max_tokens = engine.loaded.max_new_tokens
-        own = engine.config.generation_config in ("auto", "vllm")
+        self.limits = llm.limits
+        self.default_sampling = llm.get_default_sampling_params()
+        self.default_max_tokens = llm.max_new_tokens
+        own = llm.config.generation_config in ("auto", "vllm")
         self.most_tokens = None if own else self.default_max_tokens
-        self.talk = Dialect(engine.tokenizer, config.tool_call_parser, config.reasoning_parser)
-        slots = engine.config.max_num_seqs or 1
-        queued, tokens = config.max_num_queued_reqs, config.max_queued_prompt_tokens
-        self.admission = Admission(
-            slots,
-            4 * slots if queued is None else queued,
-            64 * (engine.config.max_num_batched_tokens or 1) if tokens is None else tokens,
-        )
+        tokenizer = llm.get_tokenizer()
+        self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self.admission = make_admission(llm.config, config)
 
     @property
     def name(self) -> str:
+        """The name that answers carry."""
         return self.names[0]
 
-    def max_tokens(self, asked: int | None) -> int | None:
-        """Of an answer, None for as many as the context holds; the rules are vLLM's.
+    def max_tokens(self, requested: int | None) -> int | None:
+        """Return the most tokens of an answer, None for as many as the context holds.
 
-        generation_config.json's max_new_tokens is for requests that ask for nothing; one from a
-        folder that --generation-config names limits all requests.
+        The rules are vLLM's: max_new_tokens of the checkpoint's own generation_config.json holds
+        for requests that set no limit; that of a folder named by --generation-config limits all
+        requests.
         """
-        wanted = self.default_max_tokens if asked is None else asked
+        wanted = self.default_max_tokens if requested is None else requested
         limits = [limit for limit in (wanted, self.most_tokens) if limit is not None]
         return min(limits, default=None)
 
     def tokenizer(self) -> Any:
-        """Raises InvalidRequest where the server takes token ids only."""
+        """Return the tokenizer.
+
+        Raises:
+            InvalidRequest: the server takes token ids only.
+        """
         tokenizer = self.llm.get_tokenizer()
         if tokenizer is None:
             raise InvalidRequest(
@@ -131,7 +96,12 @@ class ServedModel:
         return tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, without holding up the event loop."""
+        """Return the token ids of a prompt, without holding up the event loop.
+
+        Raises:
+            InvalidRequest: the prompt is empty, or the server has no tokenizer.
+            PromptTooLong: no tokenization of it could fit.
+        """
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
         tokenizer = self.tokenizer()
@@ -142,25 +112,29 @@ class ServedModel:
         return await asyncio.to_thread(encode, text, add_special_tokens)
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise.
+        """Return the token ids of a conversation through the chat template, likewise.
 
         Tools are described in words where the template does not read them: in a system message, or
-        in the user's first where the template takes none.
+        in the user's first message where the template takes no system message.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses the messages.
+            PromptTooLong: no tokenization of the messages could fit.
         """
         tools = options.get("tools")
         if not self.tokenizer().has_template(bool(tools)):
             raise InvalidRequest(
                 "this model has no chat template: send a prompt to /v1/completions", "messages"
             )
-        if not tools or self.talk.reads_tools:
+        if not tools or self.dialect.reads_tools:
             return await self._render(messages, options)
-        options = {**options, "tools": None}
+        options, form = {**options, "tools": None}, self.dialect.call_format
         try:
-            return await self._render(introduce(messages, tools, self.talk.form, "system"), options)
+            return await self._render(introduce(messages, tools, form, "system"), options)
         except TemplateTooLong:
             raise
         except InvalidRequest:
-            return await self._render(introduce(messages, tools, self.talk.form, "user"), options)
+            return await self._render(introduce(messages, tools, form, "user"), options)
 
     async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
@@ -172,7 +146,11 @@ class ServedModel:
         return await asyncio.to_thread(render, messages, **options)
 
     def _check_length(self, characters: int, field: str) -> None:
-        """Refuse what could not fit if all its tokens were the longest there are."""
+        """Check that the text could fit if all its tokens were the longest there are.
+
+        Raises:
+            PromptTooLong: it could not.
+        """
         most = self.limits.max_model_len * self.tokenizer().longest_token
         if characters > most:
             raise PromptTooLong(
@@ -182,7 +160,7 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """The request with its prefixes kept apart from those of other keys."""
+        """Return the request with a salt that keeps its prefixes apart from those of other keys."""
         if api_key is None or self.config.share_prefix_cache:
             return request
         mark = f"{api_key}\0{request.cache_salt}".encode()
@@ -190,10 +168,10 @@ class ServedModel:
 
 
 class Models:
-    """The models of a server, by name.
+    """Models of a server, by name.
 
     Args:
-        models: at least one; the first answers requests that name none.
+        models: at least one; the first answers requests that name no model.
     """
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
@@ -203,12 +181,16 @@ class Models:
         }
 
     def close(self) -> None:
-        """End what is being served, and free the device."""
+        """End all requests and free the device."""
         for model in self.all:
             model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
-        """Raises ApiError 404 for a name that is not served."""
+        """Return the model of a name, the first for None.
+
+        Raises:
+            ApiError: 404, the name is not served.
+        """
         if name is None:
             return self.all[0]
         model = self._by_name.get(name)
@@ -217,8 +199,3 @@ class Models:
                 404, f"The model `{name[:100]}` does not exist.", "model", "model_not_found"
             )
         return model
-
-
-def prompt_tokens(requests: Iterable[Request]) -> int:
-    """Tokens to be computed before every completion of these has its first token."""
-    return sum(len(one.prompt_token_ids) * one.sampling.n for one in requests)

@@ -1,4 +1,4 @@
-"""What the server measures of its requests: plain numbers, cheap to add to."""
+"""Measurements of the server's requests: plain numbers, cheap to add to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus's buckets: (upper bound, values up to it)."""
+        """Return Prometheus's buckets: (upper bound, number of values up to it)."""
         total, buckets = 0, []
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             total += count
@@ -48,7 +48,7 @@ class RequestMetrics:
         self.endings: Counter[str] = Counter()
 
     def tokens(self, since_start: float, since_last: float, count: int, is_first: bool) -> None:
-        """Some tokens of a request have come: its first ones, or more of them."""
+        """Add the arrival of a request's first tokens, or of further ones."""
         if not count:
             return
         if is_first:
@@ -57,7 +57,7 @@ class RequestMetrics:
             self.inter_token_latency.add(since_last / count, count)
 
     def finished(self, seconds: float, prompt: int, generated: int) -> None:
-        """A completion has ended after so many seconds and tokens."""
+        """Add a completion that ended after these seconds and tokens."""
         self.e2e_latency.add(seconds)
         self.prompt_tokens.add(prompt)
         self.generation_tokens.add(generated)

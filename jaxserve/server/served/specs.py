@@ -1,4 +1,4 @@
-"""Which models a server serves, under which names, with which part of the memory."""
+"""Specifications of the models of a server: their names, and their shares of the memory."""
 
 from __future__ import annotations
 
@@ -53,15 +53,17 @@ def plan_models(
             raise InvalidRequest(f"two models are named {name!r}", "models")
     shares = memory_shares(names, config.model_weights)
     whole = EngineConfig(**settings)
-    plans, end = [], 0.0
+    specs, end = [], 0.0
     for name, folder in folders:
         end += shares[name]
         # On a GPU an engine takes what is free up to a limit; those before it have taken theirs.
         limit = max(0.05, whole.gpu_memory_utilization * min(end, 1.0))
-        one = replace(whole, model=folder, memory_share=shares[name], gpu_memory_utilization=limit)
-        plans.append(ModelSpec([name], folder or BUNDLED, one))
+        settled = replace(
+            whole, model=folder, memory_share=shares[name], gpu_memory_utilization=limit
+        )
+        specs.append(ModelSpec([name], folder or BUNDLED, settled))
     if config.served_model_name:
-        if len(plans) > 1:
+        if len(specs) > 1:
             raise InvalidRequest(
                 "served_model_name is for one model; name several as NAME=MODEL",
                 "served_model_name",
@@ -73,11 +75,11 @@ def plan_models(
                 "model before it",
                 "served_model_name",
             )
-        plans[0] = replace(plans[0], names=names)
-    return plans
+        specs[0] = replace(specs[0], names=names)
+    return specs
 
 
-def check_models(plans: Iterable[ModelSpec]) -> None:
+def check_models(specs: Iterable[ModelSpec]) -> None:
     """Find a model that is not there before any other is loaded, which takes long.
 
     Names on the hub are asked for when they are loaded.
@@ -85,14 +87,14 @@ def check_models(plans: Iterable[ModelSpec]) -> None:
     Raises:
         CheckpointError: naming it.
     """
-    for plan in plans:
-        name = plan.config.model
+    for spec in specs:
+        name = spec.config.model
         if name is not None and kind_of_model(str(name)) is None:
             raise CheckpointError(f"model: {str(name)!r} {NO_MODEL}")
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
-    """Each model's share of the memory, adding up to 1, from `a=2,b=1`; 1 where none is given.
+    """Return each model's share of the memory, from `a=2,b=1`; an absent weight is 1.
 
     Raises:
         InvalidRequest: it cannot be read, or names another model.

@@ -1,4 +1,4 @@
-"""Talk: how a model writes calls and thoughts; Reading: how one answer of it is to be read."""
+"""Dialect: a model's way to write calls and thoughts; AnswerFormat: that of one answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxserve.scheduling.slot_table import NO_TOKEN
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     DEFAULT_FORMAT,
-    THINKING,
+    THINKING_FORMATS,
     CallFormat,
-    Thinking,
+    ThinkingFormat,
     detect_calls,
     detect_thinking,
 )
@@ -22,30 +22,30 @@ from jaxserve.server.tool_calls.reader import CallReader
 from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
 from jaxserve.server.tool_calls.tools import ToolUse
 
-# Of a prompt's end, where templates open or close thoughts.
+# Tokens at a prompt's end among which templates open or close thoughts.
 _TAIL_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How answers of one request are to be read.
+    """Format of the answers to one request.
 
     Attributes:
-        tools: what may be called, or None.
+        tools: those that may be called, or None.
         thinking: the marks of thoughts, or None.
-        start: how the prompt leaves the thoughts.
-        end_token_id: what ends them, where it is one token.
-        with_thoughts: whether thoughts are told.
+        start: state of the thoughts at the end of the prompt.
+        end_token_id: the end of the thoughts, where it is a single token.
+        with_thoughts: whether readers return thoughts.
     """
 
     tools: ToolUse | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingFormat | None = None
     start: Start = Start.CLOSED
     end_token_id: int | None = None
     with_thoughts: bool = True
 
     def reader(self) -> AnswerReader | None:
-        """A reader of one answer; None where all of it is content."""
+        """Return a reader of one answer; None where all of it is content."""
         if self.tools is None and self.thinking is None:
             return None
         thinking = None if self.thinking is None else ThinkingReader(self.thinking, self.start)
@@ -53,7 +53,7 @@ class AnswerFormat:
         return AnswerReader(thinking, calls, self.with_thoughts)
 
     def num_thought(self, token_ids: list[int], thoughts: str) -> int:
-        """How many of an answer's tokens are thoughts, their end included."""
+        """Count the tokens of an answer that are thoughts, their end included."""
         if self.thinking is None or self.end_token_id is None or self.start is Start.CLOSED:
             return 0
         if self.end_token_id in token_ids:
@@ -62,7 +62,7 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Reads an answer as it comes; streams and whole answers go through the same one.
+    """Incremental reader of an answer, for streams and whole answers alike.
 
     Attributes:
         message: all that was read.
@@ -77,7 +77,7 @@ class AnswerReader:
         self.message = Message()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """More text; returns what is certain by now."""
+        """Read more text. Return the new pieces that are certain by now."""
         pieces: list[Piece] = []
         if self._thinking is not None:
             thoughts, text = self._thinking.feed(text, final)
@@ -93,16 +93,16 @@ class AnswerReader:
 
 
 class Dialect:
-    """What is known of how a model talks.
+    """A model's way to write calls of tools and thoughts.
 
     Args:
         tokenizer: the model's, or None.
-        tool_call_parser: the name of its call format, "none", or None to read it off the template.
-        reasoning_parser: the name of its marks of thoughts, or None to read them off the template.
+        tool_call_parser: name of its call format, "none", or None to detect it in the template.
+        reasoning_parser: name of its thinking format, or None to detect it in the template.
 
     Attributes:
-        parser: the name of its call format, or None.
-        thinking: the marks of its thoughts, or None.
+        parser: name of its call format, or None.
+        thinking: format of its thoughts, or None.
         reads_tools: whether its chat template reads the tools of a request.
     """
 
@@ -115,22 +115,22 @@ class Dialect:
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
-        self.thinking = THINKING.get(reasoning_parser or detect_thinking(template) or "")
+        self.thinking = THINKING_FORMATS.get(reasoning_parser or detect_thinking(template) or "")
         if tokenizer is None:
             self.thinking = None
 
     @property
-    def form(self) -> CallFormat:
-        """How the model's calls are written, or forced ones where that is not known."""
+    def call_format(self) -> CallFormat:
+        """Format of the model's calls, or of forced calls where that is unknown."""
         return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
 
     def spell(self, mark: str) -> str:
-        """A mark as grammars write it: one added token, as the model was taught, or a text."""
+        """Write a mark for a grammar: as the added token of the model's training, or as text."""
         token = self._tokenizer.token_id(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     def marks(self, prompt: list[int]) -> ThinkingMarks | None:
-        """Where the thoughts of an answer to a prompt begin and end, for the engine."""
+        """Return the marks of thoughts in an answer to a prompt, in tokens, for the engine."""
         if self.thinking is None:
             return None
         tokenizer, start = self._tokenizer, self.start(prompt)
@@ -151,19 +151,21 @@ class Dialect:
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
     def start(self, prompt: list[int]) -> Start:
-        """How a prompt leaves the thoughts."""
+        """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
         return start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
 
     def shows_special(self, use: ToolUse | None) -> bool:
-        """Whether the reader needs special tokens in the text."""
-        marks = [] if use is None else [use.form.mark, use.form.close]
+        """Return whether the reader needs special tokens in the text."""
+        marks = [] if use is None else [use.call_format.mark, use.call_format.close]
         if self.thinking is not None:
             marks += [self.thinking.start, self.thinking.end]
         return any(mark and self._tokenizer.is_special(mark) for mark in marks)
 
-    def reading(self, prompt: list[int], use: ToolUse | None, with_thoughts: bool) -> AnswerFormat:
-        """How the answers to a prompt are to be read."""
+    def answer_format(
+        self, prompt: list[int], use: ToolUse | None, with_thoughts: bool
+    ) -> AnswerFormat:
+        """Return the format of the answers to a prompt."""
         if self.thinking is None:
             return AnswerFormat(use)
         ids = self._end_ids()

@@ -1,4 +1,4 @@
-"""How models write calls, and how they mark what they think: vLLM's names of the parsers."""
+"""Formats in which models write calls and mark their thoughts, under vLLM's parser names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class CallFormat:
     """A way to write calls.
 
     Args:
-        mark: what stands before calls.
-        is_optional_mark: the mark may be left out, and calls are the whole text then.
-        close: what stands after each call.
-        separators: characters of which one stands between two calls of one list.
+        mark: the text before calls.
+        is_optional_mark: the mark may be left out; calls are the whole text then.
+        close: the text after each call.
+        separators: characters, any of which separates two calls of a list.
         is_array: calls stand in brackets.
-        arguments: the name of a call's arguments.
+        arguments: the key of a call's arguments.
         is_python: calls are written as in Python instead of as JSON.
-        id_length: of a call's id, where templates want one; letters and digits then.
+        id_length: length of a call's id of letters and digits, where templates require one.
     """
 
     mark: str
@@ -47,38 +47,38 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "llama4_pythonic": _PYTHON,
     "granite": _GRANITE,
 }
-# Calls that are forced are written so where nothing says how the model would.
+# The format of forced calls where that of the model is unknown.
 DEFAULT_FORMAT = "hermes"
 
 
 @dataclass(frozen=True)
-class Thinking:
-    """The marks around what a model thinks before it answers."""
+class ThinkingFormat:
+    """A way to mark thoughts before an answer: the texts at their start and end."""
 
     start: str
     end: str
 
 
-_THINK = Thinking("<think>", "</think>")
-THINKING: dict[str, Thinking] = {
+_THINK = ThinkingFormat("<think>", "</think>")
+THINKING_FORMATS: dict[str, ThinkingFormat] = {
     "deepseek_r1": _THINK,
     "qwen3": _THINK,
     "glm45": _THINK,
     "olmo3": _THINK,
-    "mistral": Thinking("[THINK]", "[/THINK]"),
-    "granite": Thinking("Here is my thought process:", "Here is my response:"),
-    "seed_oss": Thinking("<seed:think>", "</seed:think>"),
+    "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
+    "granite": ThinkingFormat("Here is my thought process:", "Here is my response:"),
+    "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>"),
 }
 
 
 def detect_calls(template: str) -> str | None:
-    """The name of the format that a chat template teaches, if it is known for certain."""
+    """Return the name of the format that a chat template teaches, if it is certain."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|tool_call|>" in template:
         return "granite"
     if "<tool_call>" in template:
-        # Another format has the same mark around an XML of its own.
+        # Another format has the same mark around XML.
         return None if "<function=" in template else "hermes"
     if "<|python_start|>" in template or "[func_name1(" in template:
         return "pythonic"
@@ -88,8 +88,10 @@ def detect_calls(template: str) -> str | None:
 
 
 def detect_thinking(template: str) -> str | None:
-    """The name of the reasoning parser that a chat template calls for."""
+    """Return the name of the reasoning parser that fits a chat template, or None."""
     for name in ("qwen3", "mistral", "granite", "seed_oss"):
-        if THINKING[name].end in template or (name == "granite" and "thought process" in template):
+        if THINKING_FORMATS[name].end in template or (
+            name == "granite" and "thought process" in template
+        ):
             return name
     return None

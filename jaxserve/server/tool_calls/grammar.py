@@ -1,4 +1,4 @@
-"""Grammars of calls, in llguidance's dialect of Lark: so that what is called can be called."""
+"""Grammars of calls in llguidance's dialect of Lark, which make every call well formed."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.structured import plain_schema
 
 MAX_CALLS = 16
-# Between the parts of the arguments; without a bound small models go on with spaces for ever.
+# Spaces between parts of arguments. Without a bound, small models generate them for ever.
 _GUIDANCE = {"whitespace_pattern": r"[ \n]{0,16}"}
-# What says nothing about a value's form. Descriptions are most of a schema's size.
-_SAYS_NOTHING = frozenset(
+# Keywords that do not restrict a value. Descriptions are most of a schema's size.
+_ANNOTATIONS = frozenset(
     ("description", "title", "default", "examples", "$comment", "deprecated", "readOnly")
 )
-_OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+# Keywords whose values map names of the user's choice to schemas.
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const"))
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
 class Function:
-    """A tool as grammars need it: its name, and the JSON schema of its arguments."""
+    """Name of a tool, and the JSON schema of its arguments."""
 
     name: str
     schema: dict[str, Any]
 
 
 def bare(schema: Any) -> Any:
-    """A schema without what says nothing about the form of a value."""
+    """Return a schema without the keywords that do not restrict a value."""
     if isinstance(schema, list):
-        return [bare(one) for one in schema]
+        return [bare(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _OF_NAMES and isinstance(value, dict):
-            made[name] = {key: bare(one) for key, one in value.items()}
+        if name in _NAMED_SCHEMAS and isinstance(value, dict):
+            made[name] = {key: bare(inner) for key, inner in value.items()}
         elif name in _VALUES:
             made[name] = value
-        elif name not in _SAYS_NOTHING:
+        elif name not in _ANNOTATIONS:
             made[name] = bare(value)
     return made
 
 
 def _arguments(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: an object with the properties that are named."""
+    """Return the schema of a function's arguments: an object with only the named properties."""
     schema = {"type": "object", **plain_schema(bare(function.schema))}
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
@@ -70,15 +71,15 @@ def grammar_of_calls(
     may_answer: bool = False,
     answer_schema: dict[str, Any] | None = None,
 ) -> str:
-    """A grammar whose texts are calls of these functions.
+    """Return a grammar whose texts are calls of these functions.
 
     Args:
-        form: how calls are written.
+        form: of the calls.
         functions: at least one.
-        spell: writes a mark in Lark: as a text, or as one token.
-        most: calls of one text.
-        may_answer: whether a text may also be no call, or hold others between calls.
-        answer_schema: what an answer without calls must satisfy.
+        spell: writes a mark in Lark, as text or as a token.
+        most: the largest number of calls in a text.
+        may_answer: whether a text may also hold no call, or other text between calls.
+        answer_schema: JSON schema of an answer without calls; None for free text.
     """
     mark = spell(form.mark)
     rules = list(_python_rules(functions) if form.is_python else _json_rules(form, functions))
@@ -100,7 +101,7 @@ def grammar_of_calls(
     if not may_answer:
         rules.append("start: calls")
     elif answer_schema is not None:
-        # The mark, where it is optional, tells calls from answers of their kind.
+        # An optional mark is required here, since an answer may begin like a call.
         first = f"{mark} calls" if form.is_optional_mark else "calls"
         rules += [f"start: {first} | answer", f"answer: {_json(answer_schema)}"]
     else:
@@ -111,10 +112,10 @@ def grammar_of_calls(
 def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Iterator[str]:
     """Yield the rules of texts that are free until they call, from `start` on."""
     mark = spell(form.mark)
-    # The mark within an answer, in whatever tokens, would be read as that of a call.
+    # A mark within an answer, in whatever tokens, would be read as the beginning of a call.
     no_mark = rf"~/(.|\n)*{_escaped(form.mark)}(.|\n)*/"
     if form.is_optional_mark:
-        # What begins as a call must be one.
+        # A text that begins like a call must be one.
         opening = r"\[" if form.is_python else r"\{"
         close = f" {spell(form.close)}?" if form.close else ""
         yield f"start: calls | {mark} calls{close} | ANSWER"
@@ -129,7 +130,7 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
 
 
 def _escaped(mark: str) -> str:
-    return "".join(one if one.isalnum() or one in "_<>" else "\\" + one for one in mark)
+    return "".join(c if c.isalnum() or c in "_<>" else "\\" + c for c in mark)
 
 
 def _json_rules(form: CallFormat, functions: Sequence[Function]) -> Iterator[str]:
@@ -141,7 +142,11 @@ def _json_rules(form: CallFormat, functions: Sequence[Function]) -> Iterator[str
 
 
 def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
-    """Keywords in the order of the schema, those that are required first."""
+    """Yield the rules of calls with keywords in the order of the schema, required ones first.
+
+    Raises:
+        InvalidRequest: the name of a property is no keyword of Python.
+    """
     yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
     for index, function in enumerate(functions):
         schema = _arguments(function)
@@ -153,16 +158,16 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
         bad = [name for name in names if not _KEYWORD.fullmatch(name)]
         if bad:
             raise InvalidRequest(f"tools: {bad[0][:60]!r} cannot be a keyword in Python", "tools")
-        keys = [f"key{index}_{at}" for at in range(len(names))]
+        keys = [f"key{index}_{place}" for place in range(len(names))]
         for key, name in zip(keys, names, strict=True):
-            one = properties[name]
-            inner = {**one, **shared} if isinstance(one, dict) else {}
+            own = properties[name]
+            inner = {**own, **shared} if isinstance(own, dict) else {}
             yield f"{key}: {json.dumps(name + '=')} value{key}"
             yield f"value{key}: {_json(inner)}"
-        # What may follow once something stands before the comma.
-        for at in range(len(required), len(names)):
-            rest = f"tail{index}_{at + 1}" if at + 1 < len(names) else '""'
-            yield f'tail{index}_{at}: (", " {keys[at]})? {rest}'
+        # Optional keywords that may follow another keyword and its comma.
+        for place in range(len(required), len(names)):
+            rest = f"tail{index}_{place + 1}" if place + 1 < len(names) else '""'
+            yield f'tail{index}_{place}: (", " {keys[place]})? {rest}'
         first = len(required)
         tail = f"tail{index}_{first}" if optional else '""'
         needed = ' ", " '.join(keys[:first])
@@ -170,8 +175,8 @@ def _python_rules(functions: Sequence[Function]) -> Iterator[str]:
             inside = f"{needed} {tail}"
         else:
             ways = [
-                f"{keys[at]} " + (f"tail{index}_{at + 1}" if at + 1 < len(names) else "")
-                for at in range(len(names))
+                f"{keys[place]} " + (f"tail{index}_{place + 1}" if place + 1 < len(names) else "")
+                for place in range(len(names))
             ]
             inside = " | ".join([*ways, '""'])
         yield f'call{index}: {json.dumps(function.name + "(")} inside{index} ")"'

@@ -1,4 +1,4 @@
-"""JSON and Python's literals, as models write them: where they end, and what they hold."""
+"""Literals of JSON and Python as models write them: their ends and their values."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class EndFinder:
-    """Finds where a bracketed value ends, in a text that grows. Each character is read once.
+    """A search for the end of a bracketed value in a growing text. Each character is read once.
 
     Args:
-        start: where the value's first bracket stands.
-        python: whether texts may stand between single quotes too.
+        start: position of the value's first bracket.
+        python: whether texts may also stand between single quotes.
     """
 
     def __init__(self, start: int, python: bool = False) -> None:
-        self._at = start
+        self._position = start
         self._depth = 0
         self._quote = ""
         self._stops = _PYTHON_STOPS if python else _JSON_STOPS
 
     def find(self, text: str) -> int | None:
-        """The position after the closing bracket, or None as long as it has not come."""
-        while found := self._stops.search(text, self._at):
-            mark, at = found[0], found.start()
+        """Return the position after the closing bracket, or None until it comes."""
+        while found := self._stops.search(text, self._position):
+            mark, start = found[0], found.start()
             if mark == "\\":
-                if at + 1 >= len(text):
-                    self._at = at
+                if start + 1 >= len(text):
+                    self._position = start
                     return None
-                self._at = at + 2 if self._quote else at + 1
+                self._position = start + 2 if self._quote else start + 1
                 continue
-            self._at = at + 1
+            self._position = start + 1
             if self._quote:
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in "\"'":
@@ -59,13 +59,17 @@ class EndFinder:
             else:
                 self._depth -= 1
                 if self._depth <= 0:
-                    return self._at
-        self._at = len(text)
+                    return self._position
+        self._position = len(text)
         return None
 
 
 def read_json(text: str) -> Any:
-    """A JSON value, with raw line ends in its texts. Raises ValueError."""
+    """Read a JSON value, whose texts may hold raw line ends.
+
+    Raises:
+        ValueError: it is none, or nested too deep.
+    """
     try:
         return json.loads(text, strict=False, parse_constant=_no_number)
     except RecursionError:
@@ -73,7 +77,11 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """A value as JSON that UTF-8 can hold. Raises ValueError for numbers that are not finite."""
+    """Return a value as JSON that UTF-8 can encode.
+
+    Raises:
+        ValueError: a number is not finite, or it is nested too deep.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -89,10 +97,10 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Calls in a list, written as in Python: `[f(a=1, b="x"), g()]`, keywords only.
+    """Read a list of calls as in Python, with keyword arguments only: `[f(a=1, b="x"), g()]`.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is anything else.
     """
     reader = _Python(text)
     reader.expect("[")
@@ -116,47 +124,47 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _Python:
-    """Reads literals, left to right."""
+    """Reader of Python's literals, from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._position = 0
 
     def _skip(self) -> None:
-        self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+        self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
 
     def rest(self) -> str:
-        return self._text[self._at :].strip()
+        return self._text[self._position :].strip()
 
     def take(self, mark: str) -> bool:
         self._skip()
-        is_there = self._text.startswith(mark, self._at)
-        self._at += len(mark) if is_there else 0
+        is_there = self._text.startswith(mark, self._position)
+        self._position += len(mark) if is_there else 0
         return is_there
 
     def expect(self, mark: str) -> None:
         if not self.take(mark):
-            raise ValueError(f"no {mark} at {self._at}")
+            raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """A comma, or the end without taking it."""
+        """Take a comma, or leave the end mark for the caller to take."""
         self._skip()
-        if not self._text.startswith(end, self._at):
+        if not self._text.startswith(end, self._position):
             self.expect(",")
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()
-        found = pattern.match(self._text, self._at)
+        found = pattern.match(self._text, self._position)
         if found is None:
-            raise ValueError(f"nothing fits at {self._at}")
-        self._at = found.end()
+            raise ValueError(f"nothing fits at {self._position}")
+        self._position = found.end()
         return found[0]
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
         self._skip()
-        first = self._text[self._at : self._at + 1]
+        first = self._text[self._position : self._position + 1]
         if first in ("'", '"'):
             return self._quoted(first)
         if first == "{":
@@ -183,7 +191,7 @@ class _Python:
         return _ESCAPE.sub(_unescaped, inner)
 
     def _items(self, end: str, depth: int) -> list[Any]:
-        self._at += 1
+        self._position += 1
         items = []
         while not self.take(end):
             items.append(self.value(depth + 1))
@@ -191,7 +199,7 @@ class _Python:
         return items
 
     def _mapping(self, depth: int) -> dict[str, Any]:
-        self._at += 1
+        self._position += 1
         mapping: dict[str, Any] = {}
         while not self.take("}"):
             key = self.value(depth + 1)

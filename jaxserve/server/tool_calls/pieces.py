@@ -1,4 +1,4 @@
-"""What a text says once it has been read: content, thoughts and calls of tools."""
+"""Pieces of a text that has been read: content, thoughts and calls of tools."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Content:
-    """More of the answer itself."""
+    """Continuation of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Thought:
-    """More of the reasoning before the answer."""
+    """Continuation of the thoughts before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """More of a call; the first part of each has its id and name."""
+    """Continuation of a call; the first part of each has its id and name."""
 
     index: int
     arguments: str
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Message:
-    """All that the pieces so far say."""
+    """An answer as the sum of its pieces so far."""
 
     content: str = ""
     reasoning: str = ""
@@ -61,7 +61,7 @@ class Message:
 
 
 def held_back(text: str, mark: str) -> int:
-    """Length of the longest end of a text that may begin a mark."""
+    """Return the length of the longest end of a text that may begin a mark."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-size:]):
             return size

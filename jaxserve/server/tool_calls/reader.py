@@ -1,4 +1,4 @@
-"""CallReader: finds the calls in a text, as it comes."""
+"""CallReader: finds the calls in a text while it comes in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder, read_calls, read_json, write_json
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Piece, held_back
 
-# After so many that were none, marks are not looked for any more.
+# After this many marks without a call, no further mark is searched for.
 MAX_MALFORMED = 64
 NAME = r"[A-Za-z0-9_.-]{1,128}"
-# What stands before a call's arguments, in calls that a grammar has formed.
+# The text before a call's arguments, in calls that a grammar has formed.
 _HEAD = re.compile(rf'\s*\{{"name": "({NAME})", "(?:arguments|parameters)": (?=\{{)')
 # A newer way to write `[TOOL_CALLS]`: the name, perhaps a mark, the arguments.
 _BARE = re.compile(rf"\s*({NAME})\s*(?:\[ARGS\])?\s*(?=\{{)")
@@ -26,36 +26,40 @@ _CALL_KEYS = frozenset({"name", "type", "id"})
 
 
 class CallReader:
-    """Takes a text in pieces of any length; what it makes of it does not depend on them.
+    """Incremental reader of a text in pieces; how the text is cut does not change the result.
 
-    A call goes out once it is complete; what turns out to be none is content, to the letter. Where
-    a grammar forms the calls (`is_certain`), their arguments go out as they come. White space
-    beside calls is left out.
+    A call is returned once it is complete; a text that turns out to be no call is content,
+    unchanged. Where a grammar forms the calls (`is_certain`), their arguments are returned as they
+    come. White space beside calls is left out.
 
     Args:
-        form: how calls are written.
-        names: of the tools; a call of anything else is none.
-        is_certain: whether every call that begins will be one.
-        parallel: whether there may be several; else all after the first is left out.
+        call_format: of the calls.
+        names: of the tools; a call of any other name is content.
+        is_certain: whether every call that begins will be well formed.
+        parallel: whether there may be several calls; else all after the first are left out.
     """
 
     def __init__(
-        self, form: CallFormat, names: Collection[str], is_certain: bool, parallel: bool = True
+        self,
+        call_format: CallFormat,
+        names: Collection[str],
+        is_certain: bool,
+        parallel: bool = True,
     ) -> None:
-        self._form = form
+        self._format = call_format
         self._names = frozenset(names)
         self._is_certain = is_certain
         self._parallel = parallel
-        self._text = ""  # what is not settled yet
+        self._text = ""  # read, but not settled yet
         self._step: Callable[[bool], bool] = self._look
         self._pieces: list[Piece] = []
         self._num_calls = self._num_malformed = 0
-        self._spaces = ""  # said once something follows that is no call
-        self._is_start, self._has_said = True, False
+        self._spaces = ""  # content once something follows that is no call
+        self._is_start, self._has_content = True, False
         self._forget_call()
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """More text; returns what is certain by now."""
+        """Read more text. Return the new pieces that are certain by now."""
         self._text += text
         while self._step(final):
             pass
@@ -66,21 +70,21 @@ class CallReader:
         return pieces
 
     def _say(self, text: str) -> None:
-        """Content. Space at its ends waits until it is known that no call is beside it."""
+        """Add content. Space at its end waits until it is certain that no call follows."""
         text = self._spaces + text
-        if self._num_calls and not self._has_said:
+        if self._num_calls and not self._has_content:
             text = text.lstrip()
-        said = text.rstrip()
-        self._spaces = text[len(said) :]
-        if said:
-            self._has_said = True
-            self._pieces.append(Content(said))
+        content = text.rstrip()
+        self._spaces = text[len(content) :]
+        if content:
+            self._has_content = True
+            self._pieces.append(Content(content))
 
-    # Every step below settles a beginning of the text. It returns False to wait for more.
+    # Every step below settles a beginning of the text. It returns False to wait for more text.
 
     def _look(self, final: bool) -> bool:
-        """Outside calls."""
-        form, text = self._form, self._text
+        """Read text outside calls."""
+        form, text = self._format, self._text
         if self._is_start:
             blank = len(text) - len(text.lstrip())
             if blank == len(text):
@@ -88,11 +92,11 @@ class CallReader:
             if form.is_optional_mark and text[blank] == ("[" if form.is_python else "{"):
                 return self._open(blank)
             self._is_start = False
-        at = text.find(form.mark)
-        if at < 0:
+        start = text.find(form.mark)
+        if start < 0:
             return self._flush(0 if final else held_back(text, form.mark))
-        self._say(text[:at])
-        self._text = text[at:]
+        self._say(text[:start])
+        self._text = text[start:]
         return self._open(len(form.mark))
 
     def _flush(self, kept: int) -> bool:
@@ -103,39 +107,39 @@ class CallReader:
         return False
 
     def _open(self, inside: int) -> bool:
-        """A mark was found; `inside` is where what it opens begins."""
+        """Enter the calls after a mark, which begin at position `inside`."""
         self._is_start = False
         self._inside = inside
-        self._step = self._read_python if self._form.is_python else self._begin
+        self._step = self._read_python if self._format.is_python else self._begin
         return True
 
     def _forget_call(self) -> None:
         self._inside = 0
         self._end: EndFinder | None = None
         self._name = ""
-        self._sent = -1  # how far arguments have gone out, once they do
+        self._sent = -1  # position up to which arguments were returned; -1 before their start
 
     def _begin(self, final: bool) -> bool:
-        """Before a call."""
+        """Read the text before a call."""
         rest = self._text[self._inside :].lstrip()
-        if self._form.is_array and rest.startswith("["):
+        if self._format.is_array and rest.startswith("["):
             rest = rest[1:].lstrip()
-        at = len(self._text) - len(rest)
+        start = len(self._text) - len(rest)
         if rest.startswith("{"):
-            self._inside, self._step = at, self._read_object
+            self._inside, self._step = start, self._read_object
             return True
-        bare = _BARE.match(rest) if self._form.is_array else None
+        bare = _BARE.match(rest) if self._format.is_array else None
         if bare is not None and bare[1] in self._names:
-            self._name, self._inside = bare[1], at + bare.end()
+            self._name, self._inside = bare[1], start + bare.end()
             self._step = self._read_object
             return True
-        may_be_bare = self._form.is_array and bare is None and _BARE_BEGINNING.fullmatch(rest)
+        may_be_bare = self._format.is_array and bare is None and _BARE_BEGINNING.fullmatch(rest)
         if not final and (not rest or may_be_bare):
             return False
         return self._malformed()
 
     def _read_object(self, final: bool) -> bool:
-        """In a call's object, or in its arguments where the name stood before them."""
+        """Read a call's object, or its arguments where the name stood before them."""
         if self._is_certain and not self._name and not self._read_head():
             return self._malformed() if final else False
         if self._end is None:
@@ -146,7 +150,7 @@ class CallReader:
         if end is None:
             if not final:
                 return False
-            # What a limit has cut off is a call all the same where it has gone out.
+            # A call that a limit has cut off is still a call where a part of it was returned.
             return self._cut_off() if self._is_certain else self._malformed()
         if self._is_certain:
             self._text, self._step = self._text[end:], self._read_tail
@@ -178,7 +182,7 @@ class CallReader:
         self._sent = end
 
     def _read_tail(self, final: bool) -> bool:
-        """The bracket that closes a call's object, after its arguments."""
+        """Read the bracket that closes a call's object, after its arguments."""
         rest = self._text.lstrip()
         if not rest:
             return False
@@ -187,8 +191,8 @@ class CallReader:
         return True
 
     def _go_on(self, final: bool) -> bool:
-        """After a call: the next one of its list, the end of the list, or other text."""
-        form, rest = self._form, self._text.lstrip()
+        """Read the text after a call: the next call of its list, the list's end, or content."""
+        form, rest = self._format, self._text.lstrip()
         if not rest:
             return False
         if form.separators and rest[0] in form.separators:
@@ -209,7 +213,7 @@ class CallReader:
         return True
 
     def _read_call(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments of a complete call; None where it is none."""
+        """Return name and arguments of a complete call; None where the text is no call."""
         try:
             value = read_json(text)
             if self._name:
@@ -228,9 +232,9 @@ class CallReader:
             return None
 
     def _read_python(self, final: bool) -> bool:
-        text, at = self._text, self._inside
-        rest = text[at:].lstrip()
-        at = len(text) - len(rest)
+        text = self._text
+        rest = text[self._inside :].lstrip()
+        start = len(text) - len(rest)
         if self._end is None:
             if not rest and not final:
                 return False
@@ -241,12 +245,12 @@ class CallReader:
                 return self._malformed() if final else False
             if rest[beginning.end()] != "(":
                 return self._malformed()
-            self._end = EndFinder(at, python=True)
+            self._end = EndFinder(start, python=True)
         end = self._end.find(text)
         if end is None:
             return self._malformed() if final else False
         try:
-            calls = read_calls(text[at:end])
+            calls = read_calls(text[start:end])
             written = [(name, write_json(values)) for name, values in calls]
         except ValueError:
             return self._malformed()
@@ -266,9 +270,9 @@ class CallReader:
             self._pieces.append(CallPart(index, arguments, self._new_id(), name))
 
     def _new_id(self) -> str:
-        if self._form.id_length is None:
+        if self._format.id_length is None:
             return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(_ALPHABET) for _ in range(self._form.id_length))
+        return "".join(secrets.choice(_ALPHABET) for _ in range(self._format.id_length))
 
     def _cut_off(self) -> bool:
         self._text, self._step = "", self._look
@@ -276,17 +280,17 @@ class CallReader:
         return False
 
     def _malformed(self) -> bool:
-        """No call after all: what was taken for one is content, from its mark on."""
-        marked = self._text.startswith(self._form.mark)
+        """Treat what began like a call as content, from its mark on."""
+        marked = self._text.startswith(self._format.mark)
         self._num_malformed += 1
         self._forget_call()
         self._step = self._look
         if not marked or self._num_malformed >= MAX_MALFORMED:
-            # The whole text is content where it had to be calls and nothing else.
+            # Without a mark the whole text had to be calls, so all of it is content.
             self._step = self._plain
             return True
-        self._say(self._form.mark)
-        self._text = self._text[len(self._form.mark) :]
+        self._say(self._format.mark)
+        self._text = self._text[len(self._format.mark) :]
         return True
 
     def _plain(self, final: bool) -> bool:

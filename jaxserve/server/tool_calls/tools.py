@@ -1,4 +1,4 @@
-"""The tools of a request, checked; and what follows from them for the model and its reader."""
+"""Checks of a request's tools, and what follows from them for the model and its reader."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ANY = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request may call, and how.
+    """The use of tools in one request.
 
     Attributes:
-        form: how calls are written.
+        call_format: of the calls.
         names: of the tools that may be called.
-        described: the tools, as chat templates know them.
-        grammar: what the answer must be; None where it is free.
+        described: the tools in the form of chat templates.
+        grammar: of the answer; None where it is free.
         is_named: whether the request names the tool to call.
         parallel: whether there may be several calls.
     """
 
-    form: CallFormat
+    call_format: CallFormat
     names: tuple[str, ...]
     described: list[dict[str, Any]]
     grammar: str | None
@@ -45,12 +45,16 @@ class ToolUse:
     parallel: bool
 
     def reader(self) -> CallReader:
-        """A reader of one answer."""
-        return CallReader(self.form, self.names, self.grammar is not None, self.parallel)
+        """Return a reader of one answer."""
+        return CallReader(self.call_format, self.names, self.grammar is not None, self.parallel)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
-    """Raises InvalidRequest for tools that are too many, too large or not well named."""
+    """Check the number, the names and the parameters of tools.
+
+    Raises:
+        InvalidRequest: naming the tool and what is wrong.
+    """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{field} takes at most {MAX_TOOLS} tools, got {len(tools)}", field)
     if len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
@@ -80,9 +84,9 @@ def _is_within(value: Any, depth: int) -> bool:
     for _ in range(depth):
         level = [
             inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
         if not level:
             return True
@@ -95,13 +99,13 @@ def tool_use(
     allows_auto: bool,
     spell: Callable[[str], str],
 ) -> ToolUse | None:
-    """What a request may call; None where it may call nothing.
+    """Return a request's use of tools; None where it may call nothing.
 
     Args:
         body: the request.
-        parser: the name of the model's format, if it is known.
-        allows_auto: whether the model may choose.
-        spell: a mark as grammars write it.
+        parser: name of the model's call format, if it is known.
+        allows_auto: whether the model may choose to call.
+        spell: writes a mark for a grammar.
 
     Raises:
         InvalidRequest: naming the field.
@@ -127,14 +131,14 @@ def tool_use(
             "--enable-auto-tool-choice; here only required and a named function can be served",
             "tool_choice",
         )
-    form = CALL_FORMATS[parser or DEFAULT_FORMAT]
+    call_format = CALL_FORMATS[parser or DEFAULT_FORMAT]
     parallel = body.parallel_tool_calls is not False and not is_named
     answer = _answer_schema(body.response_format) if is_auto else None
     grammar = None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
         grammar = grammar_of_calls(
-            form,
-            [_function(one) for one in callable_tools],
+            call_format,
+            [_function(tool) for tool in callable_tools],
             spell,
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
@@ -147,7 +151,7 @@ def tool_use(
             "tools",
         )
     called = tuple(tool.function.name for tool in callable_tools)
-    return ToolUse(form, called, described(tools), grammar, is_named, parallel)
+    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel)
 
 
 def _function(tool: Tool) -> Function:
@@ -155,37 +159,37 @@ def _function(tool: Tool) -> Function:
 
 
 def described(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates know them."""
+    """Return tools in the form of chat templates."""
     made = []
     for function in (tool.function for tool in tools):
-        one: dict[str, Any] = {"name": function.name}
+        fields: dict[str, Any] = {"name": function.name}
         if function.description is not None:
-            one["description"] = function.description
-        one["parameters"] = function.parameters or _ANY
-        made.append({"type": "function", "function": one})
+            fields["description"] = function.description
+        fields["parameters"] = function.parameters or _ANY
+        made.append({"type": "function", "function": fields})
     return made
 
 
 def introduce(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], form: CallFormat, role: str
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], call_format: CallFormat, role: str
 ) -> list[dict[str, Any]]:
-    """Return a conversation that describes tools in words, for a template that knows none.
+    """Return a conversation that describes tools in words, for a template that reads none.
 
     Args:
-        messages: as chat templates take them.
-        tools: the same way.
-        form: how calls are written.
-        role: of the message that describes them, "system" or "user": the first one where it has
-            this role, else one before it.
+        messages: in the form of chat templates.
+        tools: likewise.
+        call_format: of the calls.
+        role: of the message that describes the tools, "system" or "user": the first message if it
+            has this role, else a new one before it.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = f'{{"name": "NAME", "{form.arguments}": {{...}}}}'
-    if form.is_python:
+    example = f'{{"name": "NAME", "{call_format.arguments}": {{...}}}}'
+    if call_format.is_python:
         example = "[NAME(ARGUMENT=VALUE, ...)]"
-    elif form.is_array:
-        example = f"{form.mark}[{example}]"
-    elif not form.is_optional_mark:
-        example = f"{form.mark}\n{example}\n{form.close}"
+    elif call_format.is_array:
+        example = f"{call_format.mark}[{example}]"
+    elif not call_format.is_optional_mark:
+        example = f"{call_format.mark}\n{example}\n{call_format.close}"
     text = (
         "You can call functions. These are their names and the JSON schemas of their arguments:\n"
         f"{listed}\nA call is written like this:\n{example}"
@@ -197,20 +201,20 @@ def introduce(
     return [{"role": role, "content": text}, *messages]
 
 
-def _answer_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
-    """What an answer that calls nothing must satisfy."""
-    if form is None or form.type == "text":
+def _answer_schema(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+    """Return the JSON schema of an answer that calls nothing; None where it is free."""
+    if response_format is None or response_format.type == "text":
         return None
-    if form.type == "json_object":
+    if response_format.type == "json_object":
         return {"type": "object"}
-    return None if form.json_schema is None else form.json_schema.schema
+    return None if response_format.json_schema is None else response_format.json_schema.schema
 
 
 def read_arguments(text: str, name: str) -> dict[str, Any]:
-    """A call's arguments as chat templates want them: an object.
+    """Return a call's arguments as the object that chat templates require.
 
     Raises:
-        InvalidRequest: they are none.
+        InvalidRequest: they are no JSON object.
     """
     try:
         value = json.loads(text or "{}")

@@ -1,0 +1,141 @@
+"""`jaxserve generate`: answers to prompts given on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+import jaxserve
+from jaxserve.commands.options import (
+    DEFAULT_MAX_TOKENS,
+    MODEL_HELP,
+    CommandError,
+    add_engine,
+    add_fields,
+    engine_settings,
+    given,
+)
+from jaxserve.errors import InvalidRequest
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import SamplingParams
+
+# Fields of SamplingParams that have a meaning for prompts given on a command line.
+SAMPLING_FIELDS = (
+    "n temperature top_p top_k min_p seed stop max_tokens min_tokens ignore_eos".split()
+)
+
+
+def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve generate`."""
+    parser = add_parser(
+        "generate",
+        allow_abbrev=False,
+        help="answer prompts and print the answers",
+        description="Answer prompts, all of them in one batch, and print the answers in order. "
+        "Where the model has a chat template, each prompt is sent as one user message; "
+        "--no-chat sends the text as it is.",
+    )
+    parser.add_argument(
+        "prompts",
+        nargs="+",
+        metavar="PROMPT",
+        help="a prompt; - reads one from standard input. With --skip-tokenizer-init, token ids "
+        "like 1,2,3",
+    )
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="send prompts through the chat template (default: where the model has one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    sampling = parser.add_argument_group(
+        "sampling", f"Defaults are what the checkpoint recommends, and {DEFAULT_MAX_TOKENS} tokens."
+    )
+    add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
+    add_engine(parser)
+    parser.set_defaults(run=generate)
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve generate`. Return 1 where an answer failed.
+
+    Raises:
+        CommandError: the model cannot be loaded, or a prompt is no list of token ids.
+        InvalidRequest: a setting is out of range.
+    """
+    prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
+    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
+    SamplingParams(**chosen)  # refuses a bad value before the model is loaded
+    settings = engine_settings(arguments)
+    bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
+    with _open(arguments.model, settings) as llm:
+        sampling = dataclasses.replace(llm.get_default_sampling_params(), **chosen)
+        if bodies is not None:
+            outputs = llm.generate(bodies, sampling, use_tqdm=False)
+        elif arguments.chat or (arguments.chat is None and _has_chat_template(llm)):
+            conversations = [[{"role": "user", "content": text}] for text in prompts]
+            outputs = llm.chat(conversations, sampling, use_tqdm=False)
+        else:
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    show = _show_json if arguments.json else _show
+    for prompt, output in zip(prompts, outputs, strict=True):
+        show(prompt, output)
+    errors = [output.error for output in outputs if output.error]
+    for error in errors:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
+    console = Console(stderr=True)
+    try:
+        if not console.is_terminal:
+            return jaxserve.LLM(model, **settings)
+        with console.status("loading the model and compiling"):
+            return jaxserve.LLM(model, **settings)
+    except (ValueError, OSError) as error:  # settings, or files that are not what they should be
+        raise CommandError(str(error)) from error
+
+
+def _has_chat_template(llm: jaxserve.LLM) -> bool:
+    try:
+        llm.get_tokenizer().render_chat([{"role": "user", "content": "?"}])
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in re.split(r"[,\s]+", text.strip())]
+    except ValueError:
+        raise CommandError(
+            f"{text!r} is not token ids like 1,2,3, and --skip-tokenizer-init takes nothing else"
+        ) from None
+
+
+def _show(prompt: str, output: RequestOutput) -> None:
+    """Print a prompt and its answers, in colour on a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold cyan]> {escape(prompt)}[/]")
+    for choice in output.outputs:
+        label = f"[dim]{choice.index + 1}:[/] " if len(output.outputs) > 1 else ""
+        answer = choice.text or " ".join(map(str, choice.token_ids))
+        cut = " [dim]...[/]" if choice.finish_reason == "length" else ""
+        console.print(f"{label}{escape(answer)}{cut}")
+    console.print()
+
+
+def _show_json(prompt: str, output: RequestOutput) -> None:
+    record = dataclasses.asdict(output)
+    record["prompt"] = prompt
+    print(json.dumps(record))

@@ -1,0 +1,120 @@
+"""Work of `jaxserve serve`: load the models, then answer until a signal to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import secrets
+import socket
+import sys
+from collections.abc import Iterable
+
+from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.loading import Loaded, load
+from jaxserve.server import page
+from jaxserve.server.http.app import App
+from jaxserve.server.http.logs import log_json
+from jaxserve.server.http.open_files import make_room
+from jaxserve.server.http.process import Process
+from jaxserve.server.http.start_report import StartReport, Stop
+from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.served.specs import ModelSpec
+from jaxserve.server.settings import ServerConfig
+
+
+def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartReport) -> Models:
+    """Load one model after the other, and report progress and the memory that each takes.
+
+    Raises:
+        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
+    """
+    secret = secrets.token_bytes(32)
+    served: list[ServedModel] = []
+    try:
+        for spec in specs:
+            name = spec.names[0]
+            report.say(f"loading {name}" + ("" if spec.root == name else f" from {spec.root}"))
+            loaded = load(spec.config, report.progress)
+            llm = AsyncLLM(loaded)
+            served.append(ServedModel(spec.names, spec.root, llm, config, secret))
+            report.say(_memory_plan(loaded))
+            report.say(f"{loaded.start}")
+    except BaseException:
+        for model in served:
+            model.llm.close()
+        raise
+    return Models(served)
+
+
+def _memory_plan(loaded: Loaded) -> str:
+    runner, config = loaded.runner, loaded.config
+    pages = runner.num_pages
+    temporary = 0 if loaded.start is None else loaded.start.temporary_bytes
+    kept = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else runner.kv_dtype.name
+    return (
+        f"memory: weights {runner.weight_bytes:,} bytes{_quantization(loaded)}; "
+        f"KV cache in {kept}, {pages:,} pages x "
+        f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
+        f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
+        f"{temporary:,} bytes; at most {config.max_num_seqs} sequences "
+        f"of {loaded.limits.max_model_len:,} tokens"
+    )
+
+
+def _quantization(loaded: Loaded) -> str:
+    """Name the format of the blocks' weights, where they are quantized."""
+    stored = loaded.runner.model_config.quantization
+    form = stored.method if stored is not None else loaded.config.quantization
+    return "" if form is None else f" (blocks in {form})"
+
+
+def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.socket) -> int:
+    """Serve until SIGTERM or an interrupt.
+
+    Args:
+        specs: the models to serve.
+        config: the server's settings.
+        listener: from `listener.bind`.
+
+    Returns:
+        The exit status: 0 after an orderly end, 1 where an engine died.
+
+    Raises:
+        CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`, `make_room`.
+    """
+    log_json()
+    stop = Stop()
+    report = StartReport(sys.stderr, stop)
+    models = load_models(specs, config, report)
+    try:
+        room = make_room(config.max_connections)
+    except ValueError:
+        models.close()
+        raise
+    if room.connections < config.max_connections:
+        report.say(
+            f"warning: {room.connections} connections are served at once, not the "
+            f"{config.max_connections} of --max-connections: the limit of open files is "
+            f"{room.limit} (ulimit -n)"
+        )
+    process = Process(App(models, config, page.routes(), page.OPEN_PATHS), room)
+    # Objects alive now live on. A collection that walked them would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    try:
+        stop.check()
+        asyncio.run(_serve(process, listener, report))
+    finally:
+        models.close()
+    return process.status
+
+
+async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:
+    running = asyncio.ensure_future(process.serve(sockets=[listener]))
+    while not (process.started or running.done()):
+        await asyncio.sleep(0.01)
+    if process.started:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        report.say(f"ready at http://{shown}:{port}")
+    await running
