@@ -24,6 +24,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
 from pallas_kernels.cpu.ffi import NAMES, Field, registered
 from pallas_kernels.cpu.ir_builder import (
     I32,
@@ -448,15 +449,14 @@ def attend(
     q: jax.Array,
     kv_pages: xla.Pages,
     rows: tuple[jax.Array, ...],
-    sinks: jax.Array | None,
-    options: xla.Options,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Call a kernel of this kind; `rows` are the arrays that say where each row's pages are."""
     _, K, G, H = q.shape
-    scale, window, cap = options
+    scale, window, cap = options.score_scale(H), options.window, options.soft_cap
     page_size = kv_pages[0].shape[2]
     kernel: Any = kind(q.dtype.name, kv_pages[0].dtype.name, page_size, G, H, cap is not None)
-    sinks = jnp.full(K * G, -jnp.inf) if sinks is None else sinks
+    sinks = jnp.full(K * G, -jnp.inf) if options.sinks is None else options.sinks
     # The kernel knows powers of 2: what it is given is that of exp() times log2(e).
     call = jax.ffi.ffi_call(registered(kernel), jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(
@@ -474,13 +474,21 @@ def decode(
     kv_pages: xla.Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
-    sinks: jax.Array | None,
-    options: xla.Options,
+    options: AttentionOptions,
 ) -> jax.Array:
     """One query a row; see `xla.Decode`."""
-    return attend(PagedDecode, q, kv_pages, (page_table, kv_len), sinks, options)
+    return attend(PagedDecode, q, kv_pages, (page_table, kv_len), options)
 
 
-def paged_decode_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """One query per row over its pages; arguments as the public operation's."""
-    return xla.paged_decode_attention(*arrays, **options, decode=decode)
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+) -> jax.Array:
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
+    return xla.paged_decode_attention(
+        q, k_pages, v_pages, page_table, kv_len, options, decode=decode
+    )

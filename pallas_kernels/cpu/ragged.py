@@ -21,6 +21,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
 from pallas_kernels.cpu.decode import BLOCK, PagedKernel, attend, decode
 from pallas_kernels.cpu.ffi import NAMES, Field
 from pallas_kernels.cpu.ir_builder import (
@@ -392,14 +393,22 @@ def _tiles(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    sinks: jax.Array | None,
-    options: xla.Options,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Rows of two queries or more; see `xla.Tiles`."""
     rows = (page_table, query_start, kv_len)
-    return attend(PagedTiles, q, kv_pages, rows, sinks, options)
+    return attend(PagedTiles, q, kv_pages, rows, options)
 
 
-def ragged_paged_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """Rows of any length over their pages; arguments as the public operation's."""
-    return xla.ragged_paged_attention(*arrays, **options, decode=decode, tiles=_tiles)
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+) -> jax.Array:
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
+    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
+    return xla.ragged_paged_attention(*arrays, options, decode=decode, tiles=_tiles)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_ragged import tile_plan
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, lookup
@@ -420,13 +420,8 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -436,43 +431,36 @@ def ragged_paged_attention(
         config: block sizes; None reads the tuning table.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
-    factor = (case.H**-0.5 if scale is None else float(scale)) * (1.0 if soft_cap else LOG2E)
+    soft_cap = None if options.soft_cap is None else float(options.soft_cap)
+    factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)
     shape = _Shape(
         case=case,
         config=config or lookup(MosaicConfig, case),
         factor=factor,
-        window=window,
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        scaled=k_scale is not None,
-        with_lse=sinks is not None,
+        window=options.window,
+        soft_cap=soft_cap,
+        scaled=options.k_scale is not None,
+        with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
     plan = tile_plan(query_start, kv_len, case.T, shape.tile, skip_single=False)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
     plan = jnp.concatenate([plan, lengths[plan[:, 0]][:, None]], axis=1)
     operands = [_pack(q, plan, shape), k_pages, v_pages, page_table, plan]
-    if k_scale is not None:
-        operands.append(k_scale * factor)
+    if options.k_scale is not None:
+        operands.append(options.k_scale * factor)
     tiles, *lse = _call(shape, plan.shape[0], operands, interpret)
     out = _unpack(tiles, query_start, shape)
-    if sinks is not None:
+    if options.sinks is not None:
         share = jax.nn.sigmoid(
             _unpack(lse[0], query_start, shape)
-            - sinks.astype(jnp.float32).reshape(case.K, case.group)
+            - options.sinks.astype(jnp.float32).reshape(case.K, case.group)
         )
         out = out * share[..., None]
-    if v_scale is not None:
-        out = out * v_scale[:, None, None]
+    if options.v_scale is not None:
+        out = out * options.v_scale[:, None, None]
     return out.astype(q.dtype).reshape(q.shape)

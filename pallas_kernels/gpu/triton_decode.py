@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     NEGATIVE,
@@ -206,15 +206,10 @@ def split_and_merge(
     token: jax.Array,
     take: jax.Array,
     into: jax.Array | None,
+    options: AttentionOptions,
     *,
     case: Case,
     config: DecodeConfig,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
     """Attention of the query q[token[r]] of every row r with take[r] > 0.
@@ -227,9 +222,9 @@ def split_and_merge(
     Returns:
         [T,N,H].
     """
-    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, scale, window, soft_cap)
-    items, rows = split_plan(kv_len, token, take, case, window, config)
-    scaled, count = k_scale is not None, items.shape[0]
+    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, options)
+    items, rows = split_plan(kv_len, token, take, case, options.window, config)
+    scaled, count = options.k_scale is not None, items.shape[0]
     acc, stats = pl.pallas_call(
         functools.partial(_split_kernel, spec=spec, group=case.group, scaled=scaled),
         grid=(count, case.K),
@@ -249,11 +244,11 @@ def split_and_merge(
         page_table,
         kv_len,
         items,
-        *((k_scale, v_scale) if scaled else ()),
+        *((options.k_scale, options.v_scale) if scaled else ()),
     )
     operands = [acc, stats, rows]
-    if sinks is not None:
-        operands.append(sinks.astype(jnp.float32))
+    if options.sinks is not None:
+        operands.append(options.sinks.astype(jnp.float32))
     aliases = {}
     if into is not None:
         aliases = {len(operands): 0}
@@ -263,7 +258,7 @@ def split_and_merge(
             _merge_kernel,
             head_dim=case.H,
             splits=config.merge_splits,
-            sinks=sinks is not None,
+            sinks=options.sinks is not None,
         ),
         grid=(kv_len.shape[0], case.N),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -280,13 +275,8 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -296,17 +286,9 @@ def paged_decode_attention(
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, **options
+        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, options
     )
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
@@ -320,10 +302,10 @@ def paged_decode_attention(
         rows,
         jnp.ones_like(rows),
         None,
+        options,
         case=case,
         config=config,
         interpret=interpret,
-        **options,
     )
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_decode import fit_block, owner, running_sum, split_and_merge
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
@@ -127,13 +127,8 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: RaggedConfig | None = None,
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
@@ -145,30 +140,14 @@ def ragged_paged_attention(
             one query.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     config = config or lookup(RaggedConfig, case)
+    arrays = (q, k_pages, v_pages, page_table)
     out = _tiles(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        query_start,
-        kv_len,
-        case=case,
-        config=config,
-        interpret=interpret,
-        **options,
+        *arrays, query_start, kv_len, options, case=case, config=config, interpret=interpret
     )
     if not config.split_single:
         return out
@@ -176,18 +155,15 @@ def ragged_paged_attention(
     block = fit_block(decode_config.block_tokens, case)
     single = query_start[1:] - query_start[:-1] == 1
     return split_and_merge(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
+        *arrays,
         jnp.where(single, kv_len, 0),
         query_start[:-1],
         single.astype(jnp.int32),
         out,
+        options,
         case=case,
         config=dataclasses.replace(decode_config, block_tokens=block),
         interpret=interpret,
-        **options,
     )
 
 
@@ -198,29 +174,28 @@ def _tiles(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions,
     *,
     case: Case,
     config: RaggedConfig,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
     """Every tile of the step, without the rows of one query if the config sends them elsewhere."""
     block = fit_block(config.block_tokens, case)
-    spec = TileSpec.of(case, config.tile_rows, block, scale, window, soft_cap)
+    spec = TileSpec.of(case, config.tile_rows, block, options)
     tile = config.tile_rows // case.group
     plan = tile_plan(query_start, kv_len, case.T, tile, config.split_single)
-    scaled = k_scale is not None
+    scaled = options.k_scale is not None
     operands = [q, k_pages, v_pages, page_table, plan]
-    operands += [k_scale, v_scale] if scaled else []
-    operands += [sinks.astype(jnp.float32)] if sinks is not None else []
+    operands += [options.k_scale, options.v_scale] if scaled else []
+    operands += [options.sinks.astype(jnp.float32)] if options.sinks is not None else []
     return pl.pallas_call(
         functools.partial(
-            _tile_kernel, spec=spec, group=case.group, scaled=scaled, sinks=sinks is not None
+            _tile_kernel,
+            spec=spec,
+            group=case.group,
+            scaled=scaled,
+            sinks=options.sinks is not None,
         ),
         grid=(plan.shape[0], case.K),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),

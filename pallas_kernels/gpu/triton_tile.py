@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import FP8, Case
+from pallas_kernels.arguments import FP8, AttentionOptions, Case
 
 LOG2E = math.log2(math.e)
 NEGATIVE = -1e30
@@ -69,9 +69,7 @@ class TileSpec:
         case: Case,
         tile_rows: int,
         block_tokens: int,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
+        options: AttentionOptions,
     ) -> TileSpec:
         """Spec of a call. float8 pages are multiplied in float16: Hopper widens two float8 values
         to float16 with one instruction, and to bfloat16 with several."""
@@ -83,9 +81,9 @@ class TileSpec:
             block_tokens=block_tokens,
             page_size=case.S,
             head_dim=case.H,
-            scale=case.H**-0.5 if scale is None else float(scale),
-            window=window,
-            soft_cap=None if soft_cap is None else float(soft_cap),
+            scale=float(options.score_scale(case.H)),
+            window=options.window,
+            soft_cap=None if options.soft_cap is None else float(options.soft_cap),
             compute_dtype=compute,
         )
 
