@@ -1,11 +1,11 @@
-"""Rows of any number of queries over paged KV, in Pallas-Triton.
+"""Attention of rows of any number of queries over paged KV, in Pallas-Triton.
 
 A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
 the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
-and the tensor cores get full tiles. Which tile belongs to which row is worked out on the device
-from ``query_start``; the number of tiles is bounded by shapes alone. Rows of a single query, which
-would use a fraction of a tile and walk a long context alone, go to the split-KV decode kernel,
-which writes them into the same output.
+and the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
+which row; shapes alone bound the number of tiles. Rows of a single query, each of which would use a
+fraction of a tile and read a long context in one program, go to the split-KV decode kernel, which
+writes them into the same output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pallas_kernels.implementation import target_platform
 
 
 def tile_count(tokens: int, rows: int, tile: int, skip_single: bool) -> int:
-    """Most tiles any division of the tokens over the rows, and padding after them, can need."""
+    """Return the most tiles that the tokens, divided over rows and padding in any way, can need."""
     return tokens // tile + min(rows, tokens // 2 if skip_single else tokens) + 1
 
 
@@ -63,10 +63,10 @@ def tile_plan(
     ends = running_sum(tiles)
     count = tile_count(tokens, rows, tile, skip_single)
     row = owner(ends, count)
-    live = row <= rows
+    is_used = row <= rows
     row = jnp.minimum(row, rows)
     within = (jnp.arange(count, dtype=jnp.int32) - (ends - tiles)[row]) * tile
-    size = jnp.where(live, jnp.minimum(counts[row] - within, tile), 0)
+    size = jnp.where(is_used, jnp.minimum(counts[row] - within, tile), 0)
     return jnp.stack([row, starts[row] + within, size, positions[row] + within], axis=1)
 
 
@@ -82,13 +82,16 @@ def _tile_kernel(
     scaled: bool,
     sinks: bool,
 ) -> None:
-    """One tile of one kv head, written straight to its tokens of out [T,N,H]."""
+    """Compute one tile of one kv head and write it to its tokens of out [T,N,H].
+
+    ``rest``: k_scale and v_scale if ``scaled``, the sinks if ``sinks``, and out.
+    """
     scale_refs: Any = rest[:2] if scaled else (None, None)
     k_scale_ref, v_scale_ref = scale_refs
     rest = rest[2:] if scaled else rest
     sink_ref: Any = rest[0] if sinks else None
     out_ref = rest[-1]
-    # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
+    # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
     tile, kv_head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     row, first_token = tile_ref[tile, 0], tile_ref[tile, 1]
     size, first = tile_ref[tile, 2], tile_ref[tile, 3]
@@ -133,11 +136,11 @@ def ragged_paged_attention(
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H].
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
 
     Args:
-        config: block sizes; None reads the tuning table. decode_config: likewise, for the rows of
-            one query.
+        config: block sizes; None reads the tuning table.
+        decode_config: likewise, for the rows of one query.
         interpret: run on any device, slowly, as plain JAX operations.
     """
     platform = target_platform()
@@ -180,7 +183,7 @@ def _tiles(
     config: RaggedConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Every tile of the step, without the rows of one query if the config sends them elsewhere."""
+    """Compute every tile of the step, without rows of one query if ``config.split_single``."""
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, options)
     tile = config.tile_rows // case.group
