@@ -158,7 +158,9 @@ def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> Cu
 
 @cache
 def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
-    return Transposition(word, number, widens)  # asking what the host can do takes a while
+    return Transposition(
+        word, number, widens
+    )  # cached, since reading the host's features takes a while
 
 
 def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> int:
