@@ -1,4 +1,4 @@
-"""Paged attention kernels: arrays in, arrays out; nothing here knows about requests or serving.
+"""Paged attention kernels: arrays in, arrays out, without a notion of requests or serving.
 
 Three operations over a paged KV cache whose arrays are laid out ``[P, K, S, H]`` (pages, kv heads,
 tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` contiguous values:
@@ -7,14 +7,15 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
 * ``kv_write``: store a step's keys and values in their pages, in place.
 
-And three over weights: ``quantized_matmul``, which never makes a quantized weight whole,
-``grouped_matmul``, rows sorted by group times each group's matrix, for mixtures of experts, and on
-CPU ``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own
-at the memory's speed. And ``row_sums``, for norms, ``softmax`` and ``sigmoid``, for routers: on CPU
-a row's result does not depend on how many others there are.
+Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
+``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
+for mixtures of experts; and on CPU ``panel_product`` and ``quantized_panel_product``, which read
+weights in an order of their own at the memory's speed. Operations over rows: ``row_sums``, for
+norms, ``softmax`` and ``sigmoid``, for routers; on CPU a row's result does not depend on how many
+others there are.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
-runs is decided by the table in ``implementation``.
+runs, the tables in ``implementation`` decide.
 """
 
 from pallas_kernels.arguments import check_page_table

@@ -1,7 +1,7 @@
 """Checks of arguments, made once while tracing; and a numpy check of page ids for debug mode.
 
-Indexing in XLA never fails: an index out of range is clamped into somebody else's page. So whatever
-can be known from shapes and dtypes is refused here, with the name of the argument at fault.
+Indexing in XLA never fails: an index out of range is clamped into another row's page. So every
+fault that shapes and dtypes show is refused here, with the name of the argument at fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What an implementation may look at to say whether it can do a call: shapes and dtypes only.
+    """Shapes and dtypes of a call, by which the implementation that runs is chosen.
 
     ``op`` is "ragged", "decode" or "kv_write"; sizes are named as everywhere else: T tokens, R
     rows, P pages, S page size, M pages per row, N query heads, K kv heads, H head dim. For
@@ -64,8 +64,52 @@ class GroupedCase:
     op: str = "grouped_matmul"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """Options of an attention call; ``scale``, ``window`` and ``soft_cap`` are static, not arrays.
+
+    Attributes:
+        scale: factor of the scores; None means ``H ** -0.5``.
+        window: a query at position p sees only positions greater than ``p - window``.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+        sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
+        k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale.
+        v_scale: f32[K], likewise for values.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+    def score_scale(self, head_dim: int) -> float:
+        """Return the factor of the scores for heads of a size."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def check(self, num_heads: int, num_kv_heads: int) -> None:
+        """Raise ValueError for an option that a call with so many heads cannot have."""
+        window, soft_cap, scale = self.window, self.soft_cap, self.scale
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
+        if soft_cap is not None and not float(soft_cap) > 0:
+            raise ValueError(f"soft_cap is {soft_cap!r}; expected None or a positive float")
+        if scale is not None and not np.isfinite(float(scale)):
+            raise ValueError(
+                f"scale is {scale!r}; expected None (head_dim ** -0.5) or a finite float"
+            )
+        if self.sinks is not None:
+            _check_dtype("sinks", self.sinks, QUERY_DTYPES)
+            _check_shape("sinks", self.sinks, (num_heads,), "[N]")
+        _check_scales(self.k_scale, self.v_scale, num_kv_heads)
+
+
+NO_OPTIONS = AttentionOptions()
+
+
 def number_dtype(pages: jnp.dtype) -> jnp.dtype:
-    """Of the numbers that pages of a dtype hold: those of uint8 are the bits of float8_e4m3fn."""
+    """Return the dtype of the numbers in pages: uint8 pages hold the bits of float8_e4m3fn."""
     return FP8 if pages == FP8_BITS else jnp.dtype(pages)
 
 
@@ -92,6 +136,7 @@ def _check_rank(name: str, array: jax.Array, letters: str) -> None:
 
 
 def _check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
+    """Raise ValueError unless both are [P,K,S,H] of one dtype, with slots that fit int32."""
     _check_rank("k_pages", k_pages, "[P,K,S,H]")
     _check_dtype("k_pages", k_pages, PAGE_DTYPES)
     _check_shape("v_pages", v_pages, tuple(k_pages.shape), "[P,K,S,H]")
@@ -127,13 +172,7 @@ def attention_case(
     page_table: jax.Array,
     query_start: jax.Array | None,
     kv_len: jax.Array,
-    *,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    options: AttentionOptions,
 ) -> Case:
     """Check an attention call and describe it.
 
@@ -169,16 +208,7 @@ def attention_case(
         raise ValueError(f"q has {tokens} rows; expected the R = {rows} rows of page_table")
     if tokens < 1:
         raise ValueError("q has no tokens; at least 1 is needed")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
-    if soft_cap is not None and not float(soft_cap) > 0:
-        raise ValueError(f"soft_cap is {soft_cap!r}; expected None or a positive float")
-    if scale is not None and not np.isfinite(float(scale)):
-        raise ValueError(f"scale is {scale!r}; expected None (head_dim ** -0.5) or a finite float")
-    if sinks is not None:
-        _check_dtype("sinks", sinks, QUERY_DTYPES)
-        _check_shape("sinks", sinks, (num_heads,), "[N]")
-    _check_scales(k_scale, v_scale, num_kv_heads)
+    options.check(num_heads, num_kv_heads)
     return Case(
         op=op,
         platform=platform,
@@ -273,12 +303,12 @@ def check_page_table(
     """Check on the host that every page a row will read exists. For debug mode: numpy, no device.
 
     Args:
-        page_table: i32[R, M] page ids; entries past a row's pages are not looked at.
+        page_table: i32[R, M] page ids; entries past a row's pages are not checked.
         kv_len: i32[R] positions per row.
         num_pages: P.
         page_size: S.
-        query_start: optional i32[R+1]; when given, must start at 0, never fall, and give no row
-            more queries than it has positions.
+        query_start: i32[R+1], which must start at 0, never fall, and give no row more queries than
+            it has positions; or None.
 
     Raises:
         ValueError: naming the first row at fault.

@@ -1,11 +1,13 @@
-"""Which implementation runs: one table of preferences and one of limits.
+"""Choice of the implementation that runs: one table of preferences and one of limits.
 
 ``implementation="auto"`` takes the first name in ``PREFERENCE`` whose limits admit the call. A name
-asked for explicitly is used or refused with the reason; it never falls through to another one.
+that the caller gives is used or refused with the reason; it never falls through to another one.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +19,8 @@ IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
 
 PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
-    # (operation, platform) -> what "auto" tries, best first. mosaic_gpu is only used when asked
-    # for by name until it has been measured against triton on the device.
+    # (operation, platform) -> what "auto" tries, best first. mosaic_gpu is used only by its name
+    # until it has been measured against triton on the device.
     ("ragged", "gpu"): ("triton", "xla"),
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
@@ -27,7 +29,7 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("decode", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
-"""What "auto" tries on every other platform."""
+"""Implementations that "auto" tries on every other platform."""
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
@@ -36,7 +38,7 @@ TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
 def target_platform() -> str:
-    """The platform being compiled for: "gpu", "cpu" or another XLA name.
+    """Return the platform being compiled for: "gpu", "cpu" or another XLA name.
 
     An abstract device in the current mesh wins (that is how code is compiled for a GPU on a machine
     without one), then ``jax.default_device``, then the default backend.
@@ -51,18 +53,37 @@ def target_platform() -> str:
 
 
 def has_llvm() -> bool:
-    """Whether what is compiled can call the kernels for CPU."""
+    """Return whether the code being compiled can call the kernels for CPU."""
     return target_platform() == "cpu" and find_spec("llvmlite") is not None
 
 
 def target_device_kind() -> str:
-    """Name of the device being compiled for, for example "NVIDIA H200"."""
+    """Return the name of the device being compiled for, for example "NVIDIA H200"."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = getattr(device, "device_kind", None)
     return kind or jax.devices()[0].device_kind
 
 
+def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
+    """Return a stand-in for a function whose module is imported at the first call.
+
+    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs; LLVM is
+    not needed on a GPU.
+
+    Args:
+        module: its full name.
+        function: the function's name in the module.
+        options: keywords that every call adds to its own.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **kwargs, **options)
+
+    return run
+
+
 def _triton_limit(case: Case | GroupedCase) -> str | None:
+    """Return the reason why the Triton kernels cannot compute a call; None when they can."""
     if isinstance(case, GroupedCase):
         if case.dtype.itemsize > 4:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
@@ -89,6 +110,7 @@ def _triton_limit(case: Case | GroupedCase) -> str | None:
 
 
 def _mosaic_limit(case: Case | GroupedCase) -> str | None:
+    """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
     if isinstance(case, GroupedCase) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
@@ -106,6 +128,7 @@ def _mosaic_limit(case: Case | GroupedCase) -> str | None:
 
 
 def _llvm_limit(case: Case | GroupedCase) -> str | None:
+    """Return the reason why the CPU kernels cannot compute a call; None when they can."""
     if isinstance(case, GroupedCase) or case.op not in ("ragged", "decode"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if case.platform != "cpu":
@@ -129,7 +152,7 @@ def _llvm_limit(case: Case | GroupedCase) -> str | None:
 
 
 def limit(name: str, case: Case | GroupedCase) -> str | None:
-    """Why ``name`` cannot do ``case``, in words; None when it can."""
+    """Return the reason why implementation ``name`` cannot do ``case``; None when it can."""
     if name == "xla":
         return None
     if name == "llvm":
@@ -145,10 +168,14 @@ def limit(name: str, case: Case | GroupedCase) -> str | None:
 
 
 def choose(requested: str, case: Case | GroupedCase) -> str:
-    """The implementation that will run ``case``.
+    """Return the implementation that will run ``case``.
+
+    Args:
+        requested: "auto", or the name of an implementation.
+        case: the call.
 
     Raises:
-        ValueError: an unknown name, or a named implementation that cannot do the case.
+        ValueError: ``requested`` is no name, or names an implementation that cannot do the case.
     """
     if requested not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {requested!r}; allowed: {', '.join(IMPLEMENTATIONS)}")

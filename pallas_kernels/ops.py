@@ -2,71 +2,58 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import xla, xla_grouped_matmul
-from pallas_kernels.arguments import attention_case, grouped_case, kv_write_case
-from pallas_kernels.implementation import choose, has_llvm, target_platform
-
-
-def _later(module: str, function: str, **options: bool) -> Callable[..., Any]:
-    """A function of a module that is imported when it is first called.
-
-    Pallas takes 0.4 s to import, an eighth of a start on CPU, where no kernel of it runs; LLVM is
-    not needed on a GPU.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = importlib.import_module(module)
-        return getattr(found, function)(*args, **kwargs, **options)
-
-    return run
-
+from pallas_kernels.arguments import AttentionOptions, attention_case, grouped_case, kv_write_case
+from pallas_kernels.implementation import choose, deferred, has_llvm, target_platform
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
-    "mosaic_gpu": _later("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
-    "triton": _later("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
-    "triton_interpret": _later(
+    "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
+    "triton": deferred("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
+    "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_ragged", "ragged_paged_attention", interpret=True
     ),
-    "llvm": _later("pallas_kernels.cpu.ragged", "ragged_paged_attention"),
+    "llvm": deferred("pallas_kernels.cpu.ragged", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _later("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
-    "triton_interpret": _later(
+    "triton": deferred("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
+    "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_decode", "paged_decode_attention", interpret=True
     ),
-    "llvm": _later("pallas_kernels.cpu.decode", "paged_decode_attention"),
+    "llvm": deferred("pallas_kernels.cpu.decode", "paged_decode_attention"),
     "xla": xla.paged_decode_attention,
 }
 KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "triton": _later("pallas_kernels.gpu.triton_kv_write", "kv_write"),
-    "triton_interpret": _later("pallas_kernels.gpu.triton_kv_write", "kv_write", interpret=True),
+    "triton": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write"),
+    "triton_interpret": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write", interpret=True),
     "xla": xla.kv_write,
 }
 GROUPED: Mapping[str, Callable[..., jax.Array]] = {
-    "triton": _later("pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul"),
-    "triton_interpret": _later(
+    "triton": deferred("pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul"),
+    "triton_interpret": deferred(
         "pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul", interpret=True
     ),
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 
-# On CPU only: a product with weights in panels; kernels' machine code, to be kept, and kept ones.
-panel_product = _later("pallas_kernels.cpu.product", "panel_product")
-quantized_panel_product = _later("pallas_kernels.cpu.quantized_product", "quantized_panel_product")
-inputs_in_panels = _later("pallas_kernels.cpu.transpose", "inputs_in_panels")
-rows_in_panels = _later("pallas_kernels.cpu.transpose", "rows_in_panels")
-_row_sums = _later("pallas_kernels.cpu.row_sums", "row_sums")
-_row_shares = _later("pallas_kernels.cpu.row_sums", "row_shares")
-kernel_code = _later("pallas_kernels.cpu.ffi", "code_of")
-restore_kernels = _later("pallas_kernels.cpu.ffi", "restore")
+# On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
+# restore.
+panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
+quantized_panel_product = deferred(
+    "pallas_kernels.cpu.quantized_product", "quantized_panel_product"
+)
+inputs_in_panels = deferred("pallas_kernels.cpu.transpose", "inputs_in_panels")
+rows_in_panels = deferred("pallas_kernels.cpu.transpose", "rows_in_panels")
+_row_sums = deferred("pallas_kernels.cpu.row_sums", "row_sums")
+_row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
+kernel_code = deferred("pallas_kernels.cpu.ffi", "code_of")
+restore_kernels = deferred("pallas_kernels.cpu.ffi", "restore")
 
 
 def ragged_paged_attention(
@@ -85,11 +72,11 @@ def ragged_paged_attention(
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Causal attention of rows of any length over their pages of KV cache.
+    """Compute causal attention of rows of any length over their pages of KV cache.
 
     Row r owns the tokens ``query_start[r]:query_start[r+1]`` of q, and they are the last of its
-    ``kv_len[r]`` positions: its query i of n is at position ``kv_len[r] - n + i`` and sees
-    positions up to its own. Keys and values of all positions, the queries' own included, are
+    ``kv_len[r]`` positions: query i of n is at position ``kv_len[r] - n + i`` and sees positions
+    up to its own. Keys and values of all positions, the queries' own included, are
     already in the pages. Tokens at and after ``query_start[R]`` are padding. Padding, and queries
     that see nothing, yield zeros. Nothing that a row does not own reaches its output: not other
     rows' pages, not the unwritten end of its last page, be they NaN.
@@ -118,20 +105,13 @@ def ragged_paged_attention(
     """
     arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
     q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
+    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
     platform = target_platform()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     run = RAGGED[choose(implementation, case)]
-    return run(q, k_pages, v_pages, page_table, query_start, kv_len, **options)
+    return run(q, k_pages, v_pages, page_table, query_start, kv_len, options)
 
 
 def paged_decode_attention(
@@ -149,12 +129,12 @@ def paged_decode_attention(
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """``ragged_paged_attention`` where every row has one query, its last position.
+    """Compute ``ragged_paged_attention`` where every row has one query, its last position.
 
     Args:
         q: [R,N,H]; row r is the query at position ``kv_len[r] - 1``.
         kv_len: i32[R]; a row of 0 positions is padding and yields zeros.
-        others: as in ``ragged_paged_attention``.
+        Others as in ``ragged_paged_attention``.
 
     Returns:
         [R,N,H] of q's dtype.
@@ -164,20 +144,13 @@ def paged_decode_attention(
     """
     arrays = (q, k_pages, v_pages, page_table, kv_len)
     q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
+    options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
     platform = target_platform()
     case = attention_case(
-        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, **options
+        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, options
     )
     run = DECODE[choose(implementation, case)]
-    return run(q, k_pages, v_pages, page_table, kv_len, **options)
+    return run(q, k_pages, v_pages, page_table, kv_len, options)
 
 
 def kv_write(
@@ -221,11 +194,11 @@ def kv_write(
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str = "auto"
 ) -> jax.Array:
-    """Rows sorted by group, each times the matrix of its group.
+    """Multiply rows, sorted by group, each by the matrix of its group.
 
     The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
-    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: nothing
-    is read of a group without rows.
+    and so on; rows after the last group yield zeros. Cost follows the rows, not the groups: the
+    matrix of a group without rows is not read.
 
     Args:
         x: [A,D], bfloat16, float16, float32 or float64.
@@ -244,28 +217,28 @@ def grouped_matmul(
     return run(x, w, group_sizes)
 
 
-def row_sums(x: jax.Array, of: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
-    """Sums over the last axis; on CPU in an order that depends on its length alone.
+def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
+    """Sum over the last axis; on CPU in an order that depends on its length alone.
 
     So a row's sum is the same to the bit however many rows there are, which XLA does not promise.
 
     Args:
         x: [..., D], bfloat16, float16, float32 or float64.
-        of: what is summed: the numbers, their squares, or exp(number - greatest of the row).
+        term: what is summed: the numbers, their squares, or exp(number - greatest of the row).
 
     Returns:
         [...] of x's dtype, float32 at least.
     """
     if has_llvm() and x.size:
-        return _row_sums(x, of)
+        return _row_sums(x, term)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if of == "exps":
+    if term == "exps":
         x = jnp.exp(x - x.max(axis=-1, keepdims=True))
-    return jnp.sum(jnp.square(x) if of == "squares" else x, axis=-1)
+    return jnp.sum(jnp.square(x) if term == "squares" else x, axis=-1)
 
 
 def softmax(x: jax.Array) -> jax.Array:
-    """Softmax over the last axis of [..., D], float32 or float64.
+    """Compute the softmax over the last axis of [..., D], float32 or float64.
 
     On CPU a row's result is the same to the bit however many rows there are.
 
@@ -276,7 +249,7 @@ def softmax(x: jax.Array) -> jax.Array:
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
-    """1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
+    """Compute 1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
 
     On CPU a number's result is the same to the bit wherever it stands.
 

@@ -1,4 +1,4 @@
-"""Codes of quantized weights to numbers; runs in XLA and inside Triton kernels alike."""
+"""Conversion of quantized weights' codes to numbers, in XLA and inside Triton kernels alike."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ FORMS = ("int8", "fp8", "int4")
 
 
 def codes_a_row(form: str) -> int:
-    """Codes in one element of the stored array."""
+    """Return how many codes one element of the stored array holds."""
     return 2 if form == "int4" else 1
 
 
 def halves(x: jax.Array, form: str) -> list[jax.Array]:
-    """x [T,I] in the parts that `decode`'s parts multiply: all of it, or even and odd inputs."""
+    """Split x [T,I] as `decode` splits weights: all of it, or for int4 even and odd inputs."""
     return [x[:, half :: codes_a_row(form)] for half in range(codes_a_row(form))]
 
 
 def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
-    """The numbers that codes [R,C] stand for before they are scaled, each part [R,C] of `dtype`.
+    """Convert codes [R,C] to numbers, not yet scaled: parts [R,C] of `dtype`.
 
-    int4 has two parts, the low halves and the high ones, each less 8. Exact in every dtype that
-    activations have.
+    int4 has two parts, the low halves and the high halves, each less 8. The conversion is exact in
+    every dtype that activations have.
     """
     if form == "int8":
         return [values.astype(dtype)]
@@ -35,10 +35,10 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
 
 
 def _fp8(bits: jax.Array) -> jax.Array:
-    """float32 of float8_e4m3fn's bits; NaN, which no weight is, becomes 480.
+    """Convert bits of float8_e4m3fn to float32; NaN, which no weight is, becomes 480.
 
-    Moved into place its exponent and mantissa are those of a float16 that is 256 times smaller,
-    zero and subnormal numbers included.
+    Shifted into place, exponent and mantissa are those of a float16 that is 256 times smaller, for
+    zero and subnormal numbers too.
     """
     bits = bits.astype(jnp.int32)
     sign = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x80)), jnp.full_like(bits, 8))

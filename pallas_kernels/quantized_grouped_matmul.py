@@ -1,14 +1,14 @@
-"""The grouped matrix product where every group's matrix is stored quantized, and stays so.
+"""The grouped matrix product where every group's matrix stays quantized in memory.
 
 Codes, scales and zero points are those of ``quantized_matmul`` with one more dimension in front,
 the groups of rows: values [E,rows,O], scales and zeros [E,groups,O]. On CPU a loop over tiles of
 rows dequantizes a block of one matrix's outputs at a time, in float32; on a GPU the kernel in
-``triton_quantized_grouped_matmul`` does it in registers. Matrices without rows are never read.
+``gpu/triton_quantized_grouped_matmul.py`` does it in registers. Matrices without rows are never
+read.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, target_platform
+from pallas_kernels.implementation import deferred
 from pallas_kernels.quantized_codes import halves
-from pallas_kernels.quantized_matmul import block_product, check
+from pallas_kernels.quantized_matmul import block_product, check, choose
 from pallas_kernels.xla_grouped_matmul import row_tiles, tile_rows
 
 BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "int4": 128})
-"""Of the loop on CPU, by form. The two that take more to decode are 0.6 to 0.8 times as slow with
-blocks that stay in a nearer cache, at 768 inputs and 2 to 32 rows a tile."""
+"""Outputs of a turn of the loop on CPU, by form. The two forms that take longer to decode run in
+0.6 to 0.8 of the time with blocks that stay in a nearer cache, at 768 inputs and 2 to 32 rows a
+tile."""
+
+_triton = deferred("pallas_kernels.gpu.triton_quantized_grouped_matmul", "quantized_grouped_matmul")
 
 
 def quantized_grouped_matmul(
@@ -36,7 +39,7 @@ def quantized_grouped_matmul(
     form: str,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Rows sorted by group, each times the matrix of its group; see ``grouped_matmul``.
+    """Multiply rows, sorted by group, each by the matrix of its group; see ``grouped_matmul``.
 
     Args:
         x: [A,I], bfloat16, float16, float32 or float64.
@@ -55,17 +58,10 @@ def quantized_grouped_matmul(
         ValueError: naming the argument at fault and what is allowed.
     """
     _check(x, values, scales, zeros, group_sizes, form, implementation)
-    # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
-    far = TWO_GIB <= values.size <= FOUR_GIB
-    if implementation == "auto":
-        suits = target_platform() == "gpu" and x.dtype.itemsize <= 4 and not far
-        implementation = "triton" if suits else "xla"
+    implementation = choose(implementation, x, values)
     if implementation == "xla":
         return _in_tiles(x, values, scales, zeros, group_sizes, form)
-    if far:
-        raise ValueError(f"values take {values.size} bytes; triton takes no 2 to 4 GiB")
-    kernels = importlib.import_module("pallas_kernels.gpu.triton_quantized_grouped_matmul")
-    return kernels.quantized_grouped_matmul(
+    return _triton(
         *(x, values, scales, zeros, group_sizes),
         form=form,
         interpret=implementation == "triton_interpret",
@@ -80,7 +76,7 @@ def _in_tiles(
     group_sizes: jax.Array,
     form: str,
 ) -> jax.Array:
-    """Of each tile of rows a block of columns at a time; the last overlaps the one before."""
+    """Multiply each tile of rows by a block of columns at a time; the last may overlap."""
     rows, columns = x.shape[0], values.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     size = tile_rows(rows, values.shape[0])
@@ -90,21 +86,22 @@ def _in_tiles(
     inputs = halves(jnp.pad(x, ((0, size), (0, 0))), form)
 
     def body(turn: jax.Array, out: jax.Array) -> jax.Array:
+        """Multiply a tile by a block and write it to out [A + size, O]."""
         tile = turn // blocks
-        at = jnp.minimum(turn % blocks * width, columns - width)
+        column = jnp.minimum(turn % blocks * width, columns - width)
 
         def cut(array: jax.Array) -> jax.Array:
-            start, shape = (group[tile], zero, at), (1, array.shape[1], width)
+            start, shape = (group[tile], zero, column), (1, array.shape[1], width)
             return lax.dynamic_slice(array, start, shape)[0]
 
-        some = [
+        tile_inputs = [
             lax.dynamic_slice(part, (first[tile], zero), (size, part.shape[1])).astype(wide)
             for part in inputs
         ]
-        some_zeros = None if zeros is None else cut(zeros)
-        y = block_product(some, cut(values), cut(scales), some_zeros, form)
+        block_zeros = None if zeros is None else cut(zeros)
+        y = block_product(tile_inputs, cut(values), cut(scales), block_zeros, form)
         # What a tile writes past the end of its group, the next group's tile overwrites.
-        return lax.dynamic_update_slice(out, y, (first[tile], at))
+        return lax.dynamic_update_slice(out, y, (first[tile], column))
 
     out = jnp.zeros((rows + size, columns), wide)
     out = lax.fori_loop(jnp.int32(0), count.astype(jnp.int32) * blocks, body, out)
@@ -121,6 +118,7 @@ def _check(
     form: str,
     implementation: str,
 ) -> None:
+    """Raise ValueError, naming the argument at fault, for a call that cannot be."""
     if values.ndim != 3 or values.shape[0] < 1:
         raise ValueError(f"values have shape {values.shape}; expected [E, rows, O]")
     many = values.shape[0]
@@ -128,10 +126,11 @@ def _check(
         if array is not None and (array.ndim != 3 or array.shape[0] != many):
             raise ValueError(f"{name} have shape {array.shape}; expected [{many}, groups, O]")
 
-    def one(array: jax.Array) -> jax.ShapeDtypeStruct:
+    def first(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
 
-    check(x, one(values), one(scales), None if zeros is None else one(zeros), form, implementation)
+    first_zeros = None if zeros is None else first(zeros)
+    check(x, first(values), first(scales), first_zeros, form, implementation)
     if group_sizes.shape != (many,) or group_sizes.dtype != jnp.int32:
         got = f"{group_sizes.dtype}{list(group_sizes.shape)}"
         raise ValueError(f"group_sizes are {got}; expected int32[{many}], one a matrix of values")

@@ -1,43 +1,43 @@
-"""The product of activations with a weight that is stored quantized, and stays so.
+"""The product of activations with a weight that stays quantized in memory.
 
 A weight of I inputs and O outputs is stored as codes, one scale for each group of inputs and each
 output, and where the format has them zero points: ``(code - zero) * scale``. Groups divide the rows
 evenly; one group is one scale an output channel. Codes are
 
 * ``int8``: int8 [I,O];
-* ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. As floats, XLA on CPU would convert the whole
-  weight before it takes a part of it; and float8 is not native before Hopper;
-* ``int4``: uint8 [I/2,O], input 2i in the low half of a byte and 2i + 1 in the high one. Without
+* ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. If they were floats, XLA on CPU would convert
+  the whole weight before it takes a part of it; and float8 is not native before Hopper;
+* ``int4``: uint8 [I/2,O], input 2i in the low half of a byte and 2i + 1 in the high half. Without
   zero points a code of 8 is zero.
 
 No weight is ever in full precision as a whole: on CPU a loop dequantizes a block of outputs and
-multiplies by it (left to itself XLA dequantizes everything first, and is 6 times slower), on a GPU
-the kernel in ``triton_quantized_matmul`` dequantizes in registers.
+multiplies by it (without the loop XLA dequantizes everything first, and is 6 times slower), on a
+GPU the kernel in ``gpu/triton_quantized_matmul.py`` dequantizes in registers.
 """
 
 from __future__ import annotations
-
-import importlib
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.implementation import target_platform
+from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, deferred, target_platform
 from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
 
 BLOCK_COLUMNS = 256
-"""Of the loop on CPU: fewer make too much of its overhead, more leave the cache."""
+"""Outputs of a turn of the loop on CPU: its overhead outweighs fewer, and more leave the cache."""
 
 Described = jax.Array | jax.ShapeDtypeStruct
 
 IMPLEMENTATIONS = ("auto", "triton", "triton_interpret", "xla")
 
+_triton = deferred("pallas_kernels.gpu.triton_quantized_matmul", "quantized_matmul")
+
 
 def dequantize(
     values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
 ) -> jax.Array:
-    """The weight in full, [I,O] of `dtype`: the specification."""
+    """Compute the weight in full, [I,O] of `dtype`: the specification."""
     groups = scales.shape[0]
     parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
     if zeros is not None:
@@ -55,7 +55,7 @@ def quantized_matmul(
     form: str,
     implementation: str = "auto",
 ) -> jax.Array:
-    """x times the weight.
+    """Multiply x by the weight.
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
@@ -63,7 +63,8 @@ def quantized_matmul(
         scales: [groups,O], any float.
         zeros: uint8 [groups,O]; of int4 only.
         form: "int8", "fp8" or "int4".
-        implementation: "auto" takes Triton on a GPU, if x is not float64, and XLA elsewhere.
+        implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are
+            addressable, and XLA elsewhere.
 
     Returns:
         [T,O] in float32 (float64 for float64), in which products accumulate.
@@ -72,29 +73,42 @@ def quantized_matmul(
         ValueError: naming the argument at fault and what is allowed.
     """
     check(x, values, scales, zeros, form, implementation)
-    if implementation == "auto":
-        suits = target_platform() == "gpu" and x.dtype.itemsize <= 4
-        implementation = "triton" if suits else "xla"
+    implementation = choose(implementation, x, values)
     if implementation == "xla":
         return _in_blocks(x, values, scales, zeros, form)
-    kernels = importlib.import_module("pallas_kernels.gpu.triton_quantized_matmul")
-    return kernels.quantized_matmul(
+    return _triton(
         x, values, scales, zeros, form=form, interpret=implementation == "triton_interpret"
     )
+
+
+def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
+    """Return the implementation that multiplies x by codes: one of `IMPLEMENTATIONS`, not "auto".
+
+    Raises:
+        ValueError: Triton is named, and cannot address the codes.
+    """
+    # Triton's offsets are 32-bit signed unless the array is larger than 4 GiB.
+    is_addressable = not TWO_GIB <= values.size <= FOUR_GIB
+    if implementation == "auto":
+        is_narrow = x.dtype.itemsize <= 4
+        return "triton" if target_platform() == "gpu" and is_narrow and is_addressable else "xla"
+    if implementation != "xla" and not is_addressable:
+        raise ValueError(f"values take {values.size} bytes; triton takes no 2 to 4 GiB")
+    return implementation
 
 
 def _in_blocks(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """A block of columns at a time; the last one overlaps the one before where it must."""
+    """Multiply by a block of columns at a time; the last may overlap the one before it."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     columns = values.shape[1]
     width = min(BLOCK_COLUMNS, columns)
     inputs = [part.astype(wide) for part in halves(x, form)]
 
-    def block(at: jax.Array | int) -> jax.Array:
+    def block(column: jax.Array | int) -> jax.Array:
         def cut(array: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(array, at, width, axis=1)
+            return lax.dynamic_slice_in_dim(array, column, width, axis=1)
 
         return block_product(
             inputs, cut(values), cut(scales), None if zeros is None else cut(zeros), form
@@ -104,8 +118,8 @@ def _in_blocks(
         return block(0)
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
-        at = jnp.minimum(index * width, columns - width)
-        return lax.dynamic_update_slice_in_dim(out, block(at), at, axis=1)
+        column = jnp.minimum(index * width, columns - width)
+        return lax.dynamic_update_slice_in_dim(out, block(column), column, axis=1)
 
     out = jnp.zeros((x.shape[0], columns), wide)
     return lax.fori_loop(0, -(-columns // width), body, out)
@@ -118,7 +132,15 @@ def block_product(
     zeros: jax.Array | None,
     form: str,
 ) -> jax.Array:
-    """Activations, as `halves` gives them and as wide as they accumulate, times some outputs."""
+    """Multiply activations by a block of outputs, [T,C].
+
+    Args:
+        inputs: the activations as `halves` splits them, in the dtype in which products accumulate.
+        values: codes [rows,C] of the block.
+        scales: [groups,C].
+        zeros: uint8 [groups,C], or None.
+        form: of the codes.
+    """
     wide = inputs[0].dtype
     weights, scale = decode(values, form, wide), scales.astype(wide)
     zero = None if zeros is None else zeros.astype(wide) - _offset(form)
@@ -135,7 +157,7 @@ def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.
 
 
 def _offset(form: str) -> int:
-    """What `decode` has subtracted from the codes already."""
+    """Return the number that `decode` has already subtracted from the codes."""
     return 8 if form == "int4" else 0
 
 
@@ -147,7 +169,7 @@ def check(
     form: str,
     implementation: str,
 ) -> None:
-    """Raise ValueError, naming the argument at fault, for a call that cannot be."""
+    """Raise ValueError, naming the argument at fault, for shapes or dtypes that do not fit."""
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; allowed: {', '.join(FORMS)}")
     if implementation not in IMPLEMENTATIONS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import FP8, FP8_BITS, number_dtype
+from pallas_kernels.arguments import FP8, FP8_BITS, NO_OPTIONS, AttentionOptions, number_dtype
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
@@ -22,10 +22,9 @@ def _attend_one(
     keys: jax.Array,
     values: jax.Array,
     visible: jax.Array,
-    sinks: jax.Array | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
 ) -> jax.Array:
-    """Attention of one scaled query [N,H] to keys and values [C,K,H]; visible: bool[C]."""
+    """Compute attention of one scaled query [N,H] to keys and values [C,K,H]; visible: bool[C]."""
     num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     # A product with zero does not remove a NaN, so what is not visible is replaced, not multiplied.
@@ -34,17 +33,17 @@ def _attend_one(
     grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("kgh,ckh->kgc", grouped, keys, precision=highest)
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if options.soft_cap is not None:
+        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
     logits = jnp.where(visible, logits, -jnp.inf)
     top = logits.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(query.dtype).reshape(num_kv_heads, -1, 1)
+    if options.sinks is not None:
+        sink = options.sinks.astype(query.dtype).reshape(num_kv_heads, -1, 1)
         top = jnp.maximum(top, sink)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
+    if options.sinks is not None:
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total == 0, 1, total)
     return jnp.einsum("kgc,ckh->kgh", weights, values, precision=highest).reshape(query.shape)
@@ -57,24 +56,18 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H]."""
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
     tokens, _, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     rows, pages_per_row = page_table.shape
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    factor = head_dim**-0.5 if scale is None else scale
+    scale = options.score_scale(head_dim)
     position = jnp.arange(pages_per_row * page_size)
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """Pages of a row in order, as [M*S, K, H] real values."""
+        """Return the row's pages in order, as [M*S, K, H] real values."""
         own = pages[page_table[row]]
         if own.dtype == FP8_BITS:
             own = jax.lax.bitcast_convert_type(own, FP8)
@@ -82,18 +75,20 @@ def ragged_paged_attention(
         own = own.transpose(0, 2, 1, 3).reshape(-1, num_kv_heads, head_dim)
         return own if factor is None else own * factor.astype(dtype)[:, None]
 
-    def one(token: jax.Array) -> jax.Array:
+    def attend_token(token: jax.Array) -> jax.Array:
+        """Compute [N,H] for a token: zeros for padding."""
         row = jnp.searchsorted(query_start, token, side="right") - 1
         is_padding = row >= rows
         row = jnp.clip(row, 0, rows - 1)
-        at = kv_len[row] - (query_start[row + 1] - token)
-        visible = (position <= at) & (position < kv_len[row]) & ~is_padding
-        if window is not None:
-            visible &= position > at - window
-        keys, values = gather(k_pages, row, k_scale), gather(v_pages, row, v_scale)
-        return _attend_one(q[token].astype(dtype) * factor, keys, values, visible, sinks, soft_cap)
+        query_position = kv_len[row] - (query_start[row + 1] - token)
+        visible = (position <= query_position) & (position < kv_len[row]) & ~is_padding
+        if options.window is not None:
+            visible &= position > query_position - options.window
+        keys = gather(k_pages, row, options.k_scale)
+        values = gather(v_pages, row, options.v_scale)
+        return _attend_one(q[token].astype(dtype) * scale, keys, values, visible, options)
 
-    return jax.lax.map(one, jnp.arange(tokens, dtype=jnp.int32)).astype(q.dtype)
+    return jax.lax.map(attend_token, jnp.arange(tokens, dtype=jnp.int32)).astype(q.dtype)
 
 
 def paged_decode_attention(
@@ -102,33 +97,15 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """See ``pallas_kernels.paged_decode_attention``; q [R,N,H] -> [R,N,H]."""
-    return ragged_paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        jnp.arange(q.shape[0] + 1, dtype=jnp.int32),
-        kv_len,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
+    query_start = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return ragged_paged_attention(q, k_pages, v_pages, page_table, query_start, kv_len, options)
 
 
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Values [T,K,H] as stored in pages: divided by scale [K], clipped for fp8, cast."""
+    """Convert values [T,K,H] to what pages store: divide by scale [K], clip for fp8, cast."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if scale is not None:
         wide = wide / scale[:, None]
@@ -148,12 +125,12 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See ``pallas_kernels.kv_write``; returns the new (k_pages, v_pages)."""
+    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages)."""
     num_pages, _, page_size, _ = k_pages.shape
-    somewhere = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
+    in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     # A negative index would wrap around; one past the end is dropped.
-    page = jnp.where(somewhere, slot_mapping // page_size, num_pages)
-    offset = jnp.where(somewhere, slot_mapping % page_size, 0)
+    page = jnp.where(in_range, slot_mapping // page_size, num_pages)
+    offset = jnp.where(in_range, slot_mapping % page_size, 0)
 
     def put(pages: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
         return pages.at[page, :, offset].set(store_cast(values, scale, pages.dtype), mode="drop")
@@ -162,7 +139,7 @@ def kv_write(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """See ``pallas_kernels.grouped_matmul``; every row takes a copy of its group's matrix."""
+    """Compute ``pallas_kernels.grouped_matmul`` with a copy of its group's matrix for every row."""
     row = jnp.arange(x.shape[0])
     group = (jnp.cumsum(group_sizes)[None, :] <= row[:, None]).sum(axis=1)
     exact = jnp.promote_types(x.dtype, jnp.float32)

@@ -1,15 +1,15 @@
 """The operations in plain JAX, made for CPU: nothing is computed for padding or absent pages.
 
-`reference.py` says what is computed; here is how it is done fast. Decodes are a flat list of
-(row, chunk of pages) items, so that the cost follows the total number of cached tokens and not the
-longest row (Flash-Decoding, Dao et al. 2023, with XLA loops for programs). Longer rows are cut into
-tiles of queries, each with its own number of chunks (FlashAttention-2, Dao 2023). All trip counts
-are dynamic, so one compiled program serves every context length.
+The specification is `reference.py`; this is the fast way. Decodes are a flat list of (row, chunk of
+pages) items, so that the cost follows the total number of cached tokens and not the longest row
+(Flash-Decoding, Dao et al. 2023, with XLA loops for programs). Longer rows are cut into tiles of
+queries, each with its own number of chunks (FlashAttention-2, Dao 2023). All trip counts are
+dynamic, so one compiled program serves every context length.
 
 Two facts about XLA on CPU shape the code. Gathering `[P, K, S, H]` pages as `[P * K, S * H]` rows
-brings the tokens of a head together while copying, which the dots would otherwise do again. And a
-16-bit or 8-bit float array that is gathered from in a loop, or scattered into, is converted to
-float32 as a whole first; its bits as integers are not.
+brings the tokens of a head together while copying, which the dots would otherwise do again. And
+XLA converts a 16-bit or 8-bit float array to float32 as a whole before a loop gathers from it or a
+scatter writes to it; it does not convert the same bits as integers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import number_dtype
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, number_dtype
 
 CHUNK_TOKENS = 64
 TILE_QUERIES = 32
@@ -39,31 +39,22 @@ class _Cache(NamedTuple):
     dtype: jnp.dtype  # of the numbers in the pages
 
 
-class Options(NamedTuple):
-    """Of an operation, but for what is an array."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-
 Pages = tuple[jax.Array, jax.Array]
-Sinks = jax.Array | None
-Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, Sinks, Options], jax.Array]
-"""One query a row: (q, (k_pages, v_pages), page_table, kv_len, sinks, options) -> like q.
+Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, AttentionOptions], jax.Array]
+"""Attention of rows of one query: (q, (k_pages, v_pages), page_table, kv_len, options) -> like q.
 
-q is [R, K, G, H] in the accumulator, with the keys' scale applied.
+q is [R, K, G, H] in the accumulator's dtype. The caller applies `k_scale` and `v_scale`.
 """
-Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, Sinks, Options], jax.Array]
-"""Rows of two queries or more; other rows' tokens hold anything.
+Tiles = Callable[[jax.Array, Pages, jax.Array, jax.Array, jax.Array, AttentionOptions], jax.Array]
+"""Attention of rows of two queries or more; results of other rows' tokens mean nothing.
 
-(q, (k_pages, v_pages), page_table, query_start, kv_len, sinks, options) -> like q, which is
-[T, K, G, H] in the accumulator, with the keys' scale applied.
+(q, (k_pages, v_pages), page_table, query_start, kv_len, options) -> like q, which is [T, K, G, H]
+in the accumulator's dtype. The caller applies `k_scale` and `v_scale`.
 """
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Floats narrower than 32 bits as unsigned integers; others as they are."""
+    """Return the bits of floats narrower than 32 bits as integers, and other floats as they are."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
     return x if unsigned is None else lax.bitcast_convert_type(x, unsigned)
 
@@ -74,6 +65,7 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
 
 
 def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages: int) -> _Cache:
+    """Return pages and table as gathers need them, for chunks of so many pages."""
     P, K, S, H = k_pages.shape
     pad = -page_table.shape[1] % pages
     return _Cache(
@@ -86,7 +78,7 @@ def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages:
 
 
 def _chunks(cache: _Cache, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """K and V of chunks, each of the pages in a row of `page`, i32[W, .]; each [W, K, C, H]."""
+    """Gather K and V, each [W, K, C, H], of W chunks; `page`: i32[W, .], the pages of each."""
     K, S, H = cache.shape
     index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
     shape = (page.shape[0], K, page.shape[1] * S, H)
@@ -96,21 +88,22 @@ def _chunks(cache: _Cache, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, 
 
 
 class _Items(NamedTuple):
-    """The (row, chunk) pairs of a step's decodes, flat: `count` of them, then padding.
+    """A flat list of the (row, chunk) pairs of a step's decodes: `count` of them, then padding.
 
-    The same for every layer of a step, so that XLA computes it once. Inside the loop it would be
-    inlined into the gathers, and its index arithmetic done again for every element of the cache.
+    It is the same for every layer of a step, so that XLA computes it once. Inside the loop XLA
+    would inline it into the gathers, and do its index arithmetic again for every element of the
+    cache.
     """
 
     owner: jax.Array  # i32[I], the row; R for padding
     page: jax.Array  # i32[I, pages of a chunk]
-    first: jax.Array  # i32[I], cells of the chunk before this one are outside the window
-    stop: jax.Array  # i32[I], and from this one on they are beyond the row's last token
+    first: jax.Array  # i32[I], cells of the chunk before this number are outside the window
+    stop: jax.Array  # i32[I], cells from this number on are beyond the row's last token
     count: jax.Array  # i32[]
 
 
 def _items(cache: _Cache, kv_len: jax.Array, window: int | None, pages: int, group: int) -> _Items:
-    """Items for chunks of `pages` pages, their number padded to a multiple of `group`."""
+    """List items of chunks of `pages` pages, padded to a multiple of `group` items."""
     R, columns = kv_len.shape[0], -(-cache.page_table.shape[1] // pages)
     C = pages * cache.shape[1]
     oldest = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
@@ -145,19 +138,19 @@ def _decode(
     kv_pages: Pages,
     page_table: jax.Array,
     kv_len: jax.Array,
-    sinks: jax.Array | None,
-    options: Options,
+    options: AttentionOptions,
 ) -> jax.Array:
-    """One query a row, at position kv_len - 1; see `Decode`."""
+    """Compute rows of one query, at position kv_len - 1; see `Decode`."""
     R, K, G, H = q.shape
     pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
     cache = _cache(*kv_pages, page_table, pages)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
     items = _items(cache, kv_len, options.window, pages, W)
-    q = q * options.scale
+    q = q * options.score_scale(H)
 
     def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Add a turn of W items to acc [R, K, G, H + 1] and the peaks top [R, K, G]."""
         acc, top = carry
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, step * W, W) for x in items[:4])
         row = jnp.minimum(owner, R - 1)
@@ -172,8 +165,8 @@ def _decode(
         v = jnp.where(seen[:, None, :, None], v, 0)
         part = jnp.einsum("wkgc,wkch->wkgh", weights, v)
         # Partial results go to their rows through a one-hot product: a scatter runs on one core.
-        # Zero times NaN is NaN there, so an item that is not finite goes in as zeros, and spoils
-        # its own row through the peak, which is selected and not multiplied.
+        # Zero times NaN is NaN there, so an item that is not finite goes in as zeros, and makes its
+        # own row NaN through the peak, which is selected and not multiplied.
         peak = jnp.where(jnp.isfinite(part.sum(axis=-1)), peak, jnp.nan)
         mine = owner[None, :] == jnp.arange(R)[:, None]
         peaks = jnp.where(mine[:, :, None, None], peak[None], LOWEST).max(axis=1)
@@ -185,7 +178,7 @@ def _decode(
         return acc * shrink[..., None] + summed, new_top
 
     # Besides the weighted sum of values, the last column of `acc` sums the weights.
-    top, total = _empty((R, K, G), sinks, q.dtype)
+    top, total = _empty((R, K, G), options.sinks, q.dtype)
     acc = jnp.concatenate([jnp.zeros_like(q), total[..., None]], axis=-1)
     acc, _ = lax.fori_loop(0, (items.count + W - 1) // W, body, (acc, top))
     total = acc[..., H:]
@@ -196,7 +189,7 @@ def _decode(
 def _empty(
     shape: tuple[int, ...], sinks: jax.Array | None, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Peak and total of a softmax over nothing but the sinks; `shape` ends in K, G."""
+    """Return peak and total of a softmax over the sinks alone; `shape` ends in K, G."""
     if sinks is None:
         return jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype)
     peak = jnp.broadcast_to(sinks.reshape(shape[-2:]).astype(dtype), shape)
@@ -209,13 +202,12 @@ def _tiles(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    sinks: jax.Array | None,
-    options: Options,
+    options: AttentionOptions,
 ) -> jax.Array:
-    """Rows of two queries or more, tile by tile; see `Tiles`.
+    """Compute rows of two queries or more, tile by tile; see `Tiles`.
 
-    Tiles are done in the order of their tokens: what a tile writes past the end of its row, the
-    next row's tile overwrites.
+    Tiles follow in the order of their tokens: what a tile writes past the end of its row, the next
+    row's tile overwrites.
     """
     T, K, G, H = q.shape
     R = kv_len.shape[0]
@@ -227,27 +219,33 @@ def _tiles(
     lengths = query_start[1:] - query_start[:-1]
     tiles = jnp.where((lengths > 1) & (kv_len > 0), -(-lengths // Q), 0)
     end = jnp.cumsum(tiles)
-    q = jnp.pad(q * options.scale, ((0, Q), (0, 0), (0, 0), (0, 0)))
+    q = jnp.pad(q * options.score_scale(H), ((0, Q), (0, 0), (0, 0), (0, 0)))
 
     def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
+        """Write the Q queries of a tile to `out` [T + Q, K, G, H]."""
         row = jnp.minimum((end <= tile).sum(), R - 1)
         nth = tile - (end[row] - tiles[row])
         token = query_start[row] + nth * Q
-        asked = kv_len[row] - lengths[row] + nth * Q + jnp.arange(Q)  # positions, i32[Q]
-        oldest = jnp.zeros_like(asked)
+        position_of_query = (
+            kv_len[row] - lengths[row] + nth * Q + jnp.arange(Q)
+        )  # positions, i32[Q]
+        oldest = jnp.zeros_like(position_of_query)
         if options.window is not None:
-            oldest = jnp.maximum(asked - options.window + 1, 0)
-        stop = jnp.minimum(asked[-1] + 1, kv_len[row])
+            oldest = jnp.maximum(position_of_query - options.window + 1, 0)
+        stop = jnp.minimum(position_of_query[-1] + 1, kv_len[row])
         here = lax.dynamic_slice_in_dim(q, token, Q).transpose(1, 2, 0, 3).reshape(K, G * Q, H)
 
         def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Add a chunk of keys to acc [K, G * Q, H], peaks and totals [K, G, Q]."""
             acc, top, total = carry
             page = lax.dynamic_slice(cache.page_table, (row, chunk * pages), (1, pages))
             k, v = _chunks(cache, page, q.dtype)
             position = chunk * C + jnp.arange(C)
             real = (position < kv_len[row]) & (position >= oldest[0])
             v = jnp.where(real[:, None], v[0], 0)
-            seen = (position <= asked[:, None]) & (position >= oldest[:, None])  # [Q, C]
+            seen = (position <= position_of_query[:, None]) & (
+                position >= oldest[:, None]
+            )  # [Q, C]
             seen &= position < kv_len[row]
             scores = _capped(jnp.einsum("kqh,kch->kqc", here, k[0]), options.soft_cap)
             scores = scores.reshape(K, G, Q, C)
@@ -259,7 +257,7 @@ def _tiles(
             acc = acc * shrink.reshape(K, G * Q, 1) + part
             return acc, new_top, total * shrink + weights.sum(axis=-1)
 
-        top, total = (x.transpose(1, 2, 0) for x in _empty((Q, K, G), sinks, q.dtype))
+        top, total = (x.transpose(1, 2, 0) for x in _empty((Q, K, G), options.sinks, q.dtype))
         carry = (jnp.zeros_like(here), top, total)
         acc, _, total = lax.fori_loop(oldest[0] // C, -(-stop // C), chunk_body, carry)
         done = acc / jnp.where(total == 0, 1, total).reshape(K, G * Q, 1)
@@ -270,7 +268,7 @@ def _tiles(
 
 
 def _grouped(q: jax.Array, k_scale: jax.Array | None, K: int) -> jax.Array:
-    """Queries by kv head, [., K, G, H], in the accumulator and with the keys' scale applied."""
+    """Return queries by kv head, [., K, G, H], in the accumulator's dtype and times `k_scale`."""
     q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
     return q if k_scale is None else q * k_scale[:, None, None].astype(q.dtype)
 
@@ -287,21 +285,14 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     decode: Decode = _decode,
 ) -> jax.Array:
-    """One query per row over its pages; arguments as the public operation's."""
-    _, K, _, H = k_pages.shape
-    options = Options(H**-0.5 if scale is None else scale, window, soft_cap)
-    grouped = _grouped(q, k_scale, K)
-    out = decode(grouped, (k_pages, v_pages), page_table, kv_len, sinks, options)
-    return _finished(out, q, v_scale)
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]; rows go through `decode`."""
+    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
+    out = decode(grouped, (k_pages, v_pages), page_table, kv_len, options)
+    return _finished(out, q, options.v_scale)
 
 
 def ragged_paged_attention(
@@ -311,34 +302,27 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     decode: Decode = _decode,
     tiles: Tiles = _tiles,
 ) -> jax.Array:
-    """Rows of any length over their pages; arguments as the public operation's.
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
 
-    Rows of one query go through `decode`, so that a step which mixes prompts' chunks with decodes
-    pays for each what it costs alone.
+    Rows of one query go through `decode` and others through `tiles`, so that in a step which mixes
+    prompts' chunks with decodes each costs what it costs alone.
     """
     T = q.shape[0]
-    _, K, _, H = k_pages.shape
-    options = Options(H**-0.5 if scale is None else scale, window, soft_cap)
-    grouped = _grouped(q, k_scale, K)
+    grouped = _grouped(q, options.k_scale, k_pages.shape[1])
     cache = (k_pages, v_pages), page_table
-    out = tiles(grouped, *cache, query_start, kv_len, sinks, options)
+    out = tiles(grouped, *cache, query_start, kv_len, options)
     single = query_start[1:] - query_start[:-1] == 1
-    asked = grouped.at[query_start[:-1]].get(mode="clip")
-    alone = jnp.where(single, kv_len, 0)
-    decoded = decode(asked, *cache, alone, sinks, options)
+    single_queries = grouped.at[query_start[:-1]].get(mode="clip")
+    single_len = jnp.where(single, kv_len, 0)
+    decoded = decode(single_queries, *cache, single_len, options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
-    return _finished(jnp.where(real[:, None, None, None], out, 0), q, v_scale)
+    return _finished(jnp.where(real[:, None, None, None], out, 0), q, options.v_scale)
 
 
 def kv_write(
@@ -351,7 +335,7 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store a step's keys and values; arguments as the public operation's."""
+    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages)."""
     P, K, S, H = k_pages.shape
     inside = (slot_mapping >= 0) & (slot_mapping < P * S)
     page, offset = slot_mapping // S, slot_mapping % S
@@ -359,6 +343,7 @@ def kv_write(
     cell = jnp.where(inside[:, None], cell, P * K * S)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """Return pages with x [T, K, H] written to the cells."""
         stored = number_dtype(pages.dtype)
         if stored.itemsize == 1:  # beyond the largest float8 lies NaN, not infinity
             scaled = x.astype(jnp.float32)

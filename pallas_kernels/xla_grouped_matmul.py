@@ -1,8 +1,8 @@
 """The grouped matrix product in plain JAX, made for CPU: cost follows the rows, not the groups.
 
 Rows are cut into tiles of one group each, and a loop with as many turns as there are tiles reads
-the group's matrix and multiplies. A group without rows is never read. `lax.ragged_dot` multiplies
-every row by every group's matrix, on CPU and on GPU.
+the group's matrix and multiplies. The matrix of a group without rows is never read.
+`lax.ragged_dot` would multiply every row by every group's matrix, on CPU and on GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_ROWS = 32
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: a power of two near twice the mean rows of a group, 2 to 32.
+    """Return the rows of a tile: a power of two near twice the mean rows of a group, 2 to 32.
 
     Half a tile of padding costs what reading a matrix twice costs. One row of 16-bit numbers would
     make XLA convert the matrix to float32 in a pass of its own.
@@ -46,7 +46,7 @@ def row_tiles(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Rows by group times each group's matrix; arguments as the public operation's."""
+    """Compute ``pallas_kernels.grouped_matmul``: [A,F]."""
     rows, inputs = x.shape
     groups, _, outputs = w.shape
     exact = jnp.promote_types(x.dtype, jnp.float32)
@@ -56,14 +56,15 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Multiply a tile of rows and write it to out [A + size, F]; w is carried unchanged."""
         out, w = carry
         if w.dtype != exact:
-            # A dot converts 16-bit weights to float32. Were they not carried around, past this
+            # A dot converts 16-bit weights to float32. If they were not carried through this
             # barrier, XLA would move that out of the loop and convert the weights of all groups.
             w = lax.optimization_barrier(w)
-        some = lax.dynamic_slice(x, (first[tile], zero), (size, inputs))
+        tile_x = lax.dynamic_slice(x, (first[tile], zero), (size, inputs))
         matrix = lax.dynamic_slice(w, (group[tile], zero, zero), (1, inputs, outputs))[0]
-        y = lax.dot(some, matrix, preferred_element_type=exact)
+        y = lax.dot(tile_x, matrix, preferred_element_type=exact)
         # What a tile writes past the end of its group, the next group's tile overwrites.
         return lax.dynamic_update_slice(out, y, (first[tile], zero)), w
 

@@ -22,7 +22,7 @@ from pallas_kernels import (
     ragged_paged_attention,
     reference,
 )
-from pallas_kernels.arguments import Case
+from pallas_kernels.arguments import AttentionOptions, Case
 from pallas_kernels.implementation import limit
 
 Item = tuple[str, Callable[[], dict[str, Any]]]
@@ -113,7 +113,9 @@ def _check(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
     )
     # Its small products would cost minutes of autotuning in all.
     slow = {} if jax.default_backend() == "cpu" else {"xla_gpu_autotune_level": 0}
-    expected = jax.jit(lambda *a: oracle(*a, **extras), compiler_options=slow)(*wide)
+    expected = jax.jit(lambda *a: oracle(*a, AttentionOptions(**extras)), compiler_options=slow)(
+        *wide
+    )
     error = float(jnp.abs(actual.astype(jnp.float32) - expected).max() / jnp.abs(expected).max())
     limit = TOLERANCE[made.page_dtype.name]
     return {"verdict": "ok" if error <= limit else "WRONG", "value": error, "unit": f"<= {limit}"}

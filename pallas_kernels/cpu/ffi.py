@@ -2,8 +2,9 @@
 
 An operation is a handler of XLA's foreign function interface, whose binary interface is stable
 (`xla/ffi/api/c_api.h`; the offsets below are of its version 0.3, which later runtimes accept). The
-handler cuts its work into parts, asks the pool for help, and takes parts itself until none is left:
-help that comes late finds nothing to do, and help that never comes is not missed.
+handler divides its work into parts, schedules helpers on the pool's threads, and takes parts itself
+until none is left: a helper that runs late finds no part, and the result does not depend on helpers
+that never run.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from pallas_kernels.cpu.ir_builder import (
     untyped,
 )
 
-NAMES = "jaxserve_"  # what the name of every operation begins with
+NAMES = "jaxserve_"  # the beginning of every operation's name
 API_VERSION = (0, 3)
-# Offsets in bytes of what is read of XLA's structures.
+# Offsets in bytes of the fields that are read of XLA's structures.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 BUFFER_DATA, BUFFER_SIZES = 24, 40
 EXTENSION_METADATA, METADATA_VERSION = 24, 24
 API_SCHEDULE, API_NUM_THREADS = 136, 144
 
-# A job is what a call shares with its helpers: int64 words, counters on cache lines of their own.
+# A job is the state that a call shares with its helpers: int64 words, with the counters on cache
+# lines of their own.
 JOBS = 64
 JOB_WORDS = 64
 BUSY, LEFT, DONE, FIELDS = 0, 8, 16, 24
@@ -50,19 +52,24 @@ _REGISTRATION = Lock()
 
 @dataclass(frozen=True)
 class Field:
-    """What a kernel gets: an operand's or, after those, a result's address; or one of its sizes."""
+    """An argument of a kernel: the address of an operand or a result, or one of its sizes.
+
+    Attributes:
+        buffer: number of the operand; results follow the operands.
+        size: dimension whose size is passed as an i64; None passes the address.
+    """
 
     buffer: int
     size: int | None = None
 
 
 class Kernel(Protocol):
-    """What becomes an operation.
+    """Generator of the code of an operation.
 
     Attributes:
-        name: of the operation; it says all that the code depends on.
-        operands: how many there are; the buffers behind them are results.
-        fields: what its two functions are given, pointers and i64s.
+        name: the operation's name, which determines the code.
+        operands: number of operands; later buffers are results.
+        fields: arguments of its two functions, pointers and i64s.
     """
 
     @property
@@ -73,53 +80,64 @@ class Kernel(Protocol):
     def fields(self) -> Sequence[Field]: ...
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Into how many parts the work is cut, at least one; i64."""
+        """Generate the number of parts of the work, at least 1; i64."""
         ...
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Do part `index` of `parts`."""
+        """Generate the computation of part `index` of `parts`."""
         ...
 
 
+def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, Any]:
+    """Return the begin and the end of part `index` of `total`, divided evenly; i64s."""
+    after = code.add(index, const(1))
+    begin, end = (code.sdiv(code.mul(total, nth), parts) for nth in (index, after))
+    return begin, end
+
+
 def registered(kernel: Kernel) -> str:
-    """The name under which XLA knows a kernel, which is compiled and registered the first time."""
+    """Return the name of a kernel in XLA; compile and register it the first time."""
     name = kernel.name
     with _REGISTRATION:
-        if name not in _known():
+        if name not in _machine_codes():
             _register(name, machine_code(module_of(kernel), host()))
     return name
 
 
 def restore(kernels: Mapping[str, bytes]) -> None:
-    """Register the machine code of kernels, by name, that `code_of` gave on a host like this one.
+    """Register the machine code of kernels, by name, that `code_of` returned on a host like this.
 
-    What XLA knows by such a name already, stays. The code is run as it is: see where it is from.
+    Kernels that are already registered stay. The code runs unchecked: its source must be trusted.
 
     Raises:
-        ValueError: a name is none of a kernel, or its code lacks the kernel.
+        ValueError: a name is not a kernel's, or its code lacks the kernel.
     """
     with _REGISTRATION:
         for name, code in kernels.items():
-            if name not in _known():
+            if name not in _machine_codes():
                 _register(name, code)
 
 
 def code_of(name: str) -> bytes:
-    """The machine code of a kernel that XLA knows by this name. Raises KeyError: of none."""
-    return _known()[name]
+    """Return the machine code of a registered kernel.
+
+    Raises:
+        KeyError: no kernel has this name.
+    """
+    return _machine_codes()[name]
 
 
 @cache
-def _known() -> dict[str, bytes]:
-    """Machine code by the name that XLA knows it by; XLA too keeps one list for the process."""
+def _machine_codes() -> dict[str, bytes]:
+    """Return the registered machine codes by name; XLA too keeps them for the whole process."""
     return {}
 
 
 def _register(name: str, code: bytes) -> None:
-    """Load and register.
+    """Load machine code and register it in XLA.
 
-    XLA keeps the code's address for good, so the code is never freed, not even at the end, when
-    threads of the pool may still look for work.
+    XLA keeps the code's address for good, so the code is never freed, not even at the end of the
+    process, when threads of the pool may still run `take`.
     """
     engine = loaded(code)
     address: Any = engine.get_function_address(name)
@@ -127,11 +145,11 @@ def _register(name: str, code: bytes) -> None:
         raise ValueError(f"this is not the machine code of a kernel called {name!r}")
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
-    _known()[name] = code
+    _machine_codes()[name] = code
 
 
 def module_of(kernel: Kernel) -> ir.Module:
-    """A module with the handler, under the kernel's name."""
+    """Return a module with the handler, under the kernel's name."""
     module = ir.Module(kernel.name)
     words = ir.ArrayType(I64, JOBS * JOB_WORDS)
     jobs = ir.GlobalVariable(module, words, "jobs")
@@ -152,7 +170,7 @@ def _function(module: ir.Module, name: str, result: ir.Type, kinds: Sequence[ir.
 
 
 def _work_function(module: ir.Module, kernel: Kernel) -> ir.Function:
-    """work(fields, index, parts): one part."""
+    """Generate work(fields, index, parts), which computes one part."""
     function = _function(module, "work", VOID, [POINTER, I64, I64])
     function.linkage = "internal"
     code = Code(function)
@@ -164,16 +182,16 @@ def _work_function(module: ir.Module, kernel: Kernel) -> ir.Function:
 
 def _fields(code: Code, kernel: Kernel, base: Any) -> list[Any]:
     return [
-        code.read(base, const(at), I64 if field.size is not None else POINTER)
-        for at, field in enumerate(kernel.fields)
+        code.read(base, const(index), I64 if field.size is not None else POINTER)
+        for index, field in enumerate(kernel.fields)
     ]
 
 
 def _take_function(module: ir.Module, work: ir.Function) -> ir.Function:
-    """take(job): parts, from the last to the first, until none is left.
+    """Generate take(job), which computes parts, from the last to the first, until none is left.
 
-    Whoever comes with the job of a call that has ended either finds nothing, or helps the next call
-    that was given the same place: the count of what is left is all that decides.
+    A thread that takes from the job of a call that has ended either finds no part left, or helps
+    the next call in the same place: the count of parts left alone decides.
     """
     function = _function(module, "take", VOID, [POINTER])
     function.linkage = "internal"
@@ -202,6 +220,11 @@ def _handler(
     work: ir.Function,
     take: ir.Function,
 ) -> None:
+    """Generate the handler, which XLA calls with a call frame.
+
+    It answers a request for metadata with the version; otherwise it reads the fields from the
+    frame, computes a single part itself, and shares several with helpers.
+    """
     function = _function(module, kernel.name, POINTER, [POINTER])
     code = Code(function)
     (frame,) = function.args
@@ -213,8 +236,8 @@ def _handler(
     extension = pointer_at(frame, FRAME_EXTENSION)
     with code.if_then(code.icmp_unsigned("!=", extension, null)):
         version = code.at(pointer_at(extension, EXTENSION_METADATA), const(METADATA_VERSION), I8)
-        for at, number in enumerate(API_VERSION):
-            code.store(ir.Constant(I32, number), code.at(version, const(at), I32))
+        for index, number in enumerate(API_VERSION):
+            code.store(ir.Constant(I32, number), code.at(version, const(index), I32))
         code.ret(null)
 
     alone = code.room(I64, JOB_WORDS - FIELDS)
@@ -230,19 +253,19 @@ def _handler(
             values.append(code.read(pointer_at(buffer, BUFFER_SIZES), const(field.size), I64))
     parts = kernel.parts(code, values)
     with code.if_then(code.icmp_signed("<=", parts, const(1))):
-        for at, value in enumerate(values):
-            code.store(value, code.at(alone, const(at), I64))
+        for index, value in enumerate(values):
+            code.store(value, code.at(alone, const(index), I64))
         code.call(work, [alone, const(0), const(1)])
         code.ret(null)
 
     job = _acquire(code, jobs, cursor)
-    for at, value in enumerate(values):
-        code.store(value, code.at(job, const(FIELDS + at), I64))
+    for index, value in enumerate(values):
+        code.store(value, code.at(job, const(FIELDS + index), I64))
     code.store(parts, code.at(job, const(FIELDS - 1), I64))
     _publish(code, const(0), code.at(job, const(DONE), I64))
     _publish(code, parts, code.at(job, const(LEFT), I64))
     api, context = pointer_at(frame, FRAME_API), pointer_at(frame, FRAME_CONTEXT)
-    _ask_for_help(code, api, context, take, job, parts)
+    _schedule_helpers(code, api, context, take, job, parts)
     code.call(take, [job])
 
     def unfinished() -> Any:
@@ -255,12 +278,12 @@ def _handler(
 
 
 def _publish(code: Code, value: Any, address: Any) -> None:
-    """Write an i64 after all that was written before, for other threads to see."""
+    """Write an i64 that other threads see only after all earlier writes."""
     code.atomic_rmw("xchg", address, value, "seq_cst")
 
 
 def _wait(code: Code, unfinished: Any) -> None:
-    """Look again as long as `unfinished()`."""
+    """Repeat `unfinished()` until it is false."""
     again, end = (code.function.append_basic_block() for _ in range(2))
     code.branch(again)
     code.position_at_end(again)
@@ -269,7 +292,7 @@ def _wait(code: Code, unfinished: Any) -> None:
 
 
 def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
-    """A job that no call holds; there are more of them than threads."""
+    """Return a job that no call holds; there are more jobs than threads."""
     place = code.room(POINTER)
 
     def taken() -> Any:
@@ -284,23 +307,23 @@ def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
     return code.load(place, typ=POINTER)
 
 
-def _ask_for_help(code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any) -> None:
-    """Have the pool run `take(job)` on as many threads as may find a part, but for this one."""
+def _schedule_helpers(code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any) -> None:
+    """Schedule `take(job)` on the pool's threads, one fewer than can find a part."""
     null = ir.Constant(POINTER, None)
     kind = ir.FunctionType(POINTER, [POINTER])
     threads = code.room(I64)
     code.store(const(1), threads)
-    request = code.room(I64, 5)
+    arguments = code.room(I64, 5)
 
-    def ask(function: int, words: Sequence[Any]) -> None:
-        for at, word in enumerate((const(8 * (len(words) + 2)), null, *words)):
-            code.store(word, code.at(request, const(at), I64))
+    def request(function: int, words: Sequence[Any]) -> None:
+        for index, word in enumerate((const(8 * (len(words) + 2)), null, *words)):
+            code.store(word, code.at(arguments, const(index), I64))
         address = code.load(code.at(api, const(function), I8), typ=POINTER)
-        address.type = kind.as_pointer()  # what the builder calls must have a function's type
-        code.call(address, [request])
+        address.type = kind.as_pointer()  # the builder only calls values of a function's type
+        code.call(address, [arguments])
 
-    ask(API_NUM_THREADS, [context, threads])
+    request(API_NUM_THREADS, [context, threads])
     most = code.load(threads, typ=I64)
-    wanted = code.select(code.icmp_signed("<", most, parts), most, parts)
-    with code.loop(const(1), wanted):
-        ask(API_SCHEDULE, [context, take, job])
+    count = code.select(code.icmp_signed("<", most, parts), most, parts)
+    with code.loop(const(1), count):
+        request(API_SCHEDULE, [context, take, job])

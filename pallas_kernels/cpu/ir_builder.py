@@ -1,8 +1,8 @@
 """Machine code for this host's CPU, from kernels written as LLVM IR in Python (llvmlite).
 
-XLA's own products and loops on CPU leave half of the memory's speed unused (BUILD.md, "What was
-measured"). A kernel here is what a Pallas kernel is on a GPU: loops over tiles, vectors in
-registers, the order of every sum fixed by the code. `cpu/ffi.py` makes it an operation of XLA.
+XLA's own products and loops on CPU leave half of the memory's speed unused. A kernel here is what a
+Pallas kernel is on a GPU: loops over tiles, vectors in registers, the order of every sum fixed by
+the code. `cpu/ffi.py` makes it an operation of XLA.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ POINTER = ir.PointerType()
 VOID = ir.VoidType()
 LOG2_E = math.log2(math.e)
 LINE = 64  # bytes of the cache
-PIECE = 16  # bytes of a vector that swap places at least cost
+PIECE = 16  # bytes of a vector within which lanes are permuted fastest
 
 
 def const(value: int) -> ir.Constant:
+    """Return an i64 constant."""
     return ir.Constant(I64, value)
 
 
 @dataclass(frozen=True)
 class Host:
-    """The CPU that code is made for.
+    """CPU that code is generated for.
 
     Attributes:
-        name: LLVM's name of it.
-        features: LLVM's list of what it can do.
-        vector_bytes: of one vector register.
-        registers: how many there are.
+        name: LLVM's name of the CPU.
+        features: LLVM's list of its features.
+        vector_bytes: size of a vector register.
+        registers: number of vector registers.
         dots: whether it multiplies pairs of bfloat16 and adds both to a float32 at once.
     """
 
@@ -49,7 +50,7 @@ class Host:
 
 
 def host() -> Host:
-    """This machine's CPU."""
+    """Return this machine's CPU."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
         size, registers = 64, 32
@@ -62,7 +63,7 @@ def host() -> Host:
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -84,9 +85,11 @@ class Code(ir.IRBuilder):
     def loop(
         self, start: Any, stop: Any, step: int = 1, carry: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """A loop from `start` to before `stop`; i64s. Gives the index and what is carried.
+        """Generate a loop from `start` to before `stop`, i64s; the body is the `with` block.
 
-        The list is to be filled with the next values within the loop; after it, it holds the last.
+        Yields:
+            The index, and a list of the carried values. The body replaces its items by the next
+            values; after the loop it holds the last values.
         """
         before = self.block
         head, body, after = (self.function.append_basic_block() for _ in range(3))
@@ -109,35 +112,37 @@ class Code(ir.IRBuilder):
         values[:] = phis
 
     def room(self, element: ir.Type, count: int = 1) -> Any:
-        """The address of memory for this call of the function, where a line of the cache begins."""
+        """Return the address of memory of this call of the function, aligned to a cache line."""
         memory: Any = self.alloca(element, count)
         memory.align = LINE
         return untyped(memory)
 
     def at(self, pointer: Any, index: Any, element: ir.Type) -> Any:
-        """The address of element `index`."""
+        """Return the address of element `index`."""
         return self.gep(pointer, [index], source_etype=element)
 
     def read(self, pointer: Any, index: Any, element: ir.Type) -> Any:
+        """Load element `index`."""
         return self.load(self.at(pointer, index, element), typ=element)
 
     def read_vector(
         self, pointer: Any, index: Any, element: ir.Type, lanes: int, align: int | None = None
     ) -> Any:
-        """`lanes` elements from element `index` on, which need not be aligned.
+        """Load a vector of `lanes` elements from element `index` on.
 
-        `align` says what the address is a multiple of, where that is not the element's size.
+        `align` is what the address is a multiple of, by default the element's size.
         """
         address = self.at(pointer, index, element)
         size = align or element_bytes(element)
         return self.load(address, typ=ir.VectorType(element, lanes), align=size)
 
     def write_vector(self, value: Any, pointer: Any, index: Any) -> None:
+        """Store a vector's elements from element `index` on; the address need not be aligned."""
         element = value.type.element
         self.store(value, self.at(pointer, index, element), align=element_bytes(element))
 
     def splat(self, value: Any, lanes: int) -> Any:
-        """A vector of one value."""
+        """Return a vector of `lanes` times the same value."""
         vector = ir.VectorType(value.type, lanes)
         undefined = ir.Constant(vector, ir.Undefined)
         first = self.insert_element(undefined, value, ir.Constant(I32, 0))
@@ -150,29 +155,30 @@ class Code(ir.IRBuilder):
         return self.call(declared(self.module, name, result, kinds), list(arguments))
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        """a * b + c, rounded once."""
+        """Compute a * b + c, rounded once."""
         return self.intrinsic(f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])
 
     def add_pair_products(self, a: Any, b: Any, c: Any) -> Any:
-        """c + the products of two pairs of bfloat16, a lane's; for processors with `Host.dots`.
+        """Add the products of a lane's two pairs of bfloat16 to c; for CPUs with `Host.dots`.
 
-        a and b are vectors of 16 words of 32 bits, a pair each, c of 16 floats. Subnormal numbers
-        count as zeros. (vdpbf16ps, Intel 64 and IA-32 Architectures Software Developer's Manual.)
+        a and b are vectors of 16 words of 32 bits, each a pair; c is a vector of 16 floats.
+        Subnormal numbers count as zeros. (vdpbf16ps, Intel 64 and IA-32 Architectures Software
+        Developer's Manual.)
         """
         pairs = ir.VectorType(_BFloat(), 2 * a.type.count)
         a, b = self.bitcast(a, pairs), self.bitcast(b, pairs)
         return self.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", c.type, [c, a, b])
 
     def lane_sum(self, vector: Any) -> Any:
-        """The sum of a vector's lanes, halves added to halves."""
+        """Compute the sum of a vector's lanes, halves added to halves."""
         return self.lanes_folded(vector, self.fadd)
 
     def lane_max(self, vector: Any) -> Any:
-        """The largest of a vector's lanes."""
+        """Compute the largest of a vector's lanes."""
         return self.lanes_folded(vector, self.larger)
 
     def lanes_folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """A vector's lanes made one, the lower half combined with the upper."""
+        """Combine a vector's lanes to one value, the lower half with the upper each time."""
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
@@ -183,69 +189,72 @@ class Code(ir.IRBuilder):
         return self.extract_element(vector, ir.Constant(I32, 0))
 
     def lanes_of(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-        """A vector of some lanes of two; those of b are counted after those of a."""
+        """Return a vector of lanes of a and b; lanes of b are numbered after those of a."""
         return self.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def columns(self, read: Callable[[int, int, int], Any], word: int, lanes: int) -> list[Any]:
-        """The columns of as many rows as a vector has lanes, words of so many bytes.
+        """Transpose a square: return the columns of as many rows as a vector has lanes.
 
-        `read(row, first, count)` gives words of a row. Rows are read in pieces of 16 bytes, several
-        of them a vector, so that all swaps are within pieces, which processors do fastest.
+        `read(row, first, count)` loads words, of `word` bytes, of a row. Rows are read in pieces of
+        16 bytes, several of them to a vector, so that lanes move within pieces only, which
+        processors do fastest.
         """
         size = min(lanes, PIECE // word)
         found = []
         for first in range(0, lanes, size):
             pieces = (
-                [read(row + at, first, size) for at in range(0, lanes, size)] for row in range(size)
+                [read(row + below, first, size) for below in range(0, lanes, size)]
+                for row in range(size)
             )
-            vectors = [self._joined(some) for some in pieces]
+            vectors = [self._concatenated(group) for group in pieces]
             for _ in range(size.bit_length() - 1):
                 pairs = zip(vectors[: size // 2], vectors[size // 2 :], strict=True)
-                vectors = [self._woven(a, b, size, half) for a, b in pairs for half in (0, 1)]
+                vectors = [self._interleaved(a, b, size, half) for a, b in pairs for half in (0, 1)]
             found += vectors
         return found
 
-    def _joined(self, vectors: Sequence[Any]) -> Any:
-        """One vector of several, whose number is a power of two."""
+    def _concatenated(self, vectors: Sequence[Any]) -> Any:
+        """Concatenate vectors, whose number is a power of two."""
         while len(vectors) > 1:
             lanes = range(2 * vectors[0].type.count)
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [self.lanes_of(a, b, lanes) for a, b in pairs]
         return vectors[0]
 
-    def _woven(self, a: Any, b: Any, size: int, half: int) -> Any:
-        """The lower or upper halves of the pieces of two vectors, lanes of both in turns."""
+    def _interleaved(self, a: Any, b: Any, size: int, half: int) -> Any:
+        """Interleave lanes of the lower or upper halves of two vectors' pieces."""
         lanes = a.type.count
-        halves = (range(at, at + size // 2) for at in range(half * size // 2, lanes, size))
-        return self.lanes_of(
-            a, b, [one for some in halves for at in some for one in (at, at + lanes)]
-        )
+        starts = range(half * size // 2, lanes, size)
+        chosen = (lane for start in starts for lane in range(start, start + size // 2))
+        return self.lanes_of(a, b, [lane + offset for lane in chosen for offset in (0, lanes)])
 
     def larger(self, a: Any, b: Any) -> Any:
-        """b where it is greater than a, else a: a NaN in b is passed over."""
+        """Return b where it is greater than a, else a, so that a NaN in b is ignored."""
         return self.select(self.fcmp_ordered(">", b, a), b, a)
 
     def smaller(self, a: Any, b: Any) -> Any:
-        """b where it is less than a, else a, a NaN too."""
+        """Return b where it is less than a, else a, also where a is NaN."""
         return self.select(self.fcmp_ordered("<", b, a), b, a)
 
     def smaller_int(self, a: Any, b: Any) -> Any:
+        """Return the smaller of two signed integers."""
         return self.select(self.icmp_signed("<", a, b), a, b)
 
     def larger_int(self, a: Any, b: Any) -> Any:
+        """Return the larger of two signed integers."""
         return self.select(self.icmp_signed(">", a, b), a, b)
 
     def exp2(self, x: Any) -> Any:
-        """2 to the power of a vector of floats up to 100; zero where it would be subnormal.
+        """Compute 2 to the power of a vector of floats up to 100; zero where it would be subnormal.
 
-        Off by less than two units in the last place. A NaN stays one.
+        The error is less than two units in the last place. A NaN stays NaN.
         """
         power, rest, least = self._exp2_parts(x)
         value = self.multiply_add(power, rest, power)
         return self.select(self.fcmp_ordered("<", x, least), filled(x.type, 0.0), value)
 
     def tanh(self, x: Any) -> Any:
-        """Of a vector of floats: -m / (m + 2) with m = exp(-2 |x|) - 1, exact near zero too."""
+        """Compute tanh as -m / (m + 2) with m = exp(-2 |x|) - 1, accurate near zero too."""
         kind = x.type
         size = self.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
         exponent = self.fmul(size, filled(kind, -2 * LOG2_E))
@@ -257,7 +266,7 @@ class Code(ir.IRBuilder):
         return self.intrinsic(f"llvm.copysign.{suffix(kind)}", kind, [value, x])
 
     def _exp2_parts(self, x: Any) -> tuple[Any, Any, Any]:
-        """2^n, 2^f - 1 and the least allowed x, for x = n + f with n whole and f within 1/2.
+        """Compute 2^n, 2^f - 1 and the least allowed x, for x = n + f, n whole and f within 1/2.
 
         Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980). Adding
         1.5 * 2^23 (2^52) rounds x to n and leaves n in the lowest bits. Below the least x the
@@ -277,13 +286,13 @@ class Code(ir.IRBuilder):
         return power, self.fmul(value, rest), filled(kind, 1.0 - bias)
 
     def prefetch(self, address: Any, near: int = 3) -> None:
-        """Bring a line of memory near, for reading: into the first cache (3) or the second (2)."""
+        """Fetch a line of memory in advance, into the first cache (3) or the second (2)."""
         flags = [ir.Constant(I32, value) for value in (0, near, 1)]
         self.intrinsic("llvm.prefetch.p0", VOID, [address, *flags])
 
 
 def untyped(address: Any) -> Any:
-    """An address as all are in LLVM now, without the type of what lies there."""
+    """Make an address opaque, as all are in LLVM now: without the type of its target."""
     address.type = POINTER
     return address
 
@@ -291,18 +300,19 @@ def untyped(address: Any) -> Any:
 def declared(
     module: ir.Module, name: str, result: ir.Type, arguments: Sequence[ir.Type]
 ) -> ir.Function:
-    """A function that exists elsewhere, declared once in a module."""
-    known = module.globals.get(name)
-    return known or ir.Function(module, ir.FunctionType(result, list(arguments)), name)
+    """Return an external function, declared once in a module."""
+    existing = module.globals.get(name)
+    return existing or ir.Function(module, ir.FunctionType(result, list(arguments)), name)
 
 
 def element_bytes(element: ir.Type) -> int:
+    """Return the size of a number."""
     sizes = {"half": 2, "float": 4, "double": 8}
     return element.width // 8 if isinstance(element, ir.IntType) else sizes[str(element)]
 
 
 def suffix(kind: ir.Type) -> str:
-    """How intrinsics spell a type: "v16f32"."""
+    """Return a type as intrinsics spell it: "v16f32"."""
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{suffix(kind.element)}"
     letter = "i" if isinstance(kind, ir.IntType) else "f"
@@ -310,12 +320,12 @@ def suffix(kind: ir.Type) -> str:
 
 
 def filled(vector: Any, value: float) -> ir.Constant:
-    """A constant vector of one value."""
+    """Return a constant vector of the same value."""
     return ir.Constant(vector, [value] * vector.count)
 
 
 def exp2_polynomial(degree: int) -> list[float]:
-    """Coefficients, lowest first, of p in 2^f - 1 = f p(f): Taylor's, with p f of `degree`.
+    """Return coefficients, lowest first, of p in 2^f - 1 = f p(f): Taylor's, with p f of `degree`.
 
     For f within 1/2 degree 7 leaves a relative error of 5e-9, and degree 13 one of 5e-18.
     """
@@ -323,16 +333,16 @@ def exp2_polynomial(degree: int) -> list[float]:
 
 
 def stored_type(dtype: str) -> ir.Type:
-    """LLVM's type of what memory holds of a dtype; of a bfloat16, its bits.
+    """Return LLVM's type of a dtype's numbers in memory; bfloat16 is stored as its bits.
 
-    "uint8" holds those of a float8_e4m3fn.
+    "uint8" stores the bits of float8_e4m3fn.
     """
     types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8}
     return types[dtype] if dtype in types else float_type(np.dtype(dtype))
 
 
 def widened(code: Code, vector: Any, real: ir.Type) -> Any:
-    """A vector of stored numbers as numbers of the type of the sums."""
+    """Convert a vector of stored numbers to the type of the sums."""
     element, lanes = vector.type.element, vector.type.count
     if element == real:
         return vector
@@ -347,10 +357,10 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
 
 
 def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
-    """A vector of float8_e4m3fn as numbers that are 256 times smaller, and the bits of those.
+    """Convert a vector of float8_e4m3fn to numbers that are 256 times smaller, and their bits.
 
-    Moved into place its exponent and mantissa are those of such a float16, zero and subnormal
-    numbers included; all ones, which are NaN, become 480 / 256.
+    Shifted into place, exponent and mantissa are those of such a float16, for zero and subnormal
+    numbers too; all ones, which are NaN, become 480 / 256.
     """
     shorts = ir.VectorType(I16, kind.count)
     moved: Any = code.shl(code.sext(vector, shorts), filled(shorts, 7))
@@ -360,7 +370,7 @@ def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
 
 
 def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
-    """A vector of float8_e4m3fn as numbers, NaN included."""
+    """Convert a vector of float8_e4m3fn, NaN included."""
     small, bits = small_float8(code, vector, kind)
     number = code.fmul(small, filled(kind, 256.0))
     ones = filled(bits.type, 0x3F80)
@@ -369,17 +379,17 @@ def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
 
 
 def float_type(dtype: np.dtype) -> ir.Type:
-    """LLVM's type of float32 or float64."""
+    """Return LLVM's type of float32 or float64."""
     return {4: ir.FloatType(), 8: ir.DoubleType()}[dtype.itemsize]
 
 
 def compiled(module: ir.Module, cpu: Host) -> llvm.ExecutionEngine:
-    """A module's machine code, loaded; it lives as long as the result does."""
+    """Compile and load a module; the code lives as long as the result."""
     return loaded(machine_code(module, cpu))
 
 
 def machine_code(module: ir.Module, cpu: Host) -> bytes:
-    """A module as an object file."""
+    """Compile a module to an object file."""
     machine = _machine(cpu)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
@@ -390,7 +400,7 @@ def machine_code(module: ir.Module, cpu: Host) -> bytes:
 
 
 def loaded(code: bytes) -> llvm.ExecutionEngine:
-    """What `machine_code` gave for this host, where it can be called."""
+    """Load what `machine_code` returned for this host, so that it can be called."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(host()))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

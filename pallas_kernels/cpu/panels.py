@@ -1,6 +1,6 @@
-"""How weights lie for the product of `cpu/product.py`, and what it computes, in plain JAX.
+"""The layout of weights for the product of `cpu/product.py`, and its specification in plain JAX.
 
-Nothing else knows the layout: `panel_shape` says it.
+`panel_shape` defines the layout; no other module depends on it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ PANEL = 32  # outputs
 
 
 def in_pairs(dtype: str) -> bool:
-    """Whether weights of a dtype lie in pairs."""
+    """Return whether weights of a dtype are stored in pairs of inputs."""
     return dtype == "bfloat16"
 
 
 def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the panels of a weight of I inputs and O outputs.
+    """Return shape and dtype of the panels of a weight of I inputs and O outputs.
 
     - Most dtypes: [ceil(O / PANEL), I, PANEL]. Element [n, i, o] is the weight of input i and
-      output PANEL * n + o. float16 lies as uint16, its bits, because XLA on CPU converts arrays of
-      16-bit floats as a whole.
+      output PANEL * n + o. float16 is stored as its bits, uint16, because XLA on CPU converts
+      arrays of 16-bit floats as a whole.
     - bfloat16: uint32 [ceil(O / PANEL), ceil(I / 2), PANEL]. Word [n, p, o] holds the bits of
       inputs 2 p (lower half) and 2 p + 1 (upper half) of output PANEL * n + o. So a row of a
       checkpoint's [O, I], read as words, is a column of a panel.
@@ -36,7 +36,7 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
 
 
 def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
-    """A weight [I, O] in panels; see `panel_shape`. They fill `panels`, where that is given."""
+    """Lay a weight [I, O] out in panels, see `panel_shape`: new ones, or `panels`."""
     inputs, outputs = weight.shape
     shape, dtype = panel_shape(inputs, outputs, weight.dtype)
     panels = np.empty(shape, dtype) if panels is None else panels
@@ -63,22 +63,28 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
 
 
 def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
-    """Write rows [R, I] as outputs of panels that others share, from `column` of the first on."""
+    """Write rows [R, I] as outputs of panels shared with other rows, from output `column` on.
+
+    Args:
+        rows: [R, I], contiguous.
+        panels: those that the rows reach.
+        column: the first row's output in the first panel.
+    """
     words = rows.view(f"u{rows.dtype.itemsize}")
     if in_pairs(rows.dtype.name):
         words = np.pad(words, ((0, 0), (0, rows.shape[1] % 2))).view(np.uint32)
     words = words.view(panels.dtype)
     for index, panel in enumerate(panels):
         first = index * PANEL - column
-        some = words[max(0, first) : first + PANEL]
+        chosen = words[max(0, first) : first + PANEL]
         start = max(0, -first)
-        panel[:, start : start + len(some)] = some.T
+        panel[:, start : start + len(chosen)] = chosen.T
 
 
 def rows_in_order(values: np.ndarray) -> np.ndarray:
-    """Rows [..., R, O] as [..., ceil(O / PANEL), R, PANEL], zeros beyond O.
+    """Lay codes, scales or zero points [..., R, O] out as [..., ceil(O / PANEL), R, PANEL].
 
-    Of codes, scales or zero points.
+    Outputs beyond O are zero.
     """
     *many, rows, outputs = values.shape
     panels = np.empty((*many, -(-outputs // PANEL), rows, PANEL), values.dtype)
@@ -88,13 +94,13 @@ def rows_in_order(values: np.ndarray) -> np.ndarray:
 
 
 def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> jax.Array:
-    """The weights [T, I] of some outputs [T], which must be in range, in their own dtype."""
+    """Return the weights [T, I] of outputs [T], which must be in range, in their own dtype."""
     index = outputs // PANEL, slice(None), outputs % PANEL
     return _weights(panels.at[index].get(mode="promise_in_bounds"), inputs, dtype)
 
 
 def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
-    """[T, I] of what panels hold of it."""
+    """Return weights [T, I] from their panels' words."""
     if in_pairs(dtype):
         halves = jax.lax.bitcast_convert_type(columns, jnp.uint16)
         columns = halves.reshape(columns.shape[0], -1)[:, :inputs]
@@ -103,7 +109,7 @@ def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
 
 
 def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """What `panel_product` computes of all rows, in plain JAX."""
+    """Compute `panel_product` of all rows, in plain JAX: [T, O]."""
     outputs = panels.shape[0] * PANEL
     rows = panels.transpose(0, 2, 1).reshape(outputs, -1)
     exact = jnp.promote_types(x.dtype, jnp.float32)

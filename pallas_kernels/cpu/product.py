@@ -1,23 +1,23 @@
-"""Products with weights in panels, on CPU: read once, in order, at the memory's speed.
+"""Products with weights in panels, on CPU: weights are read once, in order, at the memory's speed.
 
-A weight of I inputs and O outputs lies as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs of
-all inputs, one after the other, so a thread that computes them reads memory straight through. (In
-the plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) The sums of a
-tile of rows stay in registers while a panel passes (Goto and van de Geijn 2008, with the weights
-packed once). Every sum runs over the inputs in their order, so a row's result does not depend on
-the rows beside it.
+A weight of I inputs and O outputs is stored as `[O / PANEL, I, PANEL]`: a panel holds PANEL outputs
+of all inputs, input after input, so a thread that computes them reads memory sequentially. (In the
+plain `[I, O]` order those outputs lie in pieces, each in another page of memory.) The sums of a
+tile of rows stay in registers during the loop over a panel (Goto and van de Geijn 2008, with the
+weights packed once). Every sum runs over the inputs in their order, so a row's result does not
+depend on the other rows.
 
-Weights of bfloat16 lie in pairs of inputs. Where x is bfloat16 too and the processor has dot
-products of such pairs (AVX512-BF16), these are used: products are exact, the second of a pair is
-added before the first, each addition rounds to float32, and subnormal numbers count as zeros.
+Weights of bfloat16 are stored in pairs of inputs. If x is bfloat16 too and the processor has dot
+products of such pairs (AVX512-BF16), the kernel uses them: products are exact, the second of a pair
+is added before the first, each addition rounds to float32, and subnormal numbers count as zeros.
 Otherwise weights are widened, and products are added in the order of the inputs, rounded once.
 
-How many rows count is an operand, for a batch is padded to one of few shapes: rows behind them are
-not multiplied, and their results are zero.
+The number of rows that count is an operand, because a batch is padded to one of few shapes: later
+rows are not multiplied, and their results are zero.
 
-Where each group of rows has a weight of its own (the experts of a mixture), the operand is how many
-rows each group has. A part of the work takes the same panels of all of these weights, so that a few
-rows are shared by all threads; a weight without rows is not read.
+If each group of rows has a weight of its own (the experts of a mixture), the operand is the number
+of rows of each group. A part of the work takes the same panels of all of these weights, so that all
+threads share a few rows; a weight without rows is not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, registered
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
 from pallas_kernels.cpu.ir_builder import (
     I1,
     I32,
@@ -54,15 +54,15 @@ from pallas_kernels.cpu.panels import PANEL, in_pairs
 
 MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # weights (or pairs) read, or an eighth of the products
-TILES_OF_A_CHUNK = 8  # whose rows of x stay in the cache while the panels pass
+TILES_OF_A_CHUNK = 8  # their rows of x stay in the cache during the loop over panels
 INPUTS_OF_A_CHUNK = 1024  # or pairs of them
-ROWS_TO_PREFETCH = 6  # from here on, the sums leave the processor no time to look ahead
-AHEAD = 64  # inputs, or pairs of them
+ROWS_TO_PREFETCH = 6  # from so many rows on, the processor does not read ahead by itself
+AHEAD = 64  # inputs, or pairs of them, that prefetches are ahead
 
 
 @dataclass(frozen=True)
 class PanelProduct:
-    """The kernel for one dtype of x and one of weights.
+    """Kernel for a dtype of x and a dtype of weights.
 
     Sums have x's dtype, float32 or float64; those of bfloat16, which only a host with `dots` has
     and only for weights of bfloat16, are float32.
@@ -76,61 +76,68 @@ class PanelProduct:
 
     @property
     def name(self) -> str:
+        """Name of the operation."""
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         dots = "_dots" if self.cpu.dots else ""
         return f"{NAMES}product_{self.x}_{self.weights}_{vectors}{dots}"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for bfloat16 that this host cannot multiply."""
+        """Raise ValueError for bfloat16 that this host cannot multiply."""
         if self.dots and not (self.cpu.dots and self.weights == "bfloat16"):
             raise ValueError(f"no product of {self.x} with {self.weights} on {self.cpu.name}")
 
     @property
     def dots(self) -> bool:
-        """Whether pairs of bfloat16 are multiplied as they are."""
+        """Whether pairs of bfloat16 are multiplied without widening."""
         return self.x == "bfloat16"
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the sums."""
+        """Dtype of the sums."""
         return np.dtype(np.float32 if self.dots else self.x)
 
     @property
     def read(self) -> ir.Type:
-        """What is read of x at once: a number, or a pair of bfloat16."""
+        """Type of a read of x: a number, or a pair of bfloat16."""
         return I32 if self.dots else float_type(self.dtype)
 
     @property
     def stored(self) -> ir.Type:
-        """What a panel consists of: a weight, or a pair of them."""
+        """Type of a panel's elements: a weight, or a pair of weights."""
         return I32 if in_pairs(self.weights) else stored_type(self.weights)
 
     @property
     def reads(self) -> int:
-        """How many of what is read of x belong to one of what is stored."""
+        """Number of reads of x for an element of a panel."""
         return 2 if in_pairs(self.weights) and not self.dots else 1
 
     @property
     def sums(self) -> int:
-        """How many vectors of them are held in registers; the others are for factors."""
+        """Number of vectors of sums in registers; the other registers are for factors."""
         return self.cpu.registers * 3 // 4
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, panels, each group's rows, y; rows, groups, inputs (or pairs), a weight's panels."""
+        """Arguments: x, panels, each group's rows, y; then sizes.
+
+        The sizes are rows, groups, inputs (or pairs), a weight's panels.
+        """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
         _, _, counts, _, rows, groups, inputs, panels = fields
         return parts_of(code, (counts, groups, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s panels of all groups, then zeros in rows that do not count.
+
+        The loops are over groups, chunks of rows, chunks of inputs, panels, and tiles of rows.
+        """
         x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
-        first, last = (
-            code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
-        )
+        first, last = part_bounds(code, panels, index, parts)
         sizes = row_tiles(self.sums)
         tiles = {size: _tile(code.module, size, self) for size in sizes}
 
@@ -142,7 +149,7 @@ class PanelProduct:
         ):
             end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), ends[0])
             count = code.smaller_int(code.sub(inputs, k), const(INPUTS_OF_A_CHUNK))
-            at = code.mul(panel, const(PANEL))
+            column = code.mul(panel, const(PANEL))
             of_all = code.add(code.mul(group, panels), panel)
             here = code.at(w, place_in_panels(code, of_all, inputs, k), self.stored)
             below = code.at(here, code.mul(inputs, const(PANEL)), self.stored)
@@ -153,7 +160,9 @@ class PanelProduct:
                     ahead = self._ahead(code, here, (panel, last), below, nth, count)
                     first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
                     from_ = code.at(x, first_x, self.read)
-                    to = code.at(y, code.add(code.mul(start, outputs), at), float_type(self.dtype))
+                    to = code.at(
+                        y, code.add(code.mul(start, outputs), column), float_type(self.dtype)
+                    )
                     begins = code.icmp_signed("==", k, const(0))
                     code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
                 whole = code.sdiv(code.sub(end, row), const(size))
@@ -162,30 +171,32 @@ class PanelProduct:
         fill(code, y, (ends[0], rows), (first, last), outputs, float_type(self.dtype), lanes)
 
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
-        """Where tile `nth` of a chunk begins to ask for memory, a line for each input.
+        """Return the first address that tile `nth` of a chunk prefetches, a line for each input.
 
-        The first two of full size ask for a half each of the panel below (of two lines an input),
-        which they leave no time to read when its turn comes: memory would wait while the others
-        compute. The rest ask for their own.
+        The first two tiles of full size prefetch a half each of the panel below, which has two
+        lines an input; otherwise memory would be idle while the chunk's other tiles compute. Those
+        prefetch their own panel.
         """
         panel, last = panels
         half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
-        asks = code.and_(
+        is_below = code.and_(
             code.icmp_signed("<", code.add(panel, const(1)), last),
             code.icmp_signed("<", nth, const(2)),
         )
-        return code.select(asks, code.at(below, half, self.stored), here)
+        return code.select(is_below, code.at(below, half, self.stored), here)
 
 
 @contextmanager
 def each_group(
     code: Code, counts: Any, groups: Any, rows: Any, carry: Sequence[Any] = ()
 ) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """A loop over groups of rows, one behind the other: which it is, its first row, and a list.
+    """Generate a loop over consecutive groups of rows; the body is the `with` block.
 
-    The list begins with the row behind its last, after the loop the one behind all groups; then
-    comes what else is carried. A group has as many rows as the i32 of its own at `counts` says, at
-    least none and at most those that are left of so many.
+    A group has as many rows as its i32 in `counts`, limited to 0 and to the rows left of `rows`.
+
+    Yields:
+        The group, its first row, and a list: the row after its last (after the loop, the row after
+        all groups), then the values of `carry`.
     """
     with code.loop(const(0), groups, carry=[const(0), *carry]) as (group, values):
         begin = values[0]
@@ -195,12 +206,15 @@ def each_group(
 
 
 def place_in_panels(code: Code, panel: Any, rows: Any, row: Any) -> Any:
-    """Where a row of a panel begins, in panels of so many rows."""
+    """Return the element at which a row of a panel begins, in panels of so many rows."""
     return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
 
 
 def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any) -> Any:
-    """Into how many parts a product is cut, each of some panels; `groups` as for `each_group`."""
+    """Return the number of parts of a product, each of whole panels.
+
+    `groups` are counts, groups and rows as in `each_group`.
+    """
     weights = code.mul(code.mul(inputs, panels), const(PANEL))
     with each_group(code, *groups, carry=[const(0)]) as (_, begin, values):
         eighth = code.ashr(code.add(code.sub(values[0], begin), const(7)), const(3))
@@ -215,38 +229,38 @@ def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any)
 def fill(
     code: Code, y: Any, rows: Any, panels: Any, outputs: Any, real: ir.Type, lanes: int
 ) -> None:
-    """Zeros in rows and panels of y, from the first to before the last of each."""
+    """Write zeros to rows and panels of y, each given as the first and the one after the last."""
     zero = filled(ir.VectorType(real, lanes), 0.0)
-    low, high = (code.mul(at, const(PANEL)) for at in panels)
-    with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (at, _):
-        code.write_vector(zero, y, code.add(code.mul(row, outputs), at))
+    low, high = (code.mul(panel, const(PANEL)) for panel in panels)
+    with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (column, _):
+        code.write_vector(zero, y, code.add(code.mul(row, outputs), column))
 
 
 def row_tiles(sums: int) -> list[int]:
-    """Rows whose sums are held in registers at once, from the most to one.
+    """Return the sizes of tiles whose sums fit `sums` vectors in registers, from largest to 1.
 
-    The most take two of so many vectors each: then reading x and weights are in balance.
+    A row of the largest has two vectors of sums: then reads of x and of weights are in balance.
     """
     return [sums // 2, *(size for size in (8, 4, 2, 1) if size < sums // 2)]
 
 
 def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
-    """The vectors of a panel that a tile of `size` rows passes over together, one pass each.
+    """Split a panel's vectors into passes of a tile of `size` rows, whose sums fit in registers.
 
-    A pass reads all inputs of its columns, so few rows take whole panels, to read them once.
+    A pass reads all inputs of its columns, so that tiles of few rows read whole panels once.
     """
     width = vectors
     while size * width > sums:
         width //= 2
-    return [range(at, at + width) for at in range(0, vectors, width)]
+    return [range(start, start + width) for start in range(0, vectors, width)]
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
-    """tile(x, panel, y, ahead, count, inputs, outputs, begins).
+    """Generate a function of (x, panel, y, ahead, count, inputs, outputs, begins).
 
     y[:size, :PANEL] += x[:size] @ panel, over `count` inputs; rows of x are `inputs` apart, those
-    of y `outputs`. Where the sums begin, what y holds is not read as a number. Lines of memory from
-    `ahead` on are asked for.
+    of y `outputs`. If the sums begin (`begins`), the contents of y are replaced. Lines of memory
+    from `ahead` on are prefetched.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = kernel.cpu.vector_bytes // element_bytes(real)
@@ -263,38 +277,38 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
     passes = columns_at_once(kernel.sums, size, PANEL // lanes)
     for nth_pass, columns in enumerate(passes):
         before = [
-            code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
-            for to in results
-            for at in columns
+            code.select(begins, zero, code.read_vector(result, const(vector * lanes), real, lanes))
+            for result in results
+            for vector in columns
         ]
         with code.loop(const(0), count, carry=before) as (k, sums):
             here = code.at(w, code.mul(k, const(PANEL)), stored)
             all_k = code.add(k, code.mul(count, const(nth_pass)))
-            asked = code.mul(code.sdiv(all_k, const(len(passes))), const(line))
-            code.prefetch(code.at(ahead, asked, stored), 2)
+            offset_ahead = code.mul(code.sdiv(all_k, const(len(passes))), const(line))
+            code.prefetch(code.at(ahead, offset_ahead, stored), 2)
             if size >= ROWS_TO_PREFETCH and nth_pass == 0:
-                for at in range(0, PANEL, line):
-                    code.prefetch(code.at(here, const(AHEAD * PANEL + at), stored))
+                for offset in range(0, PANEL, line):
+                    code.prefetch(code.at(here, const(AHEAD * PANEL + offset), stored))
             weights = [
-                _factors(code, kernel, code.read_vector(here, const(at * lanes), stored, lanes))
-                for at in columns
+                _factors(code, kernel, code.read_vector(here, const(vector * lanes), stored, lanes))
+                for vector in columns
             ]
             for row in range(size):
                 for nth in range(kernel.reads):
                     place = code.add(code.mul(k, const(kernel.reads)), const(nth))
                     value = code.splat(code.read(rows[row], place, kernel.read), lanes)
-                    for at, factors in enumerate(weights):
-                        to = row * len(columns) + at
+                    for column, factors in enumerate(weights):
+                        to = row * len(columns) + column
                         sums[to] = _added(code, kernel, value, factors[nth], sums[to])
-        for at, total in enumerate(sums):
-            row, column = divmod(at, len(columns))
+        for index, total in enumerate(sums):
+            row, column = divmod(index, len(columns))
             code.write_vector(total, results[row], const(columns[column] * lanes))
     code.ret_void()
     return function
 
 
 def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
-    """What a vector of a panel multiplies with, for each of `kernel.reads`."""
+    """Return the factors in a vector of a panel, for each of `kernel.reads`."""
     if kernel.dots:
         return (stored,)
     real = float_type(kernel.dtype)
@@ -309,12 +323,13 @@ def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
 
 
 def _added(code: Code, kernel: PanelProduct, value: Any, factor: Any, total: Any) -> Any:
+    """Add the products of value and factor to total."""
     add = code.add_pair_products if kernel.dots else code.multiply_add
     return add(value, factor, total)
 
 
 def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:
-    """The kernel for x and weights of these dtypes on a host, by default this one."""
+    """Return the kernel for x and weights of these dtypes on a host, by default this machine."""
     cpu = cpu or host()
     if not (cpu.dots and x.name == weights == "bfloat16"):
         x = np.promote_types(x, np.float32)
@@ -324,18 +339,18 @@ def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProdu
 def panel_product(
     x: jax.Array, panels: jax.Array, weights: str, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """x times a weight in panels, or rows sorted by group each times the weight of its group.
+    """Multiply x by a weight in panels, or rows sorted by group each by the weight of its group.
 
     Args:
-        x: [T, I], any float. It is taken as it is where it is bfloat16 and the processor multiplies
-            that, else in at least float32.
-        panels: of one weight, or [E, ...] of one for each group; see `panel_shape`.
-        weights: their dtype.
-        num_rows: i32[], rows from there on are zero. Of groups i32[E], needed: how many rows each
-            has, one group behind the other; rows behind the last one are zero.
+        x: [T, I], any float; widened to at least float32 unless the processor multiplies pairs of
+            bfloat16 and both x and the weights are that.
+        panels: of one weight, see `panel_shape`, or [E, ...] of a weight for each group.
+        weights: dtype of the weights.
+        num_rows: i32[], rows from this number on are zero. With groups i32[E], required: the rows
+            of each, group after group; rows after the last group are zero.
 
     Returns:
-        [T, O]; it, and the sums, are of x's dtype, float32 at least.
+        [T, O] of the dtype of the sums: x's, but at least float32.
 
     Raises:
         ValueError: naming the argument at fault and what is allowed.
@@ -346,7 +361,11 @@ def panel_product(
 def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """`panel_product` by this kernel."""
+    """Compute `panel_product` by this kernel.
+
+    Raises:
+        ValueError: panels or num_rows do not fit.
+    """
     inputs = -(-x.shape[1] // 2) if in_pairs(kernel.weights) else x.shape[1]
     panels, counts = grouped(x, panels, num_rows, inputs)
     name = registered(kernel)
@@ -362,10 +381,10 @@ def run(
 def grouped(
     x: jax.Array, panels: jax.Array, num_rows: jax.Array | None, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Panels [E, P, rows, PANEL], and i32[E] for `num_rows`; those of one weight are one group.
+    """Return panels [E, P, rows, PANEL] and row counts i32[E]; one weight is one group.
 
     Raises:
-        ValueError: they are not such, or counts are missing.
+        ValueError: panels or counts have another shape, or counts are missing.
     """
     if panels.ndim not in (3, 4) or panels.shape[-2:] != (rows, PANEL):
         raise ValueError(

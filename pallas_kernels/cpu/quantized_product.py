@@ -1,12 +1,12 @@
 """Products with quantized weights in panels, on CPU: codes are read once, in order, and widened.
 
-The codes lie as the weights of `cpu/product.py` do, `[O / PANEL, rows, PANEL]`, scales and zero
-points beside them as `[O / PANEL, groups, PANEL]` (`llvm_panels.rows_in_order`). While a tile of
-rows passes over a panel, a vector of codes becomes numbers in registers, `(code - zero) * scale` as
-the specification has it, by which every row of the tile is multiplied. So memory gives a quarter or
-an eighth of what float32 takes of it, and the rows of a tile share the widening. Sums run over the
-inputs in their order: a row's result does not depend on the rows beside it. Rows that do not count
-are left alone, and groups of rows have weights of their own, as there.
+Codes are stored as the weights of `cpu/product.py` are, `[O / PANEL, rows, PANEL]`, scales and zero
+points as `[O / PANEL, groups, PANEL]` (`panels.rows_in_order`). In the loop over a panel, a vector
+of codes becomes numbers in registers, `(code - zero) * scale` as in the specification, by which
+every row of the tile is multiplied. So a quarter or an eighth of the bytes of float32 is read, and
+the rows of a tile share the widening. Sums run over the inputs in their order: a row's result does
+not depend on the other rows. As in `cpu/product.py`, rows that do not count are not multiplied, and
+groups of rows may have weights of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, registered
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
 from pallas_kernels.cpu.ir_builder import (
     I1,
     I8,
@@ -52,14 +52,19 @@ from pallas_kernels.cpu.product import (
 )
 from pallas_kernels.quantized_codes import codes_a_row
 
-AHEAD = 32  # rows of codes
+AHEAD = 32  # rows of codes that prefetches are ahead
 
 
 @dataclass(frozen=True)
 class QuantizedPanelProduct:
-    """The kernel for one dtype of x, one form of codes and one dtype of scales.
+    """Kernel for a dtype of x, a form of codes and a dtype of scales.
 
-    Sums have x's dtype, float32 or float64.
+    Attributes:
+        x: dtype of x and of the sums, "float32" or "float64".
+        form: "int8", "fp8" or "int4".
+        scales: dtype of the scales.
+        zeros: whether the weight has zero points.
+        cpu: the CPU that the code is generated for.
     """
 
     x: str
@@ -70,56 +75,63 @@ class QuantizedPanelProduct:
 
     @property
     def name(self) -> str:
+        """Name of the operation."""
         vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         zeros = "_zeros" if self.zeros else ""
         return f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{vectors}"
 
     @property
     def operands(self) -> int:
+        """Number of operands."""
         return 5 if self.zeros else 4
 
     @property
     def real(self) -> ir.Type:
-        """Of the sums."""
+        """Type of the sums."""
         return float_type(np.dtype(self.x))
 
     @property
     def lanes(self) -> int:
+        """Lanes of a vector of sums."""
         return self.cpu.vector_bytes // element_bytes(self.real)
 
     @property
     def reads(self) -> int:
-        """How many inputs one row of codes is for."""
+        """Number of inputs of a row of codes."""
         return codes_a_row(self.form)
 
     @property
     def sums(self) -> int:
-        """How many vectors of them are held in registers; scales, zeros, codes need the others."""
+        """Number of vectors of sums in registers; scales, zeros and codes need the others."""
         return self.cpu.registers - 8 if self.form == "int4" else self.cpu.registers * 3 // 4
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, codes, scales, (zeros,) rows of each weight, y; then sizes.
+        """Arguments: x, codes, scales, zeros if any, rows of each weight, y; then sizes.
 
-        Rows, weights, a weight's rows of codes, groups of these, and panels.
+        The sizes are rows, weights, a weight's rows of codes, groups of these, and panels.
         """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(2, 2), Field(1, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts."""
         *_, counts, _, rows, experts, inputs, _, panels = fields
         return parts_of(code, (counts, experts, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s panels of all weights, then zeros in rows that do not count.
+
+        The loops are over weights, chunks of rows, chunks of rows of codes, panels, and tiles.
+        """
         x, codes, *steps, counts, y, rows, experts, inputs, groups, panels = fields
         outputs = code.mul(panels, const(PANEL))
-        first, last = (
-            code.sdiv(code.mul(panels, at), parts) for at in (index, code.add(index, const(1)))
-        )
+        first, last = part_bounds(code, panels, index, parts)
         sizes = row_tiles(self.sums)
         tiles = {size: _tile(code.module, size, self) for size in sizes}
         group = code.sdiv(inputs, groups)
-        # A chunk is of whole groups, or within one; a span is the groups of the former, or the one.
+        # A chunk has whole groups of rows of codes, or lies within a group. A span is the rows of a
+        # chunk in the first case, and of the group in the second.
         in_chunk = code.sdiv(const(INPUTS_OF_A_CHUNK), group)
         span = code.mul(group, code.larger_int(in_chunk, const(1)))
         spans = code.sdiv(code.add(inputs, code.sub(span, const(1))), span)
@@ -138,7 +150,7 @@ class QuantizedPanelProduct:
                 end = code.smaller_int(code.add(chunk, const(sizes[0] * TILES_OF_A_CHUNK)), ends[0])
                 many = code.smaller_int(code.sub(stop, k), const(INPUTS_OF_A_CHUNK))
                 run = code.smaller_int(many, group)
-                at = code.mul(panel, const(PANEL))
+                column = code.mul(panel, const(PANEL))
                 of_all = code.add(code.mul(expert, panels), panel)
                 here = code.at(codes, place_in_panels(code, of_all, inputs, k), I8)
                 at_group = place_in_panels(code, of_all, groups, code.sdiv(k, group))
@@ -150,7 +162,7 @@ class QuantizedPanelProduct:
                 for size in sizes:
                     with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
                         from_ = code.at(x, _input(code, self, start, inputs, k), self.real)
-                        to = code.at(y, code.add(code.mul(start, outputs), at), self.real)
+                        to = code.at(y, code.add(code.mul(start, outputs), column), self.real)
                         begins = code.icmp_signed("==", k, const(0))
                         numbers = [many, run, inputs, outputs, begins]
                         code.call(tiles[size], [from_, here, *beside, to, *numbers])
@@ -160,23 +172,24 @@ class QuantizedPanelProduct:
 
 
 def _input(code: Code, kernel: QuantizedPanelProduct, row: Any, inputs: Any, k: Any) -> Any:
-    """Which number of x is the first that row `k` of the codes is for, in a row of x."""
+    """Return the number of x, in a row of x, that row `k` of the codes starts at."""
     return code.mul(code.add(code.mul(row, inputs), k), const(kernel.reads))
 
 
 def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Function:
-    """tile(x, codes, scales, (zeros,) y, count, run, inputs, outputs, begins).
+    """Generate a function of (x, codes, scales, zeros if any, y, count, run, inputs, outputs,
+    begins).
 
-    y[:size, :PANEL] += x[:size] @ weights, over `count` rows of codes, each `run` of which have a
-    row of scales (and zero points). Rows of x are `inputs` rows of codes apart, those of y
-    `outputs`. Where the sums begin, what y holds is not read as a number.
+    y[:size, :PANEL] += x[:size] @ weights, over `count` rows of codes, each `run` of which share a
+    row of scales and zero points. Rows of x are `inputs` rows of codes apart, those of y `outputs`.
+    If the sums begin (`begins`), the contents of y are replaced.
     """
     real, lanes = kernel.real, kernel.lanes
     addresses = 5 if kernel.zeros else 4
     kind = ir.FunctionType(VOID, [POINTER] * addresses + [I64] * 4 + [I1])
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
-    function.attributes.add("noinline")  # within the loops around it, registers ran out
+    function.attributes.add("noinline")  # inlined into the loops, it ran out of registers
     code = Code(function)
     x, codes, *steps, y, count, run, inputs, outputs, begins = function.args
     between = code.mul(inputs, const(kernel.reads))
@@ -186,9 +199,9 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
     groups = code.sdiv(count, run)
     for columns in columns_at_once(kernel.sums, size, PANEL // lanes):
         before = [
-            code.select(begins, zero, code.read_vector(to, const(at * lanes), real, lanes))
-            for to in results
-            for at in columns
+            code.select(begins, zero, code.read_vector(result, const(vector * lanes), real, lanes))
+            for result in results
+            for vector in columns
         ]
         with code.loop(const(0), groups, carry=before) as (group, sums):
             place = code.mul(group, const(PANEL))
@@ -197,7 +210,7 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
             with code.loop(low, code.add(low, run), carry=sums) as (k, inner):
                 here = code.at(codes, code.mul(k, const(PANEL)), I8)
                 code.prefetch(code.at(here, const(AHEAD * PANEL), I8))
-                stored = [code.read_vector(here, const(at * lanes), I8, lanes) for at in columns]
+                stored = [code.read_vector(here, const(nth * lanes), I8, lanes) for nth in columns]
                 for nth in range(kernel.reads):
                     weights = [
                         _number(code, kernel, vector, nth, scale, offset)
@@ -206,12 +219,12 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
                     at_x = code.add(code.mul(k, const(kernel.reads)), const(nth))
                     for row in range(size):
                         value = code.splat(code.read(rows[row], at_x, real), lanes)
-                        for at, weight in enumerate(weights):
-                            to = row * len(columns) + at
+                        for column, weight in enumerate(weights):
+                            to = row * len(columns) + column
                             inner[to] = code.multiply_add(value, weight, inner[to])
             sums[:] = inner
-        for at, total in enumerate(sums):
-            row, column = divmod(at, len(columns))
+        for index, total in enumerate(sums):
+            row, column = divmod(index, len(columns))
             code.write_vector(total, results[row], const(columns[column] * lanes))
     code.ret_void()
     return function
@@ -220,18 +233,18 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
 def _steps(
     code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any, columns: range
 ) -> tuple[list[Any], list[Any]]:
-    """Some vectors of a group's scales, and of its zero points, where the form has such."""
+    """Load vectors of a group's scales, and of its zero points: 8 if the weight has none."""
     real, lanes = kernel.real, kernel.lanes
     whole = ir.VectorType(I32, lanes)
-    places = [code.add(place, const(at * lanes)) for at in columns]
+    places = [code.add(place, const(vector * lanes)) for vector in columns]
     scales = [
-        widened(code, code.read_vector(steps[0], at, stored_type(kernel.scales), lanes), real)
-        for at in places
+        widened(code, code.read_vector(steps[0], start, stored_type(kernel.scales), lanes), real)
+        for start in places
     ]
     if kernel.form == "fp8":  # see `_number`: exact, as a power of two
         scales = [code.fmul(scale, filled(scale.type, 256.0)) for scale in scales]
     if kernel.zeros:
-        bytes_ = [code.read_vector(steps[1], at, I8, lanes) for at in places]
+        bytes_ = [code.read_vector(steps[1], start, I8, lanes) for start in places]
         return scales, [code.zext(vector, whole) for vector in bytes_]
     return scales, [filled(whole, 8) for _ in places]
 
@@ -239,7 +252,7 @@ def _steps(
 def _number(
     code: Code, kernel: QuantizedPanelProduct, stored: Any, nth: int, scale: Any, offset: Any
 ) -> Any:
-    """(code - zero) * scale of a vector of bytes; of its halves `nth`, where it holds two codes."""
+    """Compute (code - zero) * scale of a vector of bytes, or of its half bytes `nth` for int4."""
     lanes = stored.type.count
     real = ir.VectorType(kernel.real, lanes)
     whole = ir.VectorType(I32, lanes)
@@ -264,16 +277,16 @@ def quantized_panel_product(
     scales_dtype: str,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """x times a quantized weight in panels, or rows sorted by expert times the weight of each.
+    """Multiply x by a quantized weight in panels, or rows sorted by expert each by its weight.
 
     Args:
-        x: [T, I], any float; I is what the rows of codes are for.
-        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`; of experts [E, ...].
-        scales: [P, groups, PANEL], of 16 bits as their bits in uint16; of experts [E, ...].
-        zeros: uint8, of the shape of scales; of int4 only.
+        x: [T, I], any float; I is the number of inputs of the rows of codes.
+        codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`; for experts [E, ...].
+        scales: [P, groups, PANEL], of 16 bits as their bits in uint16; for experts [E, ...].
+        zeros: uint8, of the shape of scales, for int4 only; or None.
         form: "int8", "fp8" or "int4".
-        scales_dtype: what the scales are.
-        num_rows: as of `panel_product`.
+        scales_dtype: dtype of the scales.
+        num_rows: as in `panel_product`.
 
     Returns:
         [T, P * PANEL] in float32 (float64 for float64).
@@ -294,7 +307,11 @@ def run(
     zeros: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """`quantized_panel_product` by this kernel."""
+    """Compute `quantized_panel_product` by this kernel.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
     many, groups = codes.shape[:-2], scales.shape[-2]
     for name, array in (("scales", scales), ("zeros", zeros)):
         if array is not None and array.shape != (*many, groups, PANEL):

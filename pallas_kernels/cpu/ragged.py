@@ -1,12 +1,12 @@
 """Attention of rows of many queries over pages, on CPU: tiles of queries, blocks of keys.
 
-FlashAttention-2 (Dao 2023) for one processor: the unit of work is a (row, tile of queries, kv
-head). A block of keys is copied together, transposed, and multiplied with all queries of the tile;
-its values follow. Products are done as in BLIS (Van Zee, van de Geijn 2015): sums of a few queries
-times a few vectors stay in registers.
+This is FlashAttention-2 (Dao 2023) for one processor: the unit of work is a (row, tile of queries,
+kv head). A block of keys is gathered from its pages, transposed, and multiplied with all queries of
+the tile; its values follow. Products are computed as in BLIS (Van Zee, van de Geijn 2015): sums of
+a few queries times a few vectors stay in registers.
 
 Every sum runs over a query's own tokens in their order, in blocks counted from position 0: a result
-is the same to the bit whatever rows are beside it, and wherever a prompt was cut.
+is the same to the bit whatever rows are in the batch, and wherever a prompt was cut.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import xla
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
 from pallas_kernels.cpu.decode import BLOCK, PagedKernel, attend, decode
-from pallas_kernels.cpu.ffi import NAMES, Field
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
     I64,
@@ -46,35 +47,37 @@ WORK_OF_A_PART = 1 << 21  # products
 
 @dataclass(frozen=True)
 class PagedTiles(PagedKernel):
-    """Rows of two queries or more, in tiles."""
+    """Kernel for rows of two queries or more, in tiles."""
 
     prefix = f"{NAMES}tiles_"
     operands = 9
 
     @property
     def fields(self) -> Sequence[Field]:
-        """q, k, v, page_table, query_start, kv_len, sinks, window, cap, out; R, M, P, K, T."""
+        """Arguments: q, k, v, page_table, query_start, kv_len, sinks, window, cap, out; then sizes.
+
+        The sizes are R, M, P, K, T.
+        """
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     @property
     def queries(self) -> int:
-        """Of a tile."""
+        """Queries of a tile."""
         return max(1, TILE // self.group)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts: by the work, at most MOST_PARTS."""
         total = code.mul(_total(code, self, fields), const(self.group * self.head_dim))
         parts = code.add(code.sdiv(total, const(WORK_OF_A_PART)), const(1))
         return code.smaller_int(parts, const(MOST_PARTS))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """The tiles that begin in this part of all products."""
+        """Generate the tiles that begin in this part of all products."""
         rows, heads = fields[10], fields[13]
         tile = _Tile(self).function(code.module)
         total = _total(code, self, fields)
-        low, high = (
-            code.sdiv(code.mul(total, at), parts) for at in (index, code.add(index, const(1)))
-        )
+        low, high = part_bounds(code, total, index, parts)
         place = code.room(I64)
         code.store(const(0), place)
         with code.loop(const(0), rows) as (row, _):
@@ -83,10 +86,10 @@ class PagedTiles(PagedKernel):
                 number, first, stop = _span(code, self, fields, count, before, nth)
                 work = _work(code, number, first, stop)
                 with code.loop(const(0), heads) as (head, _):
-                    at = code.load(place, typ=I64)
-                    code.store(code.add(at, work), place)
+                    begin = code.load(place, typ=I64)
+                    code.store(code.add(begin, work), place)
                     mine = code.and_(
-                        code.icmp_signed(">=", at, low), code.icmp_signed("<", at, high)
+                        code.icmp_signed(">=", begin, low), code.icmp_signed("<", begin, high)
                     )
                     with code.if_then(mine):
                         token = code.add(start, nth)
@@ -96,13 +99,13 @@ class PagedTiles(PagedKernel):
 
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
-    """A row's first token, its number of queries if two or more, the first one's position."""
+    """Return a row's first token, its queries if two or more, else 0, and its first position."""
     starts, lengths, columns, most = fields[4], fields[5], fields[11], fields[14]
     start, stop = (
         code.smaller_int(
-            code.larger_int(code.sext(code.read(starts, at, I32), I64), const(0)), most
+            code.larger_int(code.sext(code.read(starts, index, I32), I64), const(0)), most
         )
-        for at in (row, code.add(row, const(1)))
+        for index in (row, code.add(row, const(1)))
     )
     count = code.sub(stop, start)
     length = code.sext(code.read(lengths, row, I32), I64)
@@ -114,7 +117,10 @@ def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tup
 def _span(
     code: Code, kernel: PagedTiles, fields: Sequence[Any], count: Any, before: Any, nth: Any
 ) -> tuple[Any, Any, Any]:
-    """Of the tile from query `nth` on: its queries, the positions that they see, from and to."""
+    """Return the number of queries of the tile from query `nth` on, and the positions it sees.
+
+    These are the first position and the one after the last.
+    """
     number = code.smaller_int(code.sub(count, nth), const(kernel.queries))
     span = code.sext(code.load(fields[7], typ=I32), I64)
     position = code.add(before, nth)
@@ -123,11 +129,12 @@ def _span(
 
 
 def _work(code: Code, number: Any, first: Any, stop: Any) -> Any:
-    """Products of a tile and one head, by query head and number; and what a tile costs besides."""
+    """Return the cost of a tile and one head: queries times positions, and BLOCK besides."""
     return code.mul(number, code.add(code.sub(stop, first), const(BLOCK)))
 
 
 def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
+    """Return the cost of all tiles of all heads."""
     with code.loop(const(0), fields[10], carry=[const(0)]) as (row, sums):
         _, count, before = _row(code, kernel, fields, row)
         with code.loop(const(0), count, kernel.queries, carry=sums) as (nth, inner):
@@ -138,9 +145,10 @@ def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
 
 
 class _Tile:
-    """The function that does one tile of one kv head."""
+    """Generator of the function that computes one tile of one kv head."""
 
     def __init__(self, kernel: PagedTiles) -> None:
+        """Choose the sizes of vectors and tiles for a kernel on this host."""
         self.kernel = kernel
         self.real = float_type(np.dtype(kernel.dtype))
         self.stored = stored_type(kernel.pages)
@@ -152,10 +160,10 @@ class _Tile:
         self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
 
     def function(self, module: ir.Module) -> ir.Function:
-        """tile(fields..., row, head, token, queries, position, first, stop).
+        """Generate the function "tile".
 
-        `token` and `position` are the first query's; the tile sees positions from `first` to before
-        `stop`.
+        Its arguments are the fields, then row, head, token, queries, position, first, stop: `token`
+        and `position` are the first query's; the tile sees positions from `first` to before `stop`.
         """
         kinds = [POINTER if field.size is None else I64 for field in self.kernel.fields]
         function = ir.Function(module, ir.FunctionType(VOID, [*kinds, *[I64] * 7]), "tile")
@@ -176,7 +184,7 @@ class _Tile:
         where = code.add(code.mul(token, self.between), here)
         self.queries, self.sums = (code.room(self.real, self.rows * self.H) for _ in range(2))
         self.scores = code.room(self.real, self.rows * BLOCK)
-        self.copied, self.turned = (code.room(self.real, BLOCK * self.H) for _ in range(2))
+        self.gathered, self.transposed = (code.room(self.real, BLOCK * self.H) for _ in range(2))
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.rows) for _ in range(3))
         products = [
             self._product(module, "scores", BLOCK // self.width, self.width, self.H, BLOCK),
@@ -189,81 +197,78 @@ class _Tile:
         )
         start = code.mul(code.sdiv(self.first, const(BLOCK)), const(BLOCK))
         with code.loop(start, self.stop, BLOCK) as (block, _):
-            self._copy(code, self.k, block)
-            self._turn(code)
+            self._gather(code, self.k, block)
+            self._transpose(code)
             with code.loop(const(0), self.count, ROWS) as (m, _):
                 a = code.at(self.queries, code.mul(m, const(self.H)), self.real)
                 c = code.at(self.scores, code.mul(m, const(BLOCK)), self.real)
-                code.call(products[0], [a, self.turned, c, const(self.H), self.shrinks])
-            self._copy(code, self.v, block)
+                code.call(products[0], [a, self.transposed, c, const(self.H), self.shrinks])
+            self._gather(code, self.v, block)
             self._softmax(code, block)
             depth = code.smaller_int(code.sub(self.stop, block), const(BLOCK))
             with code.loop(const(0), self.count, ROWS) as (m, _):
                 a = code.at(self.scores, code.mul(m, const(BLOCK)), self.real)
                 c = code.at(self.sums, code.mul(m, const(self.H)), self.real)
                 shrinks = code.at(self.shrinks, m, self.real)
-                code.call(products[1], [a, self.copied, c, depth, shrinks])
+                code.call(products[1], [a, self.gathered, c, depth, shrinks])
         self._finish(code, code.at(out, where, self.real))
         code.ret_void()
         return function
 
-    def _each(self, code: Code) -> Any:
-        return code.loop(const(0), self.number)
-
     def _begin(self, code: Code, q: Any, sinks: Any) -> None:
-        """Queries together; softmax over nothing but the sinks, of which an absent one is -inf."""
+        """Gather the queries, and set the softmax to that of the sinks (an absent sink is -inf)."""
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         last = const(self.rows * self.H)
         end = code.mul(self.count, const(self.H))
-        with code.loop(end, last, self.lanes) as (at, _):
-            code.write_vector(zero, self.queries, at)
-        with code.loop(const(0), last, self.lanes) as (at, _):
-            code.write_vector(zero, self.sums, at)
-        one = ir.VectorType(self.real, 1)
+        with code.loop(end, last, self.lanes) as (index, _):
+            code.write_vector(zero, self.queries, index)
+        with code.loop(const(0), last, self.lanes) as (index, _):
+            code.write_vector(zero, self.sums, index)
+        scalar = ir.VectorType(self.real, 1)
         with code.loop(const(0), const(self.rows)) as (m, _):
-            code.write_vector(filled(one, 0.0), self.shrinks, m)
+            code.write_vector(filled(scalar, 0.0), self.shrinks, m)
         lowest = float(np.finfo(self.kernel.dtype).min)
         size = const(self.G * self.H)
         with code.loop(const(0), self.number) as (i, _):
             source = code.at(q, code.mul(i, self.between), self.real)
             target = code.at(self.queries, code.mul(i, size), self.real)
-            with code.loop(const(0), size, self.lanes) as (at, _):
-                query = code.read_vector(source, at, self.real, self.lanes)
-                code.write_vector(query, target, at)
+            with code.loop(const(0), size, self.lanes) as (index, _):
+                query = code.read_vector(source, index, self.real, self.lanes)
+                code.write_vector(query, target, index)
             with code.loop(const(0), const(self.G)) as (g, _):
                 m = code.add(code.mul(i, const(self.G)), g)
                 sink = code.splat(code.read(sinks, g, self.real), 1)
-                top = code.larger(filled(one, lowest), sink)
+                top = code.larger(filled(scalar, lowest), sink)
                 code.write_vector(top, self.tops, m)
                 code.write_vector(code.exp2(code.fsub(sink, top)), self.totals, m)
 
-    def _copy(self, code: Code, base: Any, block: Any) -> None:
-        """The block's keys or values, one token after the other; zeros where none is seen."""
+    def _gather(self, code: Code, base: Any, block: Any) -> None:
+        """Gather the block's keys or values, token after token; zeros for tokens not seen."""
         begin = code.larger_int(self.first, block)
         end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         spans = (const(0), code.sub(begin, block)), (code.sub(end, block), const(BLOCK))
         for low, high in spans:
-            low, high = (code.mul(at, const(self.H)) for at in (low, high))
-            with code.loop(low, high, self.lanes) as (at, _):
-                code.write_vector(zero, self.copied, at)
+            low, high = (code.mul(bound, const(self.H)) for bound in (low, high))
+            with code.loop(low, high, self.lanes) as (index, _):
+                code.write_vector(zero, self.gathered, index)
         after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
-        with code.loop(code.sdiv(begin, const(self.S)), after) as (at, _):
-            start = code.mul(at, const(self.S))
-            page = code.zext(code.read(self.table, at, I32), I64)
+        with code.loop(code.sdiv(begin, const(self.S)), after) as (column, _):
+            start = code.mul(column, const(self.S))
+            page = code.zext(code.read(self.table, column, I32), I64)
             page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
             source = code.at(base, code.mul(page, self.stride), self.stored)
             low = code.larger_int(code.sub(begin, start), const(0))
             high = code.smaller_int(code.sub(end, start), const(self.S))
             target = code.mul(code.sub(start, block), const(self.H))
-            target = code.at(self.copied, target, self.real)
-            low, high = (code.mul(at, const(self.H)) for at in (low, high))
-            with code.loop(low, high, self.lanes) as (at, _):
-                vector = code.read_vector(source, at, self.stored, self.lanes)
-                code.write_vector(widened(code, vector, self.real), target, at)
+            target = code.at(self.gathered, target, self.real)
+            low, high = (code.mul(bound, const(self.H)) for bound in (low, high))
+            with code.loop(low, high, self.lanes) as (index, _):
+                vector = code.read_vector(source, index, self.stored, self.lanes)
+                code.write_vector(widened(code, vector, self.real), target, index)
 
-    def _turn(self, code: Code) -> None:
-        """The copied keys with tokens side by side, by squares."""
+    def _transpose(self, code: Code) -> None:
+        """Transpose the gathered keys by squares, so that tokens are side by side."""
         n = self.lanes
         with (
             code.loop(const(0), const(BLOCK), n) as (token, _),
@@ -271,21 +276,22 @@ class _Tile:
         ):
 
             def read(row: int, first: int, count: int, token: Any = token, h: Any = h) -> Any:
-                at = code.add(code.mul(code.add(token, const(row)), const(self.H)), h)
-                at = code.add(at, const(first))
-                return code.read_vector(self.copied, at, self.real, count)
+                place = code.add(code.mul(code.add(token, const(row)), const(self.H)), h)
+                place = code.add(place, const(first))
+                return code.read_vector(self.gathered, place, self.real, count)
 
             for i, column in enumerate(code.columns(read, element_bytes(self.real), n)):
-                at = code.add(code.mul(code.add(h, const(i)), const(BLOCK)), token)
-                code.write_vector(column, self.turned, at)
+                place = code.add(code.mul(code.add(h, const(i)), const(BLOCK)), token)
+                code.write_vector(column, self.transposed, place)
 
     def _product(
         self, module: ir.Module, name: str, vectors: int, lanes: int, across: int, columns: int
     ) -> ir.Function:
-        """product(a, b, c, depth, shrinks): c = c * shrinks + a @ b, where c has ROWS rows.
+        """Generate a function of (a, b, c, depth, shrinks): c = c * shrinks + a @ b.
 
-        a is [ROWS, across] of which `depth` columns count, b [depth, columns], c [ROWS, columns],
-        and a row of b and c is `vectors` of `lanes`.
+        a is [ROWS, across], of which `depth` columns count, b is [depth, columns], c is [ROWS,
+        columns]. A row of b and c is `vectors` vectors of `lanes`. The function "scores" ignores
+        `shrinks` and what c holds.
         """
         kind = ir.FunctionType(VOID, [POINTER, POINTER, POINTER, I64, POINTER])
         function = ir.Function(module, kind, name)
@@ -294,41 +300,43 @@ class _Tile:
         a, b, c, depth, shrinks = function.args
         zero = filled(ir.VectorType(self.real, lanes), 0.0)
         for begin in range(0, vectors, self.most_vectors):
-            some = range(begin, min(begin + self.most_vectors, vectors))
-            places = [row * columns + at * lanes for row in range(ROWS) for at in some]
+            pass_vectors = range(begin, min(begin + self.most_vectors, vectors))
+            places = [
+                row * columns + vector * lanes for row in range(ROWS) for vector in pass_vectors
+            ]
             sums = [zero] * len(places)
             if name == "values":
                 sums = [
                     code.fmul(
-                        code.read_vector(c, const(at), self.real, lanes),
-                        code.splat(code.read(shrinks, const(at // columns), self.real), lanes),
+                        code.read_vector(c, const(place), self.real, lanes),
+                        code.splat(code.read(shrinks, const(place // columns), self.real), lanes),
                     )
-                    for at in places
+                    for place in places
                 ]
-            with code.loop(const(0), depth, carry=sums) as (at, inner):
-                start = code.mul(at, const(columns))
+            with code.loop(const(0), depth, carry=sums) as (k, inner):
+                start = code.mul(k, const(columns))
                 row_of_b = [
                     code.read_vector(b, code.add(start, const(vector * lanes)), self.real, lanes)
-                    for vector in some
+                    for vector in pass_vectors
                 ]
                 for row in range(ROWS):
-                    factor = code.read(a, code.add(at, const(row * across)), self.real)
+                    factor = code.read(a, code.add(k, const(row * across)), self.real)
                     factor = code.splat(factor, lanes)
                     for nth, vector in enumerate(row_of_b):
-                        to = row * len(some) + nth
+                        to = row * len(pass_vectors) + nth
                         inner[to] = code.multiply_add(factor, vector, inner[to])
-            for at, total in zip(places, inner, strict=True):
-                code.write_vector(total, c, const(at))
+            for place, total in zip(places, inner, strict=True):
+                code.write_vector(total, c, const(place))
         code.ret_void()
         return function
 
     def _softmax(self, code: Code, block: Any) -> None:
-        """Scores of a block become weights: zero for what a query does not see."""
+        """Generate the softmax: a block's scores become weights, zero for tokens not seen."""
         kind = ir.VectorType(self.real, self.width)
         nothing, zero = filled(kind, -math.inf), filled(kind, 0.0)
         whole = ir.IntType(8 * element_bytes(self.real))
         numbers = ir.VectorType(whole, self.width)
-        edge = const(2 * BLOCK)  # beyond a block, all the same
+        edge = const(2 * BLOCK)  # bounds beyond the block are equivalent, and fit any integer
         with (
             code.loop(const(0), self.number) as (i, _),
             code.loop(const(0), const(self.G)) as (g, _),
@@ -338,26 +346,26 @@ class _Tile:
             first = code.smaller_int(code.larger_int(code.sub(stop, self.span), const(0)), edge)
             stop = code.smaller_int(code.larger_int(stop, const(0)), edge)
             if whole != I64:
-                first, stop = (code.trunc(at, whole) for at in (first, stop))
-            first, stop = (code.splat(at, self.width) for at in (first, stop))
+                first, stop = (code.trunc(bound, whole) for bound in (first, stop))
+            first, stop = (code.splat(bound, self.width) for bound in (first, stop))
             row = code.at(self.scores, code.mul(m, const(BLOCK)), self.real)
             old = code.splat(code.read(self.tops, m, self.real), self.width)
             top, scores = old, []
-            for at in range(0, BLOCK, self.width):
-                some = code.read_vector(row, const(at), self.real, self.width)
+            for start in range(0, BLOCK, self.width):
+                score = code.read_vector(row, const(start), self.real, self.width)
                 if self.kernel.capped:
-                    some = code.fmul(code.tanh(some), self.cap)
-                lane = ir.Constant(numbers, list(range(at, at + self.width)))
+                    score = code.fmul(code.tanh(score), self.cap)
+                lane = ir.Constant(numbers, list(range(start, start + self.width)))
                 seen = code.and_(
                     code.icmp_signed("<=", first, lane), code.icmp_signed(">", stop, lane)
                 )
-                scores.append(code.select(seen, some, nothing))
+                scores.append(code.select(seen, score, nothing))
                 top = code.larger(top, scores[-1])
             peak = code.lane_max(top)
             top = code.splat(peak, self.width)
             total = zero
-            for nth, some in enumerate(scores):
-                weights = code.exp2(code.fsub(some, top))
+            for nth, score in enumerate(scores):
+                weights = code.exp2(code.fsub(score, top))
                 total = code.fadd(total, weights)
                 code.write_vector(weights, row, const(nth * self.width))
             shrink = code.exp2(code.fsub(old, top))
@@ -369,21 +377,22 @@ class _Tile:
             code.store(code.fadd(before, code.lane_sum(total)), to)
 
     def _finish(self, code: Code, out: Any) -> None:
-        zero, one = (ir.Constant(self.real, value) for value in (0.0, 1.0))
+        """Write the sums over the total weights to the output; zeros where the total is zero."""
+        zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         with (
             code.loop(const(0), self.number) as (i, _),
             code.loop(const(0), const(self.G)) as (g, _),
         ):
             m = code.add(code.mul(i, const(self.G)), g)
             total = code.read(self.totals, m, self.real)
-            total = code.select(code.fcmp_ordered("==", total, zero), one, total)
+            total = code.select(code.fcmp_ordered("==", total, zero), unit, total)
             total = code.splat(total, self.lanes)
             source = code.at(self.sums, code.mul(m, const(self.H)), self.real)
             target = code.add(code.mul(i, self.between), code.mul(g, const(self.H)))
             target = code.at(out, target, self.real)
-            with code.loop(const(0), const(self.H), self.lanes) as (at, _):
-                sums = code.read_vector(source, at, self.real, self.lanes)
-                code.write_vector(code.fdiv(sums, total), target, at)
+            with code.loop(const(0), const(self.H), self.lanes) as (index, _):
+                sums = code.read_vector(source, index, self.real, self.lanes)
+                code.write_vector(code.fdiv(sums, total), target, index)
 
 
 def _tiles(
@@ -392,14 +401,22 @@ def _tiles(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
-    sinks: jax.Array | None,
-    options: xla.Options,
+    options: AttentionOptions,
 ) -> jax.Array:
-    """Rows of two queries or more; see `xla.Tiles`."""
+    """Compute rows of two queries or more; see `xla.Tiles`."""
     rows = (page_table, query_start, kv_len)
-    return attend(PagedTiles, q, kv_pages, rows, sinks, options)
+    return attend(PagedTiles, q, kv_pages, rows, options)
 
 
-def ragged_paged_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """Rows of any length over their pages; arguments as the public operation's."""
-    return xla.ragged_paged_attention(*arrays, **options, decode=decode, tiles=_tiles)
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+) -> jax.Array:
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
+    arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
+    return xla.ragged_paged_attention(*arrays, options, decode=decode, tiles=_tiles)

@@ -1,10 +1,10 @@
-"""Sums of rows on CPU, each in one order, and softmax and sigmoid, which are alike in every row.
+"""Sums of rows on CPU in a fixed order, and softmax and sigmoid that are the same in every row.
 
-XLA adds up a few rows in another order than many, so a norm's last bits would tell a row how many
-others are beside it; and its exponentials differ in the last bit where a loop's end is no whole
-vector, those of distances to a row's greatest number even where it is. Here a row's numbers go to
-the lanes of a few vectors in turns, whose sums are added at the end: the order depends on the row's
-length alone, and the additions overlap. Exponentials are the same in vectors and alone.
+XLA sums few rows in another order than many, so the last bits of a norm would depend on the number
+of rows; and its exponentials differ in the last bit if a loop does not end at a whole vector, those
+of distances to a row's greatest number even if it does. Here a row's numbers go to the lanes of a
+few vectors in turns, whose sums are added at the end: the order depends on the row's length alone,
+and the additions overlap. Exponentials are the same in vectors and alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, registered
+from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
 from pallas_kernels.cpu.ir_builder import (
     LOG2_E,
     Code,
@@ -38,19 +38,19 @@ Summed = Literal["numbers", "squares", "exps"]
 Shared = Literal["softmax", "sigmoid"]
 Fold = Callable[[Any, Any], Any]
 
-MOST_EXPONENT = 100.0  # of 2, for which `Code.exp2` is made
-CHAINS = 4  # of additions that wait for one another
+MOST_EXPONENT = 100.0  # of 2, the largest that `Code.exp2` takes
+CHAINS = 4  # of dependent additions, which overlap
 MOST_PARTS = 16
 WORK_OF_A_PART = 1 << 16  # numbers
 
 
 @dataclass(frozen=True)
 class Rows(ABC):
-    """A kernel that goes over rows of one dtype.
+    """Base of the kernels that reduce rows, which compute every row alone.
 
     Attributes:
         dtype: of the numbers.
-        cpu: that the code is made for.
+        cpu: the CPU that the code is generated for.
     """
 
     dtype: str
@@ -65,30 +65,30 @@ class Rows(ABC):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """x, results; rows, numbers of a row."""
+        """Arguments: x, results; rows, numbers of a row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
+        """Generate the number of parts: by the numbers, at most MOST_PARTS and the rows."""
         _, _, rows, size = fields
         parts = code.sdiv(code.mul(rows, size), const(WORK_OF_A_PART))
         parts = code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), rows)
         return code.larger_int(parts, const(1))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
+        """Generate part `index`'s rows."""
         x, results, rows, size = fields
-        begin, end = (
-            code.sdiv(code.mul(rows, at), parts) for at in (index, code.add(index, const(1)))
-        )
+        begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
             first = code.at(x, code.mul(row, size), stored_type(self.dtype))
             self.row(code, first, size, results, row)
 
     @abstractmethod
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Write one row's result, to its place among all."""
+        """Write one row's result to its place in the results."""
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """The greatest number of a row, and the sum of the exponentials of the distances to it."""
+        """Compute a row's greatest number, and the sum of exp(number - greatest)."""
         top = self.folded(code, x, size, -math.inf, code.larger, code.larger)
 
         def with_exp(total: Any, x: Any) -> Any:
@@ -97,65 +97,68 @@ class Rows(ABC):
         return top, self.folded(code, x, size, 0.0, with_exp, code.fadd)
 
     def folded(
-        self, code: Code, x: Any, size: Any, start: float, with_one: Fold, together: Fold
+        self, code: Code, x: Any, size: Any, start: float, with_vector: Fold, together: Fold
     ) -> Any:
-        """A row made one number: `with_one` takes vectors of it in, `together` joins what they are
-        taken into."""
+        """Reduce a row to one number.
+
+        `with_vector` combines a total with a vector of the row, `together` combines two totals;
+        each lane of a total begins with `start`.
+        """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         kind = float_type(self.sums)
         starts = [filled(ir.VectorType(kind, lanes), start)] * CHAINS
 
-        def taken_in(total: Any, at: Any) -> Any:
-            read = code.read_vector(x, at, stored_type(self.dtype), total.type.count)
-            return with_one(total, widened(code, read, kind))
+        def taken_in(total: Any, index: Any) -> Any:
+            read = code.read_vector(x, index, stored_type(self.dtype), total.type.count)
+            return with_vector(total, widened(code, read, kind))
 
         whole = code.sub(size, code.srem(size, const(CHAINS * lanes)))
-        with code.loop(const(0), whole, CHAINS * lanes, carry=starts) as (at, chains):
+        with code.loop(const(0), whole, CHAINS * lanes, carry=starts) as (index, chains):
             for chain in range(CHAINS):
-                here = code.add(at, const(chain * lanes))
+                here = code.add(index, const(chain * lanes))
                 chains[chain] = taken_in(chains[chain], here)
         vectors = code.sub(size, code.srem(size, const(lanes)))
-        with code.loop(whole, vectors, lanes, carry=chains) as (at, chains):
-            chains[:] = [*chains[1:], taken_in(chains[0], at)]
+        with code.loop(whole, vectors, lanes, carry=chains) as (index, chains):
+            chains[:] = [*chains[1:], taken_in(chains[0], index)]
         while len(chains) > 1:
             pairs = zip(chains[::2], chains[1::2], strict=True)
             chains = [together(a, b) for a, b in pairs]
         total = code.splat(code.lanes_folded(chains[0], together), 1)
-        with code.loop(vectors, size, carry=[total]) as (at, rest):
-            rest[0] = taken_in(rest[0], at)
+        with code.loop(vectors, size, carry=[total]) as (index, rest):
+            rest[0] = taken_in(rest[0], index)
         return code.extract_element(rest[0], const(0))
 
 
 def _exp(code: Code, x: Any, top: Any) -> Any:
-    """exp(x - top) of a vector x."""
+    """Compute exp(x - top) of a vector x."""
     distance = code.fsub(x, code.splat(top, x.type.count))
     return code.exp2(code.fmul(distance, filled(x.type, LOG2_E)))
 
 
 @dataclass(frozen=True)
 class RowSums(Rows):
-    """The kernel for sums of rows.
+    """Kernel for sums of rows.
 
     Attributes:
-        dtype: "float64", "float32", "bfloat16" or "float16"; the sums of those of 16 bits are
-            float32.
-        of: what is summed: the "numbers", their "squares", or the "exps" of their distances to the
-            greatest.
+        dtype: "float64", "float32", "bfloat16" or "float16"; sums of 16-bit numbers are float32.
+        term: what is summed: the "numbers", their "squares", or the "exps" of their distances to
+            the greatest.
     """
 
-    of: Summed = "numbers"
+    term: Summed = "numbers"
 
     @property
     def name(self) -> str:
-        return f"{NAMES}sums_{self.dtype}_{self.of}_{self.cpu.vector_bytes}"
+        """Name of the operation."""
+        return f"{NAMES}sums_{self.dtype}_{self.term}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
         code.store(self._sum(code, x, size), code.at(results, row, float_type(self.sums)))
 
     def _sum(self, code: Code, x: Any, size: Any) -> Any:
-        if self.of == "numbers":
+        if self.term == "numbers":
             return self.folded(code, x, size, 0.0, code.fadd, code.fadd)
-        if self.of == "squares":
+        if self.term == "squares":
             return self.folded(
                 code, x, size, 0.0, lambda total, x: code.multiply_add(x, x, total), code.fadd
             )
@@ -164,41 +167,43 @@ class RowSums(Rows):
 
 @dataclass(frozen=True)
 class RowShares(Rows):
-    """The kernel for softmax of rows, or for the sigmoid of every number.
+    """Kernel for softmax of rows, or for the sigmoid of every number.
 
     Attributes:
         dtype: "float64" or "float32".
-        shared: what is computed.
+        shared: "softmax" or "sigmoid".
     """
 
     shared: Shared = "softmax"
 
     @property
     def name(self) -> str:
+        """Name of the operation."""
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
+        """Write the row's shares in whole vectors, then number by number."""
         y = code.at(results, code.mul(row, size), float_type(self.sums))
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         vectors = code.sub(size, code.srem(size, const(lanes)))
         top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
         for begin, end, count in ((const(0), vectors, lanes), (vectors, size, 1)):
-            with code.loop(begin, end, count) as (at, _):
-                read = code.read_vector(x, at, stored_type(self.dtype), count)
-                code.write_vector(self._shares(code, read, top, total), y, at)
+            with code.loop(begin, end, count) as (index, _):
+                read = code.read_vector(x, index, stored_type(self.dtype), count)
+                code.write_vector(self._shares(code, read, top, total), y, index)
 
     def _shares(self, code: Code, x: Any, top: Any, total: Any) -> Any:
         if self.shared == "softmax":
             return code.fdiv(_exp(code, x, top), code.splat(total, x.type.count))
         exponent = code.fmul(x, filled(x.type, -LOG2_E))
         exponent = code.smaller(exponent, filled(x.type, MOST_EXPONENT))
-        one = filled(x.type, 1.0)
-        return code.fdiv(one, code.fadd(one, code.exp2(exponent)))
+        unit = filled(x.type, 1.0)
+        return code.fdiv(unit, code.fadd(unit, code.exp2(exponent)))
 
 
 @cache
-def _for_this_host(dtype: str, of: Summed) -> RowSums:
-    return RowSums(dtype, of)  # asking what the host can do takes a while
+def _for_this_host(dtype: str, term: Summed) -> RowSums:
+    return RowSums(dtype, term)  # cached, since reading the host's features takes a while
 
 
 @cache
@@ -206,13 +211,13 @@ def _shares_for_this_host(dtype: str, shared: Shared) -> RowShares:
     return RowShares(dtype, shared)
 
 
-def row_sums(x: jax.Array, of: Summed = "numbers") -> jax.Array:
-    """See `pallas_kernels.row_sums`."""
-    return run(_for_this_host(np.dtype(x.dtype).name, of), x)
+def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
+    """Compute `pallas_kernels.row_sums`: [...]."""
+    return run(_for_this_host(np.dtype(x.dtype).name, term), x)
 
 
 def run(kernel: RowSums, x: jax.Array) -> jax.Array:
-    """`row_sums` by this kernel."""
+    """Compute `row_sums` by this kernel."""
     rows = x.reshape(-1, x.shape[-1])
     if x.dtype.itemsize == 2:  # as bits: XLA on CPU may convert 16-bit floats as a whole
         rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
@@ -221,12 +226,12 @@ def run(kernel: RowSums, x: jax.Array) -> jax.Array:
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """See `pallas_kernels.softmax` and `pallas_kernels.sigmoid`."""
+    """Compute `pallas_kernels.softmax` or `pallas_kernels.sigmoid`: [..., D]."""
     return run_shares(_shares_for_this_host(np.dtype(x.dtype).name, shared), x)
 
 
 def run_shares(kernel: RowShares, x: jax.Array) -> jax.Array:
-    """`row_shares` by this kernel."""
+    """Compute `row_shares` by this kernel."""
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)

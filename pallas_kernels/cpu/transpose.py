@@ -1,10 +1,10 @@
-"""Rows of a weight as checkpoints store them, [O, I], into panels, at the memory's speed.
+"""Transposition of a weight's rows, [O, I] in checkpoints, into panels, at the memory's speed.
 
-PANEL rows are a panel's words, transposed. Squares of as many rows as a vector has lanes are turned
+A panel is the transpose of PANEL rows. Squares of as many rows as a vector has lanes are transposed
 in registers, in steps that swap ever larger parts of two rows (Eklundh 1972), and written past the
-caches, which hold the rows. On the way the largest number's bits are found, which tell whether all
-are finite. Weights that are stored inputs first, [I, O], are only cut: a row is a line of each
-panel.
+caches, which hold the rows. On the way the kernel finds the largest number's bits, which show
+whether all numbers are finite. Weights that are stored inputs first, [I, O], need no transposition:
+a row is cut into a line of each panel.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _COMPILATION = Lock()
 
 @dataclass(frozen=True)
 class Transposition:
-    """The kernel for words of so many bytes.
+    """Kernel that transposes words.
 
     Attributes:
-        word: bytes of one.
-        number: bytes of a number; a word is one or several.
-        widens: rows hold bfloat16, which become float32.
-        cpu: that the code is made for.
+        word: bytes of a word.
+        number: bytes of a number; a word is one number or several.
+        widens: whether rows hold bfloat16, which become float32.
+        cpu: the CPU that the code is generated for.
     """
 
     word: int
@@ -63,14 +63,16 @@ class Transposition:
 
 
 def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Lay rows out as panels; whether all numbers are finite.
+    """Lay rows out as panels; return whether all numbers are finite.
 
     Args:
         rows: [R, I] floats of `dtype`, or bfloat16 where that is float32.
-        panels: those that the rows fill, of the shape and dtype that `panel_shape` says, their
-            memory in one piece from a multiple of ALIGNMENT bytes on. Where R is no multiple of
-            PANEL, the last one is filled up with zeros.
+        panels: filled by the rows; of the shape and dtype of `panel_shape`, contiguous, at a
+            multiple of ALIGNMENT bytes. If R is no multiple of PANEL, zeros fill the last panel.
         dtype: of the weight.
+
+    Raises:
+        ValueError: rows or panels are not contiguous, or panels not aligned.
     """
     words = panels.shape[1]
     kernel = _for_this_host(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
@@ -87,14 +89,14 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
 
 @dataclass(frozen=True)
 class Cut:
-    """The kernel for rows that are inputs, [I, M, turns]; output m of turn t is output t * M + m.
+    """Kernel that cuts rows of inputs, [I, M, turns]; output m of turn t is output t * M + m.
 
     Attributes:
-        number: bytes of one in panels.
-        turns: outputs that take turns.
+        number: bytes of a number in panels.
+        turns: number of weights whose outputs alternate.
         pairs: whether a word holds two inputs.
-        widens: rows hold bfloat16, which become float32.
-        cpu: that the code is made for.
+        widens: whether rows hold bfloat16, which become float32.
+        cpu: the CPU that the code is generated for.
     """
 
     number: int
@@ -105,6 +107,7 @@ class Cut:
 
     @property
     def word(self) -> int:
+        """Bytes of a word."""
         return self.number * (1 + self.pairs)
 
     @property
@@ -114,16 +117,17 @@ class Cut:
 
 
 def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Lay inputs out as panels; whether all numbers are finite.
+    """Lay inputs out as panels; return whether all numbers are finite.
 
     Args:
         rows: [I, M, turns] floats of `dtype`, or bfloat16 where that is float32, contiguous;
             [i, m, t] is the weight of input i and output t * M + m.
-        panels: of the shape and dtype that `panel_shape` says, as of `rows_in_panels`.
+        panels: filled by the rows, as in `rows_in_panels`.
         dtype: of the weight.
 
     Raises:
-        ValueError: panels of another shape.
+        ValueError: panels have another shape; rows or panels are not contiguous, or panels not
+            aligned.
     """
     inputs, outputs, turns = rows.shape
     pairs = in_pairs(dtype.name)
@@ -141,7 +145,7 @@ def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> b
 
 
 def _largest_bits(values: np.ndarray) -> int:
-    """Of the numbers without their signs."""
+    """Return the largest of the numbers' bits without their signs."""
     number = np.dtype(f"u{values.dtype.itemsize}")
     sign = number.type(1 << (8 * number.itemsize - 1))
     return int((values.view(number) & ~sign).max(initial=0))
@@ -154,16 +158,22 @@ def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> Cu
 
 @cache
 def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
-    return Transposition(word, number, widens)  # asking what the host can do takes a while
+    return Transposition(
+        word, number, widens
+    )  # cached, since reading the host's features takes a while
 
 
 def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> int:
-    """Fill whole panels [n, words, PANEL] by this kernel; the largest number's bits, unsigned."""
+    """Fill whole panels [n, words, PANEL] by this kernel; return the largest bits without sign.
+
+    Raises:
+        ValueError: rows or panels are not contiguous, or panels not aligned.
+    """
     if not rows.flags.c_contiguous or not panels.flags.c_contiguous:
         raise ValueError("rows and panels must be contiguous")
     if panels.ctypes.data % ALIGNMENT:
         raise ValueError(f"panels must begin at a multiple of {ALIGNMENT} bytes")
-    with _COMPILATION:  # threads that load weights come at once
+    with _COMPILATION:  # threads that load weights call this at the same time
         _, transpose = _function(kernel)
     return transpose(rows.ctypes.data, panels.ctypes.data, panels.shape[1], len(panels))
 
@@ -172,7 +182,7 @@ def run(kernel: Transposition | Cut, rows: np.ndarray, panels: np.ndarray) -> in
 def _function(
     kernel: Transposition | Cut,
 ) -> tuple[Any, Callable[[int, int, int, int], int]]:
-    """What holds the machine code, and the code; other threads of Python run meanwhile."""
+    """Return the engine that holds a kernel's code, and a function that frees the GIL."""
     module = cut_module(kernel) if isinstance(kernel, Cut) else module_of(kernel)
     engine = compiled(module, kernel.cpu)
     kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
@@ -181,7 +191,7 @@ def _function(
 
 
 def module_of(kernel: Transposition) -> ir.Module:
-    """transpose(rows, panels, words of a row, number of panels): see `run`."""
+    """Generate transpose(rows, panels, words of a row, number of panels); see `run`."""
     module = ir.Module("transpose")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
     function: Any = ir.Function(module, kind, "transpose")
@@ -197,27 +207,29 @@ def module_of(kernel: Transposition) -> ir.Module:
         first = code.mul(panel, size)
         source, target = code.at(rows, first, stored), code.at(panels, first, element)
         with code.loop(const(0), words, lanes, carry=most) as (index, found):
-            at = code.smaller_int(index, end)  # the last squares overlap those before
+            start = code.smaller_int(index, end)  # the last squares overlap those before
             for row in range(0, PANEL, lanes):
-                lines = [code.add(code.mul(words, const(row + i)), at) for i in range(lanes)]
+                lines = [code.add(code.mul(words, const(row + i)), start) for i in range(lanes)]
                 square = [code.read_vector(source, line, stored, lanes) for line in lines]
                 if kernel.widens:
                     square = [_words(code, vector, element) for vector in square]
                 for vector in square:
                     bits = code.and_(code.bitcast(vector, numbers), unsigned)
                     found[0] = _larger(code, found[0], bits)
-                for lane, vector in enumerate(_turned(code, square)):
-                    place = code.add(code.mul(code.add(at, const(lane)), const(PANEL)), const(row))
+                for lane, vector in enumerate(_transposed(code, square)):
+                    place = code.add(
+                        code.mul(code.add(start, const(lane)), const(PANEL)), const(row)
+                    )
                     _write_past_caches(code, vector, code.at(target, place, element))
         most[0] = found[0]
-    code.fence("seq_cst")  # what is written past the caches comes in any order
+    code.fence("seq_cst")  # writes past the caches arrive in any order
     largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
     code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
     return module
 
 
 def cut_module(kernel: Cut) -> ir.Module:
-    """transpose(rows, panels, words of an output, number of panels): see `run`."""
+    """Generate transpose(rows, panels, words of an output, number of panels); see `run`."""
     module = ir.Module("cut")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
     function: Any = ir.Function(module, kind, "transpose")
@@ -237,12 +249,12 @@ def cut_module(kernel: Cut) -> ir.Module:
                 read = []
                 for index in inputs:
                     row = code.mul(code.add(first, const(index)), columns)
-                    at = code.mul(code.add(row, column), const(PANEL * turns))
-                    at = code.add(at, const(start * turns))
-                    read.append(code.read_vector(rows, at, stored, lanes * turns))
+                    place_in_rows = code.mul(code.add(row, column), const(PANEL * turns))
+                    place_in_rows = code.add(place_in_rows, const(start * turns))
+                    read.append(code.read_vector(rows, place_in_rows, stored, lanes * turns))
                 for turn in range(turns):
-                    some = range(turn, lanes * turns, turns)
-                    halves = [code.lanes_of(vector, vector, some) for vector in read]
+                    turn_lanes = range(turn, lanes * turns, turns)
+                    halves = [code.lanes_of(vector, vector, turn_lanes) for vector in read]
                     vector = _words(code, halves[0], element) if kernel.widens else halves[0]
                     if kernel.pairs:
                         vector = _paired(code, halves, element)
@@ -260,7 +272,7 @@ def cut_module(kernel: Cut) -> ir.Module:
 
 
 def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
-    """Two vectors of numbers as the lower and upper halves of words."""
+    """Combine two vectors of numbers as the lower and upper halves of words."""
     kind = ir.VectorType(element, halves[0].type.count)
     low, high = (code.zext(half, kind) for half in halves)
     bits = halves[0].type.element.width
@@ -268,7 +280,7 @@ def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
 
 
 def _words(code: Code, vector: Any, element: ir.Type) -> Any:
-    """bfloat16s as the bits of float32s."""
+    """Convert a vector of bfloat16 to the bits of float32."""
     return code.bitcast(
         widened(code, vector, ir.FloatType()), ir.VectorType(element, vector.type.count)
     )
@@ -284,13 +296,13 @@ def _write_past_caches(code: Code, vector: Any, address: Any) -> None:
     store.set_metadata("nontemporal", code.module.add_metadata([ir.Constant(I32, 1)]))
 
 
-def _turned(code: Code, square: Sequence[Any]) -> list[Any]:
-    """The columns of as many rows as each has lanes."""
+def _transposed(code: Code, square: Sequence[Any]) -> list[Any]:
+    """Return the columns of as many rows as each has lanes."""
     vectors, lanes = list(square), len(square)
     width = 1
     while width < lanes:
-        left = [at if not at & width else lanes + at - width for at in range(lanes)]
-        right = [at + width if not at & width else lanes + at for at in range(lanes)]
+        left = [lane if not lane & width else lanes + lane - width for lane in range(lanes)]
+        right = [lane + width if not lane & width else lanes + lane for lane in range(lanes)]
         for low in range(lanes):
             if not low & width:
                 pair = vectors[low], vectors[low + width]

@@ -1,4 +1,4 @@
-"""Rows of any number of queries over paged KV, in Pallas-Mosaic-GPU, for Hopper.
+"""Attention of rows of any number of queries over paged KV, in Pallas-Mosaic-GPU, for Hopper.
 
 One warpgroup fetches pages with the TMA unit, following the page table, into a ring of blocks in
 shared memory; the others each hold 64 query rows in registers and multiply them with ``wgmma``
@@ -7,8 +7,8 @@ al. 2023). Tiles of queries are packed before and unpacked after the kernel, bec
 cannot leave out rows.
 
 Blocks that all queries of the tile see whole come first and are not masked; the blocks at the edges
-follow. A block that holds positions nobody wrote has its values there zeroed in shared memory,
-because a weight of zero times a NaN is NaN.
+follow. Values of positions that were never written are zeroed in shared memory, because a weight of
+zero times a NaN is NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_ragged import tile_plan
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, lookup
@@ -33,13 +33,24 @@ ROWS = 64
 """Rows of a wgmma, hence of a compute warpgroup."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {1: 248, 2: 232}
-"""By number of compute warpgroups. Registers are moved between warpgroups out of what the program
-was launched with, 504 a thread column for three of them: asking for more would wait forever."""
+"""Registers of a thread, by number of compute warpgroups. Warpgroups share the registers that the
+program was launched with, 504 a thread column for three of them: a request for more would wait
+forever."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """What is static about the kernel. ``simulate``: keep to what the interpreter can run."""
+    """Static properties of the kernel.
+
+    Attributes:
+        case: the call.
+        config: block sizes.
+        factor: multiplies the scores; includes log2(e) where they are not capped.
+        window, soft_cap: as in ``AttentionOptions``.
+        scaled: whether keys have scales, which multiply ``factor``.
+        with_lse: whether the kernel also returns each row's log-sum-exp.
+        simulate: whether to keep to what the interpreter can run.
+    """
 
     case: Case
     config: MosaicConfig
@@ -52,6 +63,7 @@ class _Shape:
 
     @property
     def block(self) -> int:
+        """Positions of a block."""
         return self.config.block_tokens
 
     @property
@@ -60,6 +72,7 @@ class _Shape:
 
     @property
     def tile(self) -> int:
+        """Tokens of a tile."""
         return self.tokens_per_warpgroup * self.config.warpgroups
 
     @property
@@ -74,7 +87,16 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Order in which a tile's blocks are visited; traced int32 scalars."""
+    """Order in which a tile's blocks are visited; traced int32 scalars.
+
+    Attributes:
+        first_position: position of the tile's first query.
+        begin, end: positions [begin, end) that at least one query sees.
+        kv_len: positions of the row.
+        first_block: first block to visit.
+        full_first, full_count: blocks that every query sees whole.
+        count: blocks to visit.
+    """
 
     first_position: jax.Array
     begin: jax.Array
@@ -86,7 +108,7 @@ class _Walk:
     count: jax.Array
 
     def block(self, i: jax.Array) -> jax.Array:
-        """The i-th block: full ones in order, then those before them, then those after."""
+        """Return the i-th block: full ones in order, then those before them, then those after."""
         before = self.full_first - self.first_block
         j = i - self.full_count
         edge = jnp.where(
@@ -96,8 +118,8 @@ class _Walk:
 
 
 def _walk(tile_ref: Any, shape: _Shape) -> tuple[jax.Array, _Walk]:
-    """(row of the page table, walk) of this program's tile."""
-    # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
+    """Return (row of the page table, walk) of this program's tile."""
+    # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, size = tile_ref[tile, 0], tile_ref[tile, 2]
     first, kv_len = tile_ref[tile, 3], tile_ref[tile, 4]
@@ -130,11 +152,12 @@ def _produce(
     table_ref: Any,
     streams: tuple[tuple[Any, Any, Any, Any], ...],
 ) -> None:
-    """Fetch the walk's blocks. streams: (pages, ring, filled, emptied barriers) of K and of V."""
+    """Fetch the walk's blocks. ``streams``: (pages, ring, filled, emptied barriers) of K and V."""
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
     def fetch(i: jax.Array, carry: jax.Array) -> jax.Array:
+        """Start the copies of the i-th block's pages once its slot of the rings is empty."""
         slot = lax.rem(i, jnp.int32(stages))
         position = walk.block(i) * shape.block
         entry = lax.div(position, jnp.int32(page_size))
@@ -156,7 +179,7 @@ def _produce(
         return carry
 
     def drain(i: jax.Array, carry: jax.Array) -> jax.Array:
-        # A barrier may not be left with a completion that nobody waited for.
+        # A barrier may not be left with a completion that no thread waited for.
         for _, _, _, emptied in streams:
             plgpu.barrier_wait(emptied.at[lax.rem(i, jnp.int32(stages))])
         return carry
@@ -170,19 +193,22 @@ def _zero_unwritten(
 ) -> None:
     """Zero the values of a block at positions outside [walk.begin, walk.kv_len).
 
-    One warpgroup does it and tells the others through the barrier ``fixed``.
+    The first warpgroup writes them and releases the others through the barrier ``fixed``.
     """
 
     @pl.when((position < walk.begin) | (position + shape.block > walk.kv_len))
     def _crossing() -> None:
+        """Zero them in a block that holds such positions."""
+
         @pl.when(warpgroup == 0)
         def _fix() -> None:
+            """Write the zeros, 64 columns of values [block, H] at a time."""
             for column in range(0, shape.case.H, 64):
                 part = values.at[:, pl.ds(column, 64)]
-                at = position + plgpu.broadcasted_iota(
+                value_position = position + plgpu.broadcasted_iota(
                     jnp.int32, (shape.block, 64), 0, layout=plgpu.Layout.WGMMA
                 )
-                own = (at >= walk.begin) & (at < walk.kv_len)
+                own = (value_position >= walk.begin) & (value_position < walk.kv_len)
                 old = part[...]
                 part[...] = jnp.where(own, old, jnp.zeros_like(old))
             plgpu.commit_smem()
@@ -212,12 +238,16 @@ def _consume(
     fixed: Any,
     weights_smem: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Online softmax of one warpgroup's 64 rows: (acc [64,H], maxima [64], sums [64])."""
+    """Compute the online softmax of one warpgroup's 64 rows: (acc [64,H], maxima [64], sums [64]).
+
+    ``rings``, ``filled`` and ``emptied``: of K and of V.
+    """
     case, block = shape.case, shape.block
     first = walk.first_position + warpgroup * shape.tokens_per_warpgroup
     dtype = case.query_dtype
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+        """Add the i-th block to acc [64,H], maxima [64] and sums [64]."""
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(shape.config.num_stages))
         position = walk.block(i) * block
@@ -236,11 +266,13 @@ def _consume(
         if masked:
             layout = plgpu.Layout.WGMMA
             rows = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 0, layout=layout)
-            at = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + position
+            key_position = (
+                plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=layout) + position
+            )
             query = lax.div(rows, jnp.int32(case.group)) + first
-            visible = (at <= query) & (at < walk.kv_len)
+            visible = (key_position <= query) & (key_position < walk.kv_len)
             if shape.window is not None:
-                visible = visible & (at > query - shape.window)
+                visible = visible & (key_position > query - shape.window)
             scores = jnp.where(visible, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
@@ -281,7 +313,7 @@ def _consume(
 
 
 def _kernel(shape: _Shape, refs: list[Any]) -> None:
-    """Body for one (tile, kv head); see ``_call`` for the order of refs."""
+    """Compute one (tile, kv head); ``_call`` defines the order of refs."""
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
     factor_ref: Any = refs.pop(0) if shape.scaled else None
@@ -300,6 +332,7 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
     @pl.when(thread < groups)
     def _compute() -> None:
+        """Compute this warpgroup's 64 rows and store them."""
         if not shape.simulate:
             plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
         own_q, own_out = q_smem.at[thread], out_smem.at[thread]
@@ -330,6 +363,7 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
     @pl.when(thread == groups)
     def _fetch() -> None:
+        """Fetch pages for the compute warpgroups."""
         if not shape.simulate:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         streams = ((k_ref, k_ring, k_filled, k_emptied), (v_ref, v_ring, v_filled, v_emptied))
@@ -337,7 +371,11 @@ def _kernel(shape: _Shape, refs: list[Any]) -> None:
 
 
 def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) -> list[jax.Array]:
-    """Run the kernel on packed queries [tiles, K, warpgroups, 64, H]."""
+    """Run the kernel on packed queries [tiles, K, warpgroups, 64, H].
+
+    Returns:
+        [the attention, like the packed queries; with_lse: the log-sum-exps without the last axis].
+    """
     case, groups, stages = shape.case, shape.config.warpgroups, shape.config.num_stages
     dtype = case.query_dtype
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -382,7 +420,7 @@ def _call(shape: _Shape, tiles: int, operands: list[jax.Array], interpret: Any) 
 
 
 def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
-    """Queries by tile, [tiles, K, warpgroups, 64, H]; zeros where a tile has no query."""
+    """Pack queries by tile, [tiles, K, warpgroups, 64, H]; zeros where a tile has no query."""
     case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
     local = jnp.arange(shape.tile, dtype=jnp.int32)
     token = jnp.minimum(plan[:, 1:2] + local, case.T - 1)
@@ -397,7 +435,7 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
 
 
 def _unpack(tiles: jax.Array, query_start: jax.Array, shape: _Shape) -> jax.Array:
-    """Tiles [tiles, K, warpgroups, 64, ...] back to tokens [T, K, group, ...]."""
+    """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...]."""
     case, per = shape.case, shape.tokens_per_warpgroup
     used = tiles[:, :, :, : per * case.group]
     used = used.reshape(tiles.shape[0], case.K, shape.tile, case.group, *tiles.shape[4:])
@@ -420,59 +458,47 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H], bfloat16 or float16.
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H], bfloat16 or float16.
 
     Args:
         config: block sizes; None reads the tuning table.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
-    factor = (case.H**-0.5 if scale is None else float(scale)) * (1.0 if soft_cap else LOG2E)
+    soft_cap = None if options.soft_cap is None else float(options.soft_cap)
+    factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)
     shape = _Shape(
         case=case,
         config=config or lookup(MosaicConfig, case),
         factor=factor,
-        window=window,
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        scaled=k_scale is not None,
-        with_lse=sinks is not None,
+        window=options.window,
+        soft_cap=soft_cap,
+        scaled=options.k_scale is not None,
+        with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
     plan = tile_plan(query_start, kv_len, case.T, shape.tile, skip_single=False)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
     plan = jnp.concatenate([plan, lengths[plan[:, 0]][:, None]], axis=1)
     operands = [_pack(q, plan, shape), k_pages, v_pages, page_table, plan]
-    if k_scale is not None:
-        operands.append(k_scale * factor)
+    if options.k_scale is not None:
+        operands.append(options.k_scale * factor)
     tiles, *lse = _call(shape, plan.shape[0], operands, interpret)
     out = _unpack(tiles, query_start, shape)
-    if sinks is not None:
+    if options.sinks is not None:
         share = jax.nn.sigmoid(
             _unpack(lse[0], query_start, shape)
-            - sinks.astype(jnp.float32).reshape(case.K, case.group)
+            - options.sinks.astype(jnp.float32).reshape(case.K, case.group)
         )
         out = out * share[..., None]
-    if v_scale is not None:
-        out = out * v_scale[:, None, None]
+    if options.v_scale is not None:
+        out = out * options.v_scale[:, None, None]
     return out.astype(q.dtype).reshape(q.shape)

@@ -1,9 +1,9 @@
-"""One query per row over paged KV, in Pallas-Triton: KV split over programs, then merged.
+"""Attention of one query per row over paged KV, in Pallas-Triton, split over programs and merged.
 
 The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from ``kv_len``: all
 blocks of the step are divided over about ``target_programs`` programs, so that a long row gets many
-and a short one few, and a row's blocks are divided evenly among its programs. The number of work
-items is bounded by shapes alone; items past the step's own find no blocks and end at once.
+programs and a short row few, and a row's blocks are divided evenly among its programs. Shapes alone
+bound the number of work items; items past the step's own have no blocks and end at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     NEGATIVE,
@@ -39,14 +39,14 @@ MIN_DOT_ROWS = 16
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Inclusive sums of a short i32 vector as one reduction (a cumsum is several launches)."""
+    """Return inclusive sums of a short i32 vector by one reduction: a cumsum is several kernels."""
     n = counts.shape[0]
     earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
     return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def owner(ends: jax.Array, items: int) -> jax.Array:
-    """For each of ``items`` numbers, the first row whose inclusive end lies beyond it."""
+    """Return i32[items]: for each item, the first row whose inclusive end lies beyond it."""
     passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
     return passed.sum(axis=1, dtype=jnp.int32)
 
@@ -61,8 +61,8 @@ def split_plan(
 ) -> tuple[jax.Array, jax.Array]:
     """Divide the rows' blocks into work items.
 
-    What both kernels must know lies in two arrays: every layer's are the same, so XLA makes them
-    once a step, where it would make a plain range of numbers once a layer.
+    Two arrays hold what both kernels need. They are the same for every layer, so XLA computes them
+    once a step, where it would compute a plain range of numbers once a layer.
 
     Returns:
         (items i32[I, 4]: row, first block, last block (exclusive), the row's token;
@@ -83,13 +83,13 @@ def split_plan(
     ends = running_sum(splits)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     row = owner(ends, count)
-    live = row < rows
+    is_used = row < rows
     row = jnp.minimum(row, rows - 1)
     index = jnp.arange(count, dtype=jnp.int32) - starts[row]
     parts = jnp.maximum(splits[row], 1)
     begin = first[row] + lax.div(index * blocks[row], parts)
     end = first[row] + lax.div((index + 1) * blocks[row], parts)
-    begin, end = jnp.where(live, begin, 0), jnp.where(live, end, 0)
+    begin, end = jnp.where(is_used, begin, 0), jnp.where(is_used, end, 0)
     items = jnp.stack([row, begin, end, token[row]], axis=1)
     return items, jnp.stack(
         [starts, *(jnp.pad(column, (0, 1)) for column in (token, take))], axis=1
@@ -108,7 +108,10 @@ def _split_kernel(
     group: int,
     scaled: bool,
 ) -> None:
-    """One work item of one kv head: partial acc [I,N,H] and stats [I,2,N] (maxima, sums)."""
+    """Compute one work item of one kv head: partial acc [I,N,H] and stats [I,2,N] (maxima, sums).
+
+    ``rest``: k_scale and v_scale if ``scaled``, then acc and stats.
+    """
     scale_refs: Any = rest[:2] if scaled else (None, None)
     k_scale_ref, v_scale_ref = scale_refs
     rest = rest[2:] if scaled else rest
@@ -145,7 +148,10 @@ def _merge_kernel(
     splits: int,
     sinks: bool,
 ) -> None:
-    """Combine one (row, head)'s partial results and write them where the row's query was."""
+    """Combine one (row, head)'s partial results and write them to the token of the row's query.
+
+    ``rest``: the sinks if ``sinks``, the array that the output aliases if any, and the output.
+    """
     sink_ref: Any = rest[0] if sinks else None
     out_ref = rest[-1]
     row, head = pl.program_id(0), pl.program_id(1)
@@ -153,6 +159,7 @@ def _merge_kernel(
     pieces = head_parts(head_dim)
 
     def step(i: jax.Array, carry: tuple) -> tuple:
+        """Add ``splits`` partial results to acc parts [part], the maximum and the sum."""
         acc, top, total = carry
         item = begin + i * splits + jnp.arange(splits)
         valid = item < end
@@ -166,12 +173,12 @@ def _merge_kernel(
         new_acc = []
         for part, (start, size) in zip(acc, pieces, strict=True):
             shape = (splits, size)
-            at = acc_ref.at[
+            address = acc_ref.at[
                 jnp.broadcast_to(item[:, None], shape),
                 jnp.broadcast_to(head, shape),
                 jnp.broadcast_to(start + jnp.arange(size), shape),
             ]
-            partial = plt.load(at, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
+            partial = plt.load(address, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
             new_acc.append(part * shrink + (partial * weight[:, None]).sum(axis=0))
         return tuple(new_acc), new_top, total * shrink + (sums * weight).sum()
 
@@ -191,10 +198,10 @@ def _merge_kernel(
     for (start, size), part in zip(pieces, acc, strict=True):
         value = part / jnp.where(total == 0, 1.0, total)
         shape = (size,)
-        at = out_ref.at[
+        address = out_ref.at[
             jnp.broadcast_to(token, shape), jnp.broadcast_to(head, shape), start + jnp.arange(size)
         ]
-        plt.store(at, value.astype(out_ref.dtype), mask=jnp.broadcast_to(take > 0, shape))
+        plt.store(address, value.astype(out_ref.dtype), mask=jnp.broadcast_to(take > 0, shape))
 
 
 def split_and_merge(
@@ -206,30 +213,25 @@ def split_and_merge(
     token: jax.Array,
     take: jax.Array,
     into: jax.Array | None,
+    options: AttentionOptions,
     *,
     case: Case,
     config: DecodeConfig,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """Attention of the query q[token[r]] of every row r with take[r] > 0.
+    """Compute attention of the query q[token[r]] of every row r with take[r] > 0.
 
     Args:
         q: [T,N,H]; token: i32[R] into it; take: i32[R]; kv_len: i32[R], 0 for rows not taken.
-        into: [T,N,H] written at the rows taken and kept elsewhere, in place; None for a new array,
-            which is then only defined at the rows taken.
+        into: [T,N,H] written in place at the tokens of rows taken, and kept elsewhere; None for a
+            new array, which is then defined only at those tokens.
 
     Returns:
         [T,N,H].
     """
-    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, scale, window, soft_cap)
-    items, rows = split_plan(kv_len, token, take, case, window, config)
-    scaled, count = k_scale is not None, items.shape[0]
+    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, options)
+    items, rows = split_plan(kv_len, token, take, case, options.window, config)
+    scaled, count = options.k_scale is not None, items.shape[0]
     acc, stats = pl.pallas_call(
         functools.partial(_split_kernel, spec=spec, group=case.group, scaled=scaled),
         grid=(count, case.K),
@@ -249,11 +251,11 @@ def split_and_merge(
         page_table,
         kv_len,
         items,
-        *((k_scale, v_scale) if scaled else ()),
+        *((options.k_scale, options.v_scale) if scaled else ()),
     )
     operands = [acc, stats, rows]
-    if sinks is not None:
-        operands.append(sinks.astype(jnp.float32))
+    if options.sinks is not None:
+        operands.append(options.sinks.astype(jnp.float32))
     aliases = {}
     if into is not None:
         aliases = {len(operands): 0}
@@ -263,7 +265,7 @@ def split_and_merge(
             _merge_kernel,
             head_dim=case.H,
             splits=config.merge_splits,
-            sinks=sinks is not None,
+            sinks=options.sinks is not None,
         ),
         grid=(kv_len.shape[0], case.N),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -280,33 +282,20 @@ def paged_decode_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.paged_decode_attention``; q [R,N,H] -> [R,N,H].
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H].
 
     Args:
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, **options
+        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, options
     )
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
@@ -320,15 +309,15 @@ def paged_decode_attention(
         rows,
         jnp.ones_like(rows),
         None,
+        options,
         case=case,
         config=config,
         interpret=interpret,
-        **options,
     )
 
 
 def fit_block(block_tokens: int, case: Case) -> int:
-    """Block size no larger than the KV a row can have, and at least the smallest product's 16."""
+    """Reduce a block size to what a row's KV can fill, but not below the smallest product's 16."""
     longest = case.M * case.S
     while block_tokens > 16 and block_tokens // 2 >= longest:
         block_tokens //= 2

@@ -2,8 +2,8 @@
 
 A program computes a tile of rows of one group times a block of the columns of that group's matrix
 (MegaBlocks, Gale et al. 2022, without its padding: tiles are cut on the device from the groups'
-sizes, and their number is bounded by shapes alone). Rows after the last group belong to a group
-without a matrix, which gives them their zeros.
+sizes, and shapes alone bound their number). Rows after the last group form a group without a
+matrix, whose results are zeros.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
     """Divide the groups' rows into tiles of ``tile`` rows.
 
     Returns:
-        i32[tiles, 3]: group (their number for rows of none), first row, number of rows (0 for tiles
-        not needed).
+        i32[tiles, 3]: group (the number of groups for rows after the last), first row, number of
+        rows (0 for tiles not needed).
     """
     groups = group_sizes.shape[0]
     sizes = jnp.concatenate([group_sizes, (rows - group_sizes.sum(dtype=jnp.int32))[None]])
@@ -37,10 +37,10 @@ def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
     last = running_sum(tiles)
     count = rows // tile + min(groups + 1, rows)
     group = owner(last, count)
-    live = group <= groups
+    is_used = group <= groups
     group = jnp.minimum(group, groups)
     within = (jnp.arange(count, dtype=jnp.int32) - (last - tiles)[group]) * tile
-    size = jnp.where(live, jnp.minimum(sizes[group] - within, tile), 0)
+    size = jnp.where(is_used, jnp.minimum(sizes[group] - within, tile), 0)
     return jnp.stack([group, (ends - sizes)[group] + within, size], axis=1)
 
 
@@ -53,7 +53,7 @@ def _kernel(
     case: GroupedCase,
     config: GroupedConfig,
 ) -> None:
-    """One tile of rows times one block of columns."""
+    """Multiply one tile of rows by one block of columns and write it to out [A,F]."""
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
     tile, block = pl.program_id(0), pl.program_id(1)
     group, first, size = plan_ref[tile, 0], plan_ref[tile, 1], plan_ref[tile, 2]
@@ -64,6 +64,7 @@ def _kernel(
     whole = case.D % inner == 0 and case.F % columns == 0
 
     def weights(start: jax.Array, k: jax.Array) -> jax.Array:
+        """Load inputs k, from ``start`` on, of the matrix's block: [inner, columns]."""
         if whole:
             return w_ref[matrix, pl.ds(start, inner), pl.ds(block * columns, columns)]
         shape = (inner, columns)
@@ -75,15 +76,16 @@ def _kernel(
         return plt.load(w_ref.at[matrix, down, across], mask=mask, other=0.0)
 
     def step(i: jax.Array, acc: jax.Array) -> jax.Array:
+        """Add the products of a step's inputs to acc [rows, columns]."""
         k = i * inner + jnp.arange(inner)
         across = jnp.broadcast_to(k[None, :], (rows, inner))
         mask = jnp.broadcast_to(valid[:, None], (rows, inner))
         if case.D % inner:
             mask &= across < case.D
-        some = plt.load(x_ref.at[row, across], mask=mask, other=0.0)
+        tile_x = plt.load(x_ref.at[row, across], mask=mask, other=0.0)
         # The default precision of float32 on the GPU is TF32, which is not float32.
-        precision = lax.Precision.HIGHEST if some.dtype == jnp.float32 else None
-        return acc + plt.dot(some, weights(i * inner, k), precision=precision)
+        precision = lax.Precision.HIGHEST if tile_x.dtype == jnp.float32 else None
+        return acc + plt.dot(tile_x, weights(i * inner, k), precision=precision)
 
     turns = jnp.where((size > 0) & (group < case.E), jnp.int32(-(-case.D // inner)), 0)
     acc = jnp.zeros((rows, columns), jnp.float32)
@@ -91,8 +93,8 @@ def _kernel(
     shape = (rows, columns)
     across = jnp.broadcast_to(column[None, :], shape)
     mask = jnp.broadcast_to(valid[:, None], shape) & (across < case.F)
-    at = out_ref.at[jnp.broadcast_to((first + jnp.arange(rows))[:, None], shape), across]
-    plt.store(at, acc.astype(out_ref.dtype), mask=mask)
+    address = out_ref.at[jnp.broadcast_to((first + jnp.arange(rows))[:, None], shape), across]
+    plt.store(address, acc.astype(out_ref.dtype), mask=mask)
 
 
 def grouped_matmul(
@@ -103,7 +105,7 @@ def grouped_matmul(
     config: GroupedConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.grouped_matmul``; x [A,D] -> [A,F].
+    """Compute ``pallas_kernels.grouped_matmul``: [A,F].
 
     Args:
         config: block sizes; None reads the tuning table.

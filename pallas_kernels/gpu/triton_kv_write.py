@@ -1,7 +1,7 @@
-"""Store keys and values in their pages, in Pallas-Triton, in place.
+"""Storing of keys and values in their pages, in Pallas-Triton, in place.
 
-One program per token: a page's [K, S, H] block takes one token as K runs of H contiguous values.
-The page arrays are aliased from input to output, so with donated pages nothing else is copied.
+A program stores one token, which is K runs of H contiguous values in a page's [K, S, H] block. The
+page arrays are aliased from input to output, so with donated pages nothing else is copied.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pallas_kernels.reference import FP8_MAX
 def _write_kernel(
     slot_ref: Any, k_ref: Any, v_ref: Any, *rest: Any, slots: int, page_size: int, scaled: bool
 ) -> None:
-    """Write one token. rest: optional k_scale and v_scale, the aliased inputs, the outputs."""
+    """Write one token. ``rest``: k_scale and v_scale if ``scaled``, aliased inputs, outputs."""
     scale_refs: Any = rest[:2] if scaled else (None, None)
     out_refs = rest[-2:]
     _, num_kv_heads, head_dim = k_ref.shape
     token = pl.program_id(0)
     slot = slot_ref[token]
-    there = (slot >= 0) & (slot < slots)
-    slot = jnp.where(there, slot, 0)
+    in_range = (slot >= 0) & (slot < slots)
+    slot = jnp.where(in_range, slot, 0)
     shift = page_size.bit_length() - 1
     width = num_kv_heads * head_dim
     element = jnp.arange(power_of_two(width))
-    mask = (element < width) & there
+    mask = (element < width) & in_range
     head = lax.div(element, jnp.full_like(element, head_dim))
     column = lax.rem(element, jnp.full_like(element, head_dim))
     tokens = jnp.broadcast_to(token, element.shape)
@@ -49,11 +49,11 @@ def _write_kernel(
         if scaled:
             value = value / plt.load(scale_ref.at[head], mask=mask, other=1.0)
         if target.dtype == FP8:
-            # Written so that a NaN stays one; a plain cast would turn what is too large into NaN.
+            # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
             value = jnp.where(value > FP8_MAX, FP8_MAX, value)
             value = jnp.where(value < -FP8_MAX, -FP8_MAX, value)
-        at = target.at[page, head, offset, column]
-        plt.store(at, value.astype(target.dtype), mask=mask)
+        address = target.at[page, head, offset, column]
+        plt.store(address, value.astype(target.dtype), mask=mask)
 
 
 def kv_write(
@@ -68,7 +68,7 @@ def kv_write(
     config: KvWriteConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See ``pallas_kernels.kv_write``; returns the new (k_pages, v_pages).
+    """Compute ``pallas_kernels.kv_write``: the new (k_pages, v_pages).
 
     Args:
         config: None reads the tuning table.

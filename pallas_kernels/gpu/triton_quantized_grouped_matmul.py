@@ -1,4 +1,4 @@
-"""The grouped product with quantized weights in Pallas-Triton.
+"""Grouped products with quantized weights in Pallas-Triton.
 
 Tiles of rows are cut as in ``triton_grouped_matmul``; each program dequantizes a block of columns
 of its group's matrix in registers, as in ``triton_quantized_matmul``.
@@ -21,7 +21,7 @@ from pallas_kernels.quantized_codes import decode, halves
 
 
 def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
-    """For so many rows of all groups together: by the mean of a group, as for one matrix."""
+    """Return the tile for so many rows of all groups together, by the mean rows of a group."""
     if dtype.itemsize > 2:  # no tensor cores: small tiles, many threads
         return Tile(16, 64, 32, warps=8)
     return default_tile(-(-rows // groups), dtype)
@@ -30,7 +30,11 @@ def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """One tile. x_ref [parts*A,R]: the halves of x below each other; rest: zeros, plan, output."""
+    """Compute one tile and write it to the output [A,O].
+
+    ``x_ref``: [parts*A,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
+    points if the weights have them, the plan of tiles, and the output.
+    """
     *zeros_refs, plan_ref, out_ref = rest
     total, columns = out_ref.shape
     matrices, rows, _ = values_ref.shape
@@ -43,12 +47,13 @@ def _kernel(
     column = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs)
     column_mask = (column < columns)[None, :]
 
-    def at(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    def grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
     def scaled(weights: list[Any], row: Any, mask: Any) -> list[Any]:
+        """Subtract zero points from weights [rows, outputs] and multiply them by their scales."""
         group = lax.div(row, jnp.full_like(row, rows // groups))
-        where = at(group, column, (tile.rows, tile.outputs))
+        where = grid(group, column, (tile.rows, tile.outputs))
         scale = plt.load(scales_ref.at[matrix, *where], mask=mask, other=0).astype(jnp.float32)
         for zeros_ref in zeros_refs:
             zero = plt.load(zeros_ref.at[matrix, *where], mask=mask, other=0).astype(jnp.int32)
@@ -56,15 +61,16 @@ def _kernel(
         return [weight * scale for weight in weights]
 
     def body(step: Any, acc: Any) -> Any:
+        """Add the products with ``tile.rows`` rows of codes to acc [tokens, outputs]."""
         row = step * tile.rows + jnp.arange(tile.rows)
         mask = (row < rows)[:, None] & column_mask
-        where = at(row, column, (tile.rows, tile.outputs))
+        where = grid(row, column, (tile.rows, tile.outputs))
         values = plt.load(values_ref.at[matrix, *where], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
         if grouped:
             weights = scaled(weights, row, mask)
         for part, weight in enumerate(weights):
-            where = at(token + part * total, row, (tile.tokens, tile.rows))
+            where = grid(token + part * total, row, (tile.tokens, tile.rows))
             x = plt.load(x_ref.at[*where], mask=token_mask & (row < rows)[None, :], other=0)
             weight = jnp.where(mask, weight, 0).astype(x.dtype)
             exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -76,10 +82,10 @@ def _kernel(
     acc = jnp.zeros((tile.tokens, tile.outputs), jnp.float32)
     acc = lax.fori_loop(jnp.int32(0), turns, body, acc)
     if not grouped:
-        where = at(jnp.zeros((1,), jnp.int32), column, (1, tile.outputs))
+        where = grid(jnp.zeros((1,), jnp.int32), column, (1, tile.outputs))
         scale = plt.load(scales_ref.at[matrix, *where], mask=column_mask & live, other=0)
         acc = acc * scale.astype(jnp.float32)
-    where = at(token, column, (tile.tokens, tile.outputs))
+    where = grid(token, column, (tile.tokens, tile.outputs))
     plt.store(out_ref.at[*where], acc.astype(out_ref.dtype), mask=token_mask & column_mask)
 
 
@@ -94,7 +100,10 @@ def quantized_grouped_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.quantized_grouped_matmul``; [A,I] -> [A,O]."""
+    """Compute ``pallas_kernels.quantized_grouped_matmul``: [A,O].
+
+    ``tile`` None takes that of ``grouped_tile``.
+    """
     total, columns = x.shape[0], values.shape[2]
     tile = tile or grouped_tile(total, values.shape[0], x.dtype)
     plan = tile_plan(group_sizes, total, tile.tokens)

@@ -1,6 +1,6 @@
-"""Quantized weights times activations in Pallas-Triton: dequantized in registers, never in memory.
+"""Products with quantized weights in Pallas-Triton, which dequantizes them in registers only.
 
-One program per tile of tokens and outputs, a loop over the inputs. The codes are what is read from
+A program computes a tile of tokens and outputs in a loop over the inputs. Only codes are read from
 memory, so a step of few tokens costs about the codes' bytes (as in Frantar et al. 2024, "MARLIN",
 without its layouts).
 """
@@ -29,14 +29,15 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
-    """In 16 bits compiled for an H200 without spills (scripts/compile_offline.py), not timed yet.
+    """Return the tile for so many tokens.
 
-    Small tiles for few tokens, so that there are programs for every SM; large ones for many, since
-    each tile of tokens dequantizes the weight again.
+    Tiles are small for few tokens, so that there are programs for every SM, and large for many,
+    since each tile of tokens dequantizes the weight again. Those of 16 bits compile for an H200
+    without spills; nothing was timed yet.
     """
     if tokens <= 16:
         return Tile(16, 32, 64)
-    if tokens <= 64 or dtype.itemsize > 2:  # float32 has no tensor cores here, and spills a little
+    if tokens <= 64 or dtype.itemsize > 2:  # float32, without tensor cores, spills a little
         return Tile(64, 64, 32)
     return Tile(128, 128, 32, warps=8)
 
@@ -44,7 +45,11 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """One tile. x_ref [parts*T,R]: the halves of x below each other; rest: zeros, the output."""
+    """Compute one tile and write it to the output [T,O].
+
+    ``x_ref``: [parts*T,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
+    points if the weight has them, and the output.
+    """
     zeros_ref, out_ref = rest if len(rest) == 2 else (None, *rest)
     tokens, columns = out_ref.shape
     rows, groups = values_ref.shape[0], scales_ref.shape[0]
@@ -53,18 +58,19 @@ def _kernel(
     token_mask, column_mask = (token < tokens)[:, None], (column < columns)[None, :]
     grouped = groups > 1 or zeros_ref is not None
 
-    def at(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    def grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
     def body(turn: Any, acc: Any) -> Any:
+        """Add the products with ``tile.rows`` rows of codes to acc [tokens, outputs]."""
         row = turn * tile.rows + jnp.arange(tile.rows)
         shape = (tile.rows, tile.outputs)
         mask = (row < rows)[:, None] & column_mask
-        values = plt.load(values_ref.at[*at(row, column, shape)], mask=mask, other=0)
+        values = plt.load(values_ref.at[*grid(row, column, shape)], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
         if grouped:
             group = lax.div(row, jnp.full_like(row, rows // groups))
-            where = at(group, column, shape)
+            where = grid(group, column, shape)
             scale = plt.load(scales_ref.at[*where], mask=mask, other=0).astype(jnp.float32)
             if zeros_ref is not None:
                 zero = plt.load(zeros_ref.at[*where], mask=mask, other=0).astype(jnp.int32)
@@ -72,7 +78,7 @@ def _kernel(
             weights = [weight * scale for weight in weights]
         for part, weight in enumerate(weights):
             shape = (tile.tokens, tile.rows)
-            where = at(token + part * tokens, row, shape)
+            where = grid(token + part * tokens, row, shape)
             x = plt.load(x_ref.at[*where], mask=token_mask & (row < rows)[None, :], other=0)
             weight = jnp.where(mask, weight, 0).astype(x.dtype)
             exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -83,9 +89,9 @@ def _kernel(
     acc = lax.fori_loop(0, -(-rows // tile.rows), body, acc)
     if not grouped:
         first = jnp.zeros((1,), jnp.int32)
-        where = at(first, column, (1, tile.outputs))
+        where = grid(first, column, (1, tile.outputs))
         acc = acc * plt.load(scales_ref.at[*where], mask=column_mask, other=0).astype(jnp.float32)
-    where = at(token, column, (tile.tokens, tile.outputs))
+    where = grid(token, column, (tile.tokens, tile.outputs))
     plt.store(out_ref.at[*where], acc, mask=token_mask & column_mask)
 
 
@@ -99,7 +105,7 @@ def quantized_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.quantized_matmul``; [T,I] -> f32[T,O]."""
+    """Compute ``pallas_kernels.quantized_matmul``: f32[T,O]; ``tile`` None: ``default_tile``."""
     tokens, columns = x.shape[0], values.shape[1]
     tile = tile or default_tile(tokens, x.dtype)
     operands = [

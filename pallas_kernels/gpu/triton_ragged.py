@@ -1,11 +1,11 @@
-"""Rows of any number of queries over paged KV, in Pallas-Triton.
+"""Attention of rows of any number of queries over paged KV, in Pallas-Triton.
 
 A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
 the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
-and the tensor cores get full tiles. Which tile belongs to which row is worked out on the device
-from ``query_start``; the number of tiles is bounded by shapes alone. Rows of a single query, which
-would use a fraction of a tile and walk a long context alone, go to the split-KV decode kernel,
-which writes them into the same output.
+and the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
+which row; shapes alone bound the number of tiles. Rows of a single query, each of which would use a
+fraction of a tile and read a long context in one program, go to the split-KV decode kernel, which
+writes them into the same output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import Case, attention_case
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.gpu.triton_decode import fit_block, owner, running_sum, split_and_merge
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
@@ -37,7 +37,7 @@ from pallas_kernels.implementation import target_platform
 
 
 def tile_count(tokens: int, rows: int, tile: int, skip_single: bool) -> int:
-    """Most tiles any division of the tokens over the rows, and padding after them, can need."""
+    """Return the most tiles that the tokens, divided over rows and padding in any way, can need."""
     return tokens // tile + min(rows, tokens // 2 if skip_single else tokens) + 1
 
 
@@ -63,10 +63,10 @@ def tile_plan(
     ends = running_sum(tiles)
     count = tile_count(tokens, rows, tile, skip_single)
     row = owner(ends, count)
-    live = row <= rows
+    is_used = row <= rows
     row = jnp.minimum(row, rows)
     within = (jnp.arange(count, dtype=jnp.int32) - (ends - tiles)[row]) * tile
-    size = jnp.where(live, jnp.minimum(counts[row] - within, tile), 0)
+    size = jnp.where(is_used, jnp.minimum(counts[row] - within, tile), 0)
     return jnp.stack([row, starts[row] + within, size, positions[row] + within], axis=1)
 
 
@@ -82,13 +82,16 @@ def _tile_kernel(
     scaled: bool,
     sinks: bool,
 ) -> None:
-    """One tile of one kv head, written straight to its tokens of out [T,N,H]."""
+    """Compute one tile of one kv head and write it to its tokens of out [T,N,H].
+
+    ``rest``: k_scale and v_scale if ``scaled``, the sinks if ``sinks``, and out.
+    """
     scale_refs: Any = rest[:2] if scaled else (None, None)
     k_scale_ref, v_scale_ref = scale_refs
     rest = rest[2:] if scaled else rest
     sink_ref: Any = rest[0] if sinks else None
     out_ref = rest[-1]
-    # Late tiles of a long row see the most keys: starting with them leaves short ones for the end.
+    # Late tiles of a long row see the most keys, so they come first: short tiles fill the end.
     tile, kv_head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     row, first_token = tile_ref[tile, 0], tile_ref[tile, 1]
     size, first = tile_ref[tile, 2], tile_ref[tile, 3]
@@ -127,48 +130,27 @@ def ragged_paged_attention(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     config: RaggedConfig | None = None,
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See ``pallas_kernels.ragged_paged_attention``; q [T,N,H] -> [T,N,H].
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
 
     Args:
-        config: block sizes; None reads the tuning table. decode_config: likewise, for the rows of
-            one query.
+        config: block sizes; None reads the tuning table.
+        decode_config: likewise, for the rows of one query.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
     platform = target_platform()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, **options
+        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     config = config or lookup(RaggedConfig, case)
+    arrays = (q, k_pages, v_pages, page_table)
     out = _tiles(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        query_start,
-        kv_len,
-        case=case,
-        config=config,
-        interpret=interpret,
-        **options,
+        *arrays, query_start, kv_len, options, case=case, config=config, interpret=interpret
     )
     if not config.split_single:
         return out
@@ -176,18 +158,15 @@ def ragged_paged_attention(
     block = fit_block(decode_config.block_tokens, case)
     single = query_start[1:] - query_start[:-1] == 1
     return split_and_merge(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
+        *arrays,
         jnp.where(single, kv_len, 0),
         query_start[:-1],
         single.astype(jnp.int32),
         out,
+        options,
         case=case,
         config=dataclasses.replace(decode_config, block_tokens=block),
         interpret=interpret,
-        **options,
     )
 
 
@@ -198,29 +177,28 @@ def _tiles(
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
+    options: AttentionOptions,
     *,
     case: Case,
     config: RaggedConfig,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
-    """Every tile of the step, without the rows of one query if the config sends them elsewhere."""
+    """Compute every tile of the step, without rows of one query if ``config.split_single``."""
     block = fit_block(config.block_tokens, case)
-    spec = TileSpec.of(case, config.tile_rows, block, scale, window, soft_cap)
+    spec = TileSpec.of(case, config.tile_rows, block, options)
     tile = config.tile_rows // case.group
     plan = tile_plan(query_start, kv_len, case.T, tile, config.split_single)
-    scaled = k_scale is not None
+    scaled = options.k_scale is not None
     operands = [q, k_pages, v_pages, page_table, plan]
-    operands += [k_scale, v_scale] if scaled else []
-    operands += [sinks.astype(jnp.float32)] if sinks is not None else []
+    operands += [options.k_scale, options.v_scale] if scaled else []
+    operands += [options.sinks.astype(jnp.float32)] if options.sinks is not None else []
     return pl.pallas_call(
         functools.partial(
-            _tile_kernel, spec=spec, group=case.group, scaled=scaled, sinks=sinks is not None
+            _tile_kernel,
+            spec=spec,
+            group=case.group,
+            scaled=scaled,
+            sinks=options.sinks is not None,
         ),
         grid=(plan.shape[0], case.K),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -1,11 +1,11 @@
-"""The part both Triton attention kernels share: one tile of queries of one row against its pages.
+"""Attention of one tile of queries of one row to its pages, shared by both Triton kernels.
 
-Online softmax over blocks of keys (FlashAttention-2, Dao 2023) read through a page table
+It is an online softmax over blocks of keys (FlashAttention-2, Dao 2023) read through a page table
 (PagedAttention, Kwon et al. 2023). Blocks that every query of the tile sees whole take a path
-without masks; the others (causal edge, window edge, end of the row) take one that masks scores, and
-values too, because zero times a NaN found in a page of somebody else is NaN.
+without masks. The others (causal edge, window edge, end of the row) take a path that masks scores,
+and values too, because zero times a NaN in another row's page is NaN.
 
-Head dims that are not powers of two are taken in parts that are (80 = 64 + 16): nothing is padded.
+Head dims that are not powers of two are split into parts that are (80 = 64 + 16), not padded.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import FP8, Case
+from pallas_kernels.arguments import FP8, AttentionOptions, Case
 
 LOG2E = math.log2(math.e)
 NEGATIVE = -1e30
-"""Starting maximum: below every real score, and finite so that differences of maxima are."""
+"""Starting maximum: below every real score, and finite so that differences of maxima are finite."""
 
 Parts = tuple[jax.Array, ...]
 
 
 def head_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) pieces of a head dim, sizes powers of two, largest first."""
+    """Split a head dim into (start, size) pieces, sizes powers of two, largest first."""
     pieces, start = [], 0
     while start < head_dim:
         size = 1 << ((head_dim - start).bit_length() - 1)
@@ -40,19 +40,28 @@ def head_parts(head_dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def power_of_two(n: int) -> int:
-    """Smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
-    """Ceiling of a / b for non-negative int32."""
+    """Return the ceiling of a / b for non-negative int32."""
     a = jnp.asarray(a, jnp.int32)
     return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
-    """What is static about a tile."""
+    """Static properties of a tile.
+
+    Attributes:
+        tile_rows: query rows (tokens x heads of a group) of the tile.
+        block_tokens: KV positions per loop step.
+        page_size: positions of a page.
+        head_dim: numbers of a head.
+        scale, window, soft_cap: as in ``AttentionOptions``.
+        compute_dtype: dtype of the products' operands.
+    """
 
     tile_rows: int
     block_tokens: int
@@ -69,12 +78,13 @@ class TileSpec:
         case: Case,
         tile_rows: int,
         block_tokens: int,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
+        options: AttentionOptions,
     ) -> TileSpec:
-        """Spec of a call. float8 pages are multiplied in float16: Hopper widens two float8 values
-        to float16 with one instruction, and to bfloat16 with several."""
+        """Build the spec of a call.
+
+        float8 pages are multiplied in float16: Hopper widens two float8 values to float16 with one
+        instruction, and to bfloat16 with several.
+        """
         compute = case.query_dtype
         if case.page_dtype == FP8 and compute.itemsize == 2:
             compute = jnp.dtype(jnp.float16)
@@ -83,20 +93,21 @@ class TileSpec:
             block_tokens=block_tokens,
             page_size=case.S,
             head_dim=case.H,
-            scale=case.H**-0.5 if scale is None else float(scale),
-            window=window,
-            soft_cap=None if soft_cap is None else float(soft_cap),
+            scale=float(options.score_scale(case.H)),
+            window=options.window,
+            soft_cap=None if options.soft_cap is None else float(options.soft_cap),
             compute_dtype=compute,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where a tile's work lies, all traced int32 scalars.
+    """Positions and blocks that a tile reads, all traced int32 scalars.
 
-    begin, end: positions [begin, end) that some query of the tile sees.
-    full_begin, full_end: positions that every query of the tile sees.
-    first_block, last_block: blocks [first, last) of block_tokens positions to walk over.
+    Attributes:
+        begin, end: positions [begin, end) that at least one query of the tile sees.
+        full_begin, full_end: positions that every query of the tile sees.
+        first_block, last_block: blocks [first, last) of block_tokens positions to visit.
     """
 
     begin: jax.Array
@@ -110,7 +121,7 @@ class Span:
 def tile_bounds(
     first_position: jax.Array, last_position: jax.Array, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(begin, end, full_begin, full_end) of queries at [first_position, last_position]."""
+    """Return (begin, end, full_begin, full_end) of ``Span`` for queries from first to last."""
     zero = jnp.int32(0)
     end = jnp.maximum(last_position + 1, zero)
     full_end = jnp.maximum(first_position + 1, zero)
@@ -130,15 +141,15 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Queries of a tile, [tile_rows, part] for each part of the head dim; zeros if not valid."""
+    """Load a tile's queries, [tile_rows, part] by part of the head dim; zeros where not valid."""
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
         column = jnp.broadcast_to(start + jnp.arange(size), shape)
-        at = q_ref.at[
+        address = q_ref.at[
             jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
         ]
-        loaded = plt.load(at, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
+        loaded = plt.load(address, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
         parts.append(loaded.astype(spec.compute_dtype))
     return tuple(parts)
 
@@ -155,11 +166,11 @@ def store_rows(
     for (start, size), part in zip(head_parts(spec.head_dim), parts, strict=True):
         shape = (spec.tile_rows, size)
         column = jnp.broadcast_to(start + jnp.arange(size), shape)
-        at = out_ref.at[
+        address = out_ref.at[
             jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
         ]
         mask = jnp.broadcast_to(valid[:, None], shape)
-        plt.store(at, part.astype(out_ref.dtype), mask=mask)
+        plt.store(address, part.astype(out_ref.dtype), mask=mask)
 
 
 def attend(
@@ -174,14 +185,15 @@ def attend(
     key_scale: jax.Array | None,
     spec: TileSpec,
 ) -> tuple[Parts, jax.Array, jax.Array]:
-    """Unnormalised attention of a tile over the blocks of its span.
+    """Compute the unnormalised attention of a tile over the blocks of its span.
 
     Args:
-        queries: parts [tile_rows, part] of q.
+        queries: parts [tile_rows, part] of q, one per piece of ``head_parts``.
         k_ref, v_ref: [P,K,S,H] pages; table_ref: i32[R,M].
         row: row of the table; kv_head: head of the pages; position: i32[tile_rows] of the queries.
-        span: blocks to walk over and where masks are needed.
+        span: blocks to visit, and the positions that need masks.
         key_scale: f32 scalar that multiplies stored keys, or None.
+        spec: the static properties.
 
     Returns:
         (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), float32, maxima in
@@ -194,22 +206,23 @@ def attend(
     factor = factor if key_scale is None else factor * key_scale
 
     def loader(i: jax.Array, masked: bool):
-        """Function that reads one part of a block of pages as [block, part]."""
+        """Return a function that reads one part of block i of the pages as [block, part]."""
         if block <= page_size:
             page = table_ref[row, lax.shift_right_logical(i * block, shift)]
             inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)
         else:
-            at = i * block + jnp.arange(block)
+            key_position = i * block + jnp.arange(block)
             if masked:  # entries past the row's pages need not exist
-                at = jnp.minimum(at, span.end - 1)
-            page = table_ref[row, lax.shift_right_logical(at, shift)]
-            inside = lax.bitwise_and(at, page_size - 1)
+                key_position = jnp.minimum(key_position, span.end - 1)
+            page = table_ref[row, lax.shift_right_logical(key_position, shift)]
+            inside = lax.bitwise_and(key_position, page_size - 1)
         return lambda ref, start, size: ref[page, kv_head, inside, pl.ds(start, size)]
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+        """Add block i to the softmax: acc parts [tile_rows, part], maxima and sums [tile_rows]."""
         acc, top, total = carry
         load = loader(i, masked)
-        at = i * block + jnp.arange(block)
+        key_position = i * block + jnp.arange(block)
         scores: Any = sum(
             _dot(query, load(k_ref, *piece).astype(spec.compute_dtype).T)
             for query, piece in zip(queries, pieces, strict=True)
@@ -220,9 +233,9 @@ def attend(
             grown = jnp.exp2(scores * (2 * LOG2E / spec.soft_cap))
             scores = (spec.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + grown))
         if masked:
-            visible = at[None, :] <= position[:, None]
+            visible = key_position[None, :] <= position[:, None]
             if spec.window is not None:
-                visible &= at[None, :] > position[:, None] - spec.window
+                visible &= key_position[None, :] > position[:, None] - spec.window
             scores = jnp.where(visible, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
@@ -233,7 +246,7 @@ def attend(
         for part, piece in zip(acc, pieces, strict=True):
             values = load(v_ref, *piece).astype(spec.compute_dtype)
             if masked:
-                own = (at >= span.begin) & (at < span.end)
+                own = (key_position >= span.begin) & (key_position < span.end)
                 values = jnp.where(own[:, None], values, jnp.zeros_like(values))
             new_acc.append(part * shrink[:, None] + _dot(weights, values))
         return tuple(new_acc), new_top, total
@@ -243,6 +256,7 @@ def attend(
     before = full_first - span.first_block
     edges = before + span.last_block - full_last
 
+    # The full blocks come first; then those before them and those after, which need masks.
     def edge(j: jax.Array, carry: tuple) -> tuple:
         i = jnp.where(j < before, span.first_block + j, full_last + j - before)
         return step(i, carry, masked=True)

@@ -1,6 +1,6 @@
 """Block sizes, by device kind, dtype, head dim and size of the call; read while tracing.
 
-``tuned/<device>.json`` holds what a sweep wrote for a kind of device (``scripts/tune_kernels.py``):
+``tuned/<device>.json`` holds a sweep's result for a kind of device (``scripts/tune_kernels.py``):
 
     {"device_kind": "NVIDIA H200",
      "measured": "2026-01-31" or "not measured: defaults",
@@ -30,13 +30,14 @@ TABLES = pathlib.Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Split-KV decode.
+    """Sizes of split-KV decode.
 
-    block_tokens: KV positions per loop step; above the page size, pages are gathered.
-    num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
-    target_programs: programs over which all KV of the step is divided, evenly.
-    min_blocks: blocks below which a row is not split further.
-    merge_splits: partial results the merging kernel reads at a time.
+    Attributes:
+        block_tokens: KV positions per loop step; above the page size, pages are gathered.
+        num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
+        target_programs: programs over which all KV of the step is divided, evenly.
+        min_blocks: blocks below which a row is not split further.
+        merge_splits: partial results that the merging kernel reads at a time.
     """
 
     block_tokens: int = 64
@@ -49,10 +50,12 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedConfig:
-    """Tiles of query tokens times the heads of a group.
+    """Sizes of tiles of query tokens times the heads of a group.
 
-    tile_rows: rows (tokens x group heads) of a tile, a power of two of at least 16.
-    split_single: rows of one query go to the split-KV decode kernel instead of taking a tile.
+    Attributes:
+        tile_rows: rows (tokens x group heads) of a tile, a power of two of at least 16.
+        block_tokens, num_warps, num_stages: as in ``DecodeConfig``.
+        split_single: rows of one query go to the split-KV decode kernel instead of taking a tile.
     """
 
     tile_rows: int = 128
@@ -64,7 +67,7 @@ class RaggedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """Hopper kernel: each compute warpgroup takes 64 rows of the same tile."""
+    """Sizes of the Hopper kernel: each compute warpgroup takes 64 rows of the same tile."""
 
     block_tokens: int = 64
     num_stages: int = 4
@@ -73,14 +76,17 @@ class MosaicConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KvWriteConfig:
-    """One program per token."""
+    """Sizes of the KV write: one program per token."""
 
     num_warps: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConfig:
-    """A program's rows, its columns, and the inputs of a loop step; powers of two from 16 on."""
+    """Sizes of a grouped product: rows and columns of a program, inputs of a loop step.
+
+    They are powers of two from 16 on.
+    """
 
     block_rows: int = 64
     block_columns: int = 128
@@ -99,19 +105,19 @@ Config = TypeVar("Config", DecodeConfig, RaggedConfig, MosaicConfig, KvWriteConf
 
 
 def table_name(device_kind: str) -> str:
-    """File name of a device kind's table: "NVIDIA H200" -> "h200.json"."""
+    """Return the file name of a device kind's table: "NVIDIA H200" -> "h200.json"."""
     words = [w for w in device_kind.lower().replace("/", " ").split() if w != "nvidia"]
     return "-".join(words) + ".json"
 
 
 def read_entries(device_kind: str) -> list[dict]:
-    """Entries of a device's table; none when the device has no table."""
+    """Read the entries of a device's table; none when the device has no table."""
     path = TABLES / table_name(device_kind)
     return json.loads(path.read_text())["entries"] if path.is_file() else []
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Sizes that compile for Hopper without spilling registers, before anything was measured."""
+    """Return sizes that compile for Hopper without spilling registers; nothing was timed yet."""
     exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
     wide = case.H > 128
     if kind is DecodeConfig:
@@ -129,8 +135,8 @@ def defaults(kind: type[Config], case: Case) -> Any:
 
 
 def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Config:
-    """The configuration for a call on the device being compiled for (or the one named)."""
-    op = next(name for name, known in CONFIGS.items() if known is kind)
+    """Return the configuration for a call on the device being compiled for, or a named kind."""
+    op = next(name for name, config in CONFIGS.items() if config is kind)
     size = case.R if op == "decode" else case.T
     base = defaults(kind, case)
     for entry in read_entries(device_kind or target_device_kind()):
@@ -143,11 +149,11 @@ def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Co
 
 
 GROUPED_SIZES = (16, 64, None)
-"""Rows a group up to which an entry for "grouped_matmul" holds."""
+"""Rows of a group up to which an entry for "grouped_matmul" holds."""
 
 
 def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
-    """Sizes to start from: they compile for an H200 without spills, nothing was timed yet."""
+    """Return sizes that compile for an H200 without spills; nothing was timed yet."""
     rows = {16: 16, 64: 64, None: 128}[up_to]
     if dtype.itemsize == 4:  # no tensor cores: small tiles, many threads
         return GroupedConfig(16, 64, 32, num_warps=8, num_stages=2)
@@ -155,7 +161,7 @@ def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
 
 
 def grouped_config(case: GroupedCase, device_kind: str | None = None) -> GroupedConfig:
-    """The configuration for a call on the device being compiled for (or the one named)."""
+    """Return the configuration for a call on the device being compiled for, or a named kind."""
     mean = -(-case.A // case.E)
     up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
     for entry in read_entries(device_kind or target_device_kind()):

@@ -44,7 +44,7 @@ def _ragged(implementation: str, setup: dict) -> None:
     call = paged_call(RAGGED_ROWS, padding=9, **setup)
     actual = ragged_paged_attention(*call.ragged, **call.options, implementation=implementation)
     wide = call.wide()
-    expected = reference.ragged_paged_attention(*wide.ragged, **wide.options)
+    expected = reference.ragged_paged_attention(*wide.ragged, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
 
 
@@ -72,7 +72,7 @@ def test_triton_decode(dtype: str, head_dim: int, options: dict) -> None:
     call = paged_call(DECODE_ROWS, **_setup(dtype, head_dim, options))
     actual = paged_decode_attention(*call.decode, **call.options, implementation="triton")
     wide = call.wide()
-    expected = reference.paged_decode_attention(*wide.decode, **wide.options)
+    expected = reference.paged_decode_attention(*wide.decode, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import reference, xla
-from pallas_kernels.cpu import decode as llvm_decode
-from pallas_kernels.cpu import ragged as llvm_ragged
+from pallas_kernels.arguments import AttentionOptions
+from pallas_kernels.cpu import decode as cpu_decode
+from pallas_kernels.cpu import ragged as cpu_ragged
 from pallas_kernels.gpu import triton_decode, triton_ragged
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
@@ -59,7 +60,7 @@ def _compiled(run, setup: dict, **fixed):
     # Compiling is most of what these tests cost, so the compiler is told not to try hard.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
     def call(arrays, options):
-        return run(*arrays, **options, **static, **fixed)
+        return run(*arrays, AttentionOptions(**options, **static), **fixed)
 
     return call
 
@@ -71,13 +72,13 @@ def _functions(name: str, decode: bool):
     if decode:
         tile = functools.partial(triton_decode.paged_decode_attention, config=DECODE)
         plain, oracle = xla.paged_decode_attention, reference.paged_decode_attention
-        native = llvm_decode.paged_decode_attention
+        native = cpu_decode.paged_decode_attention
     else:
         tile = functools.partial(
             triton_ragged.ragged_paged_attention, config=RAGGED, decode_config=DECODE
         )
         plain, oracle = xla.ragged_paged_attention, reference.ragged_paged_attention
-        native = llvm_ragged.ragged_paged_attention
+        native = cpu_ragged.ragged_paged_attention
     tested = {
         "triton": _compiled(tile, setup, interpret=True),
         "xla": _compiled(plain, setup),
@@ -167,7 +168,7 @@ def test_full_tiles_and_long_rows(implementation: str) -> None:
     call = paged_call(rows, dtype=jnp.float32, padding=5)
     expected = _compiled(reference.ragged_paged_attention, {})(call.ragged, {})
     if implementation in ("xla", "llvm"):
-        module = xla if implementation == "xla" else llvm_ragged
+        module = xla if implementation == "xla" else cpu_ragged
         run = _compiled(module.ragged_paged_attention, {})
     else:
         config = dataclasses.replace(RAGGED, split_single=implementation == "triton")
@@ -180,7 +181,7 @@ def test_work_is_divided_evenly_and_completely() -> None:
     """The plan covers every block of every row once, and no item has more than its share."""
     call = paged_call([(1, 1000), (1, 0), (1, 17), (1, 333)], head_dim=16)
     case = triton_decode.attention_case(
-        "decode", "gpu", *call.decode[:4], None, call.decode[4], **call.options
+        "decode", "gpu", *call.decode[:4], None, call.decode[4], call.attention_options
     )
     config = DecodeConfig(block_tokens=16, target_programs=24, min_blocks=2)
     token, take = jnp.array([7, 5, 3, 9]), jnp.array([1, 0, 1, 1])

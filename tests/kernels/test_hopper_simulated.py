@@ -43,12 +43,12 @@ def test_simulated_kernel(name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh):
         actual = hopper_ragged.ragged_paged_attention(
             *call.ragged,
-            **call.options,
+            call.attention_options,
             config=config,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
     actual = np.asarray(actual.astype(jnp.float32))
     wide = call.wide()
-    expected = reference.ragged_paged_attention(*wide.ragged, **wide.options)
+    expected = reference.ragged_paged_attention(*wide.ragged, wide.attention_options)
     assert_close(actual, expected, call.q.dtype)
     assert not simulator.get_races().races_found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from pallas_kernels import dequantize, quantized_matmul
 from pallas_kernels.quantized_codes import decode
+from pallas_kernels.quantized_matmul import choose
 
 I, O = 96, 300  # noqa: E741 - 300 outputs are a block of 256 and one that overlaps it
 
@@ -109,3 +111,29 @@ def test_misuse_is_refused():
             quantized_matmul(*arrays, form=form)
     with pytest.raises(ValueError, match="implementation"):
         quantized_matmul(x, values, scales, form="int4", implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "addressable"), [(15, True), (16, False), (32, False), (33, True)]
+)
+def test_triton_takes_no_codes_of_2_to_4_gib(outputs: int, addressable: bool) -> None:
+    """Shapes alone decide it: nothing is allocated."""
+    x = jax.ShapeDtypeStruct((4, 2**27), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((2**27, outputs), jnp.int8)
+    scales = jax.ShapeDtypeStruct((1, outputs), jnp.float32)
+    result = jax.ShapeDtypeStruct((4, outputs), jnp.float32)
+
+    def run(implementation: str) -> jax.ShapeDtypeStruct:
+        product = functools.partial(quantized_matmul, form="int8", implementation=implementation)
+        return jax.eval_shape(product, x, values, scales)
+
+    assert run("xla") == result
+    if addressable:
+        assert run("triton_interpret") == result
+    else:
+        with pytest.raises(ValueError, match=f"{2**27 * outputs} bytes; triton takes no 2 to 4"):
+            run("triton_interpret")
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert choose("auto", x, values) == ("triton" if addressable else "xla")

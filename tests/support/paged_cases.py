@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.arguments import AttentionOptions
 
 FP8 = jnp.float8_e4m3fn
 
@@ -22,6 +25,11 @@ class PagedCall:
     query_start: jax.Array
     kv_len: jax.Array
     options: dict
+
+    @property
+    def attention_options(self) -> AttentionOptions:
+        """The options as implementations take them; the ops take them as keywords."""
+        return AttentionOptions(**self.options)
 
     @property
     def ragged(self) -> tuple[jax.Array, ...]:
@@ -125,6 +133,11 @@ def paged_call(
             "v_scale": scaled[1] if scales else None,
         },
     )
+
+
+def with_keywords(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return an implementation that takes its options as keywords, as the ops do."""
+    return lambda *arrays, **options: implementation(*arrays, AttentionOptions(**options))
 
 
 TOLERANCE = {

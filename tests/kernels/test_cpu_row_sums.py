@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops, row_sums, sigmoid, softmax
-from pallas_kernels.cpu import row_sums as llvm_sums
+from pallas_kernels.cpu import row_sums as cpu_sums
 from pallas_kernels.cpu.row_sums import RowSums
 
 OF = ("numbers", "squares", "exps")
@@ -84,7 +84,7 @@ def test_plain_jax_gives_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPat
 def test_large_work_is_shared_by_threads() -> None:
     """Parts begin and end at rows."""
     x = np.random.default_rng(3).standard_normal((1013, 700)).astype(np.float32)
-    jitted = jax.jit(functools.partial(llvm_sums.run, RowSums("float32", "squares")))
+    jitted = jax.jit(functools.partial(cpu_sums.run, RowSums("float32", "squares")))
     np.testing.assert_allclose(jitted(x), np.square(x).sum(axis=1), rtol=1e-5)
 
 

@@ -38,12 +38,12 @@ import sys
 from pathlib import Path
 import numpy as np
 from jaxserve.execution.start.programs import ProgramStore
-from pallas_kernels import llvm_calls
+from pallas_kernels.cpu import ffi
 
 def never(*_):
     raise AssertionError("compiled or traced")
 
-llvm_calls.machine_code = never
+ffi.machine_code = never
 program = ProgramStore(Path(sys.argv[1]), {}, {}).get("product", never)
 x, panels, expected = (np.load(Path(sys.argv[1]) / f"{name}.npy") for name in "xpy")
 assert np.asarray(program(x, panels)).tobytes() == expected.tobytes()

@@ -1,4 +1,4 @@
-"""The LLVM kernel for rows of many queries: right at every edge, the same however rows are cut."""
+"""The CPU kernel for rows of many queries: right at every edge, the same however rows are cut."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention, reference
 from pallas_kernels.cpu.ragged import PagedTiles
-from tests.kernels.test_llvm_decode import SETUPS as DECODE_SETUPS
-from tests.kernels.test_llvm_decode import STATIC, parts_of
-from tests.support.paged_cases import PagedCall, assert_close, paged_call
+from tests.kernels.test_cpu_decode import SETUPS as DECODE_SETUPS
+from tests.kernels.test_cpu_decode import STATIC, parts_of
+from tests.support.paged_cases import PagedCall, assert_close, paged_call, with_keywords
 
 SETUPS = {
     "float64, group of 3": {"dtype": jnp.float64, "heads": 6},
@@ -57,6 +57,7 @@ def run(function, call: PagedCall) -> jax.Array:
 
 
 llvm = functools.partial(ragged_paged_attention, implementation="llvm")
+oracle = with_keywords(reference.ragged_paged_attention)
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -67,7 +68,7 @@ def test_every_edge_of_a_tile_and_a_block(name: str) -> None:
         wide = call if call.q.dtype == jnp.float64 else call.wide()
         actual = run(llvm, call)
         assert actual.dtype == call.q.dtype
-        assert_close(actual, run(reference.ragged_paged_attention, wide), call.q.dtype)
+        assert_close(actual, run(oracle, wide), call.q.dtype)
         assert not np.asarray(actual)[-3:].any()
 
 
@@ -124,7 +125,7 @@ def test_large_work_is_many_parts_and_several_threads_at_once() -> None:
     assert parts_of(kernel, paged_call([(20, 20), (1, 900)], head_dim=32).ragged) == 1
     jitted = jax.jit(llvm)
     expected = np.asarray(jitted(*call.ragged))
-    assert_close(expected, run(reference.ragged_paged_attention, call), jnp.float32)
+    assert_close(expected, run(oracle, call), jnp.float32)
 
     def many(_: int) -> bool:
         return all(np.array_equal(jitted(*call.ragged), expected) for _ in range(4))
