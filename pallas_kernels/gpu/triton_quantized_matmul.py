@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
-    """In 16 bits compiled for an H200 without spills (scripts/compile_offline.py), not timed yet.
+    """In 16 bits compiled for an H200 without spills (scripts.gpu.compile_offline), not timed yet.
 
     Small tiles for few tokens, so that there are programs for every SM; large ones for many, since
     each tile of tokens dequantizes the weight again.

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from argument_types import (
+from scripts.compare.parts import PARTS
+from scripts.lib import paths
+from scripts.lib.argument_types import (
     integers,
     objective,
     positive,
@@ -16,11 +18,10 @@ from argument_types import (
     some_of,
     writable_file,
 )
-from compare.parts import PARTS
-from compare.shapes import BFLOAT16, SHAPES
-from trace_rows import first_rows
+from scripts.lib.model_shapes import BFLOAT16, SHAPES
+from scripts.lib.trace_rows import first_rows
 
-RESULTS = Path(__file__).parent.parent / "results" / "compare_engines.json"
+RESULTS = paths.RESULTS / "compare_engines.json"
 MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
 GOES_ON = 3
 
@@ -90,7 +91,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
         engines: names of those that have an adapter.
     """
     parser = argparse.ArgumentParser(
-        prog="compare_engines.py",
+        prog="python -m scripts.compare",
         description="jaxserve and other engines on one workload, with the same weights, in one run",
     )
     every = ",".join(engines)
@@ -141,7 +142,8 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--write-readme",
         action="store_true",
-        help="when all is measured, or at once with --write, put the stored tables into README",
+        help="when all is measured, or at once with --write, write the stored tables"
+        " into scripts/results/README.md",
     )
     return parser
 

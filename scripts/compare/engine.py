@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).parent.parent
-WORKERS = Path(__file__).parent
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -77,10 +74,15 @@ class Engine:
         return {}
 
 
-def worker(python: Path, script: str, setting: Setting, port: int, *more: str) -> list[str]:
-    """The command line of one of the workers beside this file."""
+def module_command(python: Path, name: str) -> list[str]:
+    """Return the command line of a module beside this file, to run with `IN_CHECKOUT`."""
+    return [str(python), "-m", f"scripts.compare.{name}"]
+
+
+def worker(python: Path, name: str, setting: Setting, port: int, *more: str) -> list[str]:
+    """Return the command line of a worker beside this file, to run with `IN_CHECKOUT`."""
     return [
-        *(str(python), str(WORKERS / script), "--model", str(setting.model)),
+        *(*module_command(python, name), "--model", str(setting.model)),
         *("--port", str(port), "--rows", str(setting.rows), "--threads", str(setting.threads)),
         *("--max-len", str(setting.max_len), "--dtype", setting.dtype, *more),
     ]

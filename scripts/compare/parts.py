@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from compare import workloads
-from compare.process import Started
-from compare.worker_http import ALONE
-from serving_load import Run, Target, Work, poisson_arrivals, run_load
-from serving_process import ask
-from serving_report import samples, summarize
+from scripts.compare import workloads
+from scripts.compare.process import Started
+from scripts.compare.worker_http import ALONE
+from scripts.lib.server_process import ask
+from scripts.serving.load import Run, Target, Work, poisson_arrivals, run_load
+from scripts.serving.report import samples, summarize
 
 CDF_POINTS = 51
 _WORD = re.compile(r"w(\d+)")

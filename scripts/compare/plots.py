@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from compare.results import Record, chosen
+from scripts.compare.results import Record, chosen
 
 COLORS = {
     "jaxserve": "#2a78d6",

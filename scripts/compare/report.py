@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compare import plots
-from compare.gates import (
+from scripts.compare import plots
+from scripts.compare.gates import (
     MODEL_TITLES,
     OURS,
     Gate,
@@ -18,7 +18,7 @@ from compare.gates import (
     span,
     unlike_lines,
 )
-from compare.results import Record, chosen, middle, ratio
+from scripts.compare.results import Record, chosen, middle, ratio
 
 BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
 
@@ -272,7 +272,7 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
     runs = "One run" if count == 1 else f"One run in {count} slices"
     served = any(record["part"] == "serve" for record in data["records"])
     return [
-        f"{runs} of `python scripts/compare_engines.py`:",
+        f"{runs} of `python -m scripts.compare`:",
         f"{_words(data)}.",
         f"{_repeats_words(data)}. {_agreement_words(data)}",
         f"All of it, with versions{', spread and latencies' if served else ' and spread'}: "
@@ -310,16 +310,16 @@ def stored(folder: Path) -> list[Path]:
     return sorted(folder.glob("compare_engines*.json"))
 
 
-def section_of(json_paths: list[Path], root: Path) -> str:
-    """What stands between README's markers, for results files inside the repository."""
+def section_of(json_paths: list[Path]) -> str:
+    """Return what stands between the markers of the README beside these results files."""
     lines = [BEGIN]
     for json_path in json_paths:
         markdown, images = paths(json_path)
         data = json.loads(json_path.read_text())
-        lines += readme_part(data, str(markdown.relative_to(root)))
+        lines += readme_part(data, markdown.name)
         image = images["slots"]
         if json_path == json_paths[0] and image.exists():
-            lines += [f"![{image.stem}]({image.relative_to(root)})", ""]
+            lines += [f"![{image.stem}]({image.name})", ""]
     lines.append('"-": no goal there, or not measured.')
     return "\n".join([*lines, END])
 

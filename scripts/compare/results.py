@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from scripts.lib.paths import ROOT
+from scripts.lib.run_record import machine, plain
 
 Record = dict[str, Any]
 
@@ -120,43 +121,14 @@ def read_results(path: Path) -> dict[str, Any]:
     return found
 
 
-def plain(text: str) -> str:
-    """A message or a command without what belongs to one machine: folders, and addresses."""
-    text = re.sub(r"\w+://\S+", "URL", text)
-    return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
-
-
-# The widest first: flags of /proc/cpuinfo that decide how fast products are.
-VECTORS = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX-512 with bfloat16 products",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-}
-
-
 def _source() -> dict[str, str]:
     """The commit that is measured, where this is a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     except OSError:
         return {}
     return {"commit": done.stdout.strip()} if done.returncode == 0 else {}
-
-
-def machine() -> dict[str, Any]:
-    """CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-        flags = next(line.split() for line in lines if line.startswith("flags"))
-    except (OSError, StopIteration):
-        name, flags = platform.machine(), []
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    vectors = next((title for flag, title in VECTORS.items() if flag in flags), "")
-    cpu = f"{name} ({vectors})" if vectors else name
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(gigabytes)}
 
 
 def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from compare.engine import Engine
-from compare.process import Started
+from scripts.compare.engine import Engine
+from scripts.compare.process import Started
 
 
 class Servers:

@@ -7,7 +7,8 @@ from collections import deque
 import numpy as np
 import openvino
 import openvino_genai
-from worker_http import Front, Job, arguments
+
+from scripts.compare.worker_http import Front, Job, arguments
 
 
 def open_pipeline(

@@ -15,7 +15,6 @@ prepare_process()
 
 import numpy as np
 
-from compare.worker_http import Front, Job, arguments
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded, load
@@ -23,7 +22,8 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.static import StaticScheduler
+from scripts.compare.worker_http import Front, Job, arguments
+from scripts.lib.static_scheduler import StaticScheduler
 
 CONTINUOUS, S0, S1 = "continuous", "S0", "S1"
 

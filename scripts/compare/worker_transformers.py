@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
-from transformers_batching import start_batching
-from worker_http import Front, Job, arguments
+
+from scripts.compare.worker_http import Front, Job, arguments
+from scripts.lib.transformers_batching import start_batching
 
 
 class Columns(BaseStreamer):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from compare.checkpoint import FIRST_ORDINARY_ID
-from serving_load import Work
-from trace_rows import first_rows
+from scripts.lib.random_checkpoint import FIRST_ORDINARY_ID
+from scripts.lib.trace_rows import first_rows
+from scripts.serving.load import Work
 
 LENGTH_SCALE = 8
 MAX_LEN = 1024

@@ -1,0 +1,1 @@
+"""What several of the scripts use; it imports none of them."""
