@@ -23,6 +23,7 @@ def try_cuda() -> tuple[bool, str]:
     heard = Heard()
     logging.getLogger("jax").addHandler(heard)
     try:
+        # Imported here: that it fails is one of the answers.
         import jax
 
         device = jax.devices("gpu")[0]

@@ -116,12 +116,14 @@ async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
 
 
 def llm_sampling(tokens: int) -> Any:
+    # Imported here: the processes of the clients do without JAX.
     from jaxserve.request import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
+    # Imported here: the processes of the clients do without JAX.
     from jaxserve.commands.serve import StartReport, load_models
     from jaxserve.server.http.app import App
     from jaxserve.server.http.listener import bind

@@ -270,6 +270,7 @@ def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Rows at work in every step, for each schedule, over the same time axis."""
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")

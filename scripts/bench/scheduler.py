@@ -208,6 +208,7 @@ def number_of_steps(requests: int) -> int:
 
 def step_loop() -> Loop:
     """256 slots, with prefix cache and pack."""
+    # Imported here: it imports JAX, whose memory the other parts must not count.
     from jaxserve.execution.batch import pack
     from jaxserve.execution.buckets import BucketSet
 

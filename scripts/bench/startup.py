@@ -70,6 +70,7 @@ Numbers = dict[str, float]
 
 def write_135m(folder: Path) -> Path:
     """A random Llama of SmolLM-135M's shape, in bfloat16."""
+    # Imported here: a start is timed with what it imports itself.
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -106,6 +107,7 @@ def write_135m(folder: Path) -> Path:
 def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
     """Start an engine in this process; seconds of each stage."""
     prepare_process()
+    # Imported here: the time that it takes is part of the start.
     from jaxserve import SamplingParams
     from jaxserve.config import EngineConfig
     from jaxserve.engine.engine import Engine

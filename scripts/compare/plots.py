@@ -25,6 +25,7 @@ OTHER = "#6b6b6b"
 
 
 def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,6 +58,7 @@ def _legend(figure: Any, axis: Any) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
+    # Imported here: only plots need it.
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -125,6 +127,7 @@ def slots(data: dict[str, Any], path: Path) -> None:
     if len(charts) < 2:
         path.unlink(missing_ok=True)
         return
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")

@@ -69,6 +69,7 @@ def engine(setting: Setting) -> Iterator[Item]:
 
 def _torch_seconds(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
     """Median seconds of a torch call over five rounds."""
+    # Imported here: torch is not installed wherever this report runs.
     import torch
 
     def wait() -> None:
@@ -89,6 +90,7 @@ def _torch_seconds(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
 
 def _torch_attention(setting: Setting, kind: str, B: int, Q: int, context: int) -> dict[str, Any]:
     """torch's attention on dense (not paged) K and V of the 8B's heads."""
+    # Imported here: torch is not installed wherever this report runs.
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -128,6 +130,7 @@ def _torch_attention(setting: Setting, kind: str, B: int, Q: int, context: int) 
 
 def _continuous_batching(setting: Setting, name: str) -> dict[str, Any]:
     """Output tokens per second of Transformers' continuous batching on the mix."""
+    # Imported here: torch is not installed wherever this report runs.
     import torch
     import transformers
 

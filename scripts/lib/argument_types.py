@@ -200,8 +200,9 @@ def check_room(
         model: as `checkpoint` takes it; None for the bundled one.
         prompt, tokens: of the longest sequence, the latter as `--tokens` says.
     """
+    # Imported here: it imports JAX, and some scripts run where jaxserve is not installed.
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.source import find_source  # imports JAX
+    from jaxserve.engine.source import find_source
     from jaxserve.errors import JaxserveError
 
     try:

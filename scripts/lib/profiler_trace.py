@@ -143,7 +143,7 @@ class DeviceTime:
 def device_time(events: list[dict[str, Any]], hlo: str, steps: int) -> DeviceTime:
     """Add up the operations of a trace of `steps` runs of one program."""
     known = instructions(hlo)
-    micros = dict.fromkeys(CLASSES, 0.0)
+    micros: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     operations = []
     for name, (spent, runs) in self_times(events).items():
         one = known.get(name)

@@ -13,6 +13,7 @@ def start_batching(network: Any, longest: int, **settings: Any) -> Any:
         longest: most tokens that a request generates.
         settings: of `ContinuousBatchingConfig`, where its guesses from GPU memory do not fit.
     """
+    # Imported here: it is not installed wherever this module is.
     import transformers
 
     generation = transformers.GenerationConfig(

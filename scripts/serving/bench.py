@@ -129,6 +129,7 @@ def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
     rng = np.random.default_rng(arguments.seed)
     tokenizer = None
     if arguments.tokenizer:
+        # Imported here: runs of random token ids do without it.
         from tokenizers import Tokenizer
 
         try:

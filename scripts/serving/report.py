@@ -192,6 +192,7 @@ def show(result: dict[str, Any], metrics: Sequence[str] = tuple(METRICS)) -> Non
 
 def plot(runs: dict[str, Run], path: Path, title: str) -> None:
     """Throughput over time, and the distributions of TTFT and ITL, of one or more runs."""
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")

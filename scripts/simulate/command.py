@@ -73,6 +73,7 @@ def print_summary(summary: Mapping[str, float]) -> None:
 
 def _measuring() -> Any:
     prepare_process()
+    # Imported here: it imports JAX, which the other commands do without.
     from scripts.simulate import measure
 
     return measure
