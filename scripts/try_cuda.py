@@ -7,7 +7,7 @@ import sys
 
 
 class Heard(logging.Handler):
-    """What JAX logs: a plugin that cannot be loaded is no more than that to it."""
+    """Messages that JAX logs: it only warns of a plugin that cannot be loaded."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

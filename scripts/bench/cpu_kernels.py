@@ -65,13 +65,16 @@ class Pair(NamedTuple):
 
 
 def copies_of(arrays: Arrays) -> list[Arrays]:
-    """So many copies that no cache holds all."""
+    """Return so many copies that no cache holds all."""
     size = sum(array.nbytes for array in arrays)
     return [arrays, *(tuple(a.copy() for a in arrays) for _ in range(int(BEYOND_CACHES // size)))]
 
 
 def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays:
-    """A weight [..., I, O] as the kernel of a form takes it; random codes stand for quantized."""
+    """Return a weight [..., I, O] as the kernel of a form takes it.
+
+    Random codes stand for quantized.
+    """
     if form in ("float32", "bfloat16"):
         whole = weight.reshape(-1, *weight.shape[-2:])
         panels = [in_panels(np.asarray(jnp.asarray(one).astype(form))) for one in whole]
@@ -86,7 +89,7 @@ def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays
 
 
 def product(form: str, grouped: bool) -> Callable[..., Any]:
-    """rows, (rows of each expert,) weights to results, by our kernel."""
+    """Return a kernel of ours that multiplies rows by weights (by those of each row's expert)."""
 
     def run(x: jax.Array, counts: jax.Array | None, *weights: jax.Array) -> jax.Array:
         if form in ("float32", "bfloat16"):
@@ -153,7 +156,7 @@ def experts(sizes: Sequence[int]) -> Iterator[Pair]:
 def attention(
     name: str, function: Callable[..., Any], lengths: Sequence[int], queries: int
 ) -> Pair:
-    """Rows of these lengths, with `queries` each, over their pages, which lie in any order."""
+    """Return rows of these lengths, with `queries` each, over pages that lie in any order."""
     rows, pages = len(lengths), -(-max(lengths) // PAGE_SIZE)
     kind, dtype = ("decode" if queries == 1 else "ragged"), jnp.dtype(jnp.float32)
     tokens, number = rows * queries, rows * pages
@@ -195,7 +198,7 @@ def seconds_a_call(run: Callable[..., Any], copies: Sequence[Arrays], calls: int
 
 
 def timed(pair: Pair, turns: int) -> dict[str, Any]:
-    """Both in turns, whoever begins."""
+    """Time both in turn, each beginning every second time."""
     sides = [(pair.ours, pair.copies), (pair.theirs, pair.their_copies)]
     calls = []
     for run, copies in sides:

@@ -1,4 +1,4 @@
-"""What HTTP costs: tokens per second streamed through the server over those of AsyncLLM itself.
+"""Cost of HTTP: tokens per second streamed through the server over those of AsyncLLM itself.
 
 One process serves both ways in turn, so that the ratio is of one machine, one engine and one
 minute; the clients of the HTTP half run in a process of their own, as they do in life.
@@ -76,7 +76,7 @@ class Clients:
         theirs.close()
 
     async def stream(self, streams: int, tokens: int) -> tuple[int, float]:
-        """Tokens, and the seconds that they took.
+        """Return the tokens, and the seconds that they took.
 
         Raises:
             RuntimeError: the process has ended; it has said why.
@@ -101,7 +101,7 @@ class Clients:
 
 
 async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
-    """The same streams from AsyncLLM in this process."""
+    """Draw the same streams from AsyncLLM in this process."""
     sampling = llm_sampling(tokens)
 
     async def one() -> int:
@@ -163,7 +163,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
 async def pair(
     number: int, llm: Any, clients: Clients, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Both ways once, in another order every second time."""
+    """Run both ways once, in another order every second time."""
     row: dict[str, float] = {}
     for half in ["direct", "http"] if number % 2 else ["http", "direct"]:
         cpu = time.process_time()

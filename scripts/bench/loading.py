@@ -76,7 +76,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> None:
-    """A checkpoint of about `size` bytes in shards of about `shard_bytes`."""
+    """Write a checkpoint of about `size` bytes in shards of about `shard_bytes`."""
     layers = 1
     while num_bytes(layers + 1, dtype) <= size:
         layers += 1
@@ -107,7 +107,7 @@ def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> N
 
 
 def num_bytes(layers: int, dtype: str) -> int:
-    """Bytes of a checkpoint with so many layers."""
+    """Return bytes of a checkpoint with so many layers."""
     config = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": layers})
     dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
     return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
@@ -126,7 +126,7 @@ def drop_cached(folder: Path) -> None:
 
 
 def read_all(folder: Path) -> float:
-    """Seconds to read every byte in order into one buffer."""
+    """Return seconds to read every byte in order into one buffer."""
     buffer, started = bytearray(READ_BYTES), time.perf_counter()
     for path in weight_files(folder):
         with open(path, "rb", buffering=0) as file:
@@ -145,7 +145,10 @@ def prepare(folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Most host memory that this process ever held; getrusage would count its parent's too."""
+    """Return most host memory that this process ever held.
+
+    Getrusage would count its parent's too.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -188,7 +191,7 @@ def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
 
 
 def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, int]:
-    """Seconds of a load, and the bytes of what was loaded, which is free again."""
+    """Return seconds of a load, and the bytes of what was loaded, which is free again."""
     started = time.perf_counter()
     model = load_weights(folder, config, dtype, panels=jax.default_backend() == "cpu")
     leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
@@ -196,7 +199,7 @@ def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, in
 
 
 def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
-    """A turn in a process of its own."""
+    """Run a turn in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -232,7 +235,7 @@ def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
 
 
 def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[str, Any]:
-    """Turns with both kinds of memory; ratios are within a turn."""
+    """Run turns with both kinds of memory; ratios are within a turn."""
     files = weight_files(folder)
     largest = max(path.stat().st_size for path in files)
     fresh, touched = [], []

@@ -63,7 +63,7 @@ LAUNCHES = {"one step a launch": 1, "as many as nobody notices": None}
 
 
 def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
-    """Random weights, and steps compiled for 1 row to twice `batch`, which padding may need."""
+    """Load random weights; compile for 1 row to twice `batch`, which padding may need."""
     model_config = ModelConfig.from_dict(COMMON | SHAPES[shape])
     config = EngineConfig(
         max_num_seqs=2 * batch,
@@ -79,7 +79,7 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
 
 
 def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
-    """The schedules under comparison, each over `batch` sequences at a time."""
+    """Return the schedules under comparison, each over `batch` sequences at a time."""
 
     def continuous(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
         scheduler = make_scheduler(config, pool, slots)
@@ -135,7 +135,7 @@ def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -
 
 
 def compare_schedules(loaded: Loaded, batch: int, rows: list[Any], repeats: int) -> dict[str, Any]:
-    """Every schedule in turn, `repeats` times."""
+    """Run every schedule in turn, `repeats` times."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
         for name, make in schedulers(batch).items():
@@ -220,7 +220,7 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
 
 
 def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
-    """Both products of every layer's attention over `tokens` cached tokens, in chunks of 64."""
+    """Return both products of every layer's attention over `tokens` cached tokens, in chunks of 64."""
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // kv_heads
     rng = np.random.default_rng(2)
@@ -241,12 +241,12 @@ def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
 
 
 def _plain(panels: np.ndarray) -> np.ndarray:
-    """A weight in panels as [inputs, outputs]."""
+    """Return a weight in panels as [inputs, outputs]."""
     return np.ascontiguousarray(panels.transpose(1, 0, 2)).reshape(panels.shape[1], -1)
 
 
 def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, StepPlan]:
-    """Rows with about `context` cached tokens each, on scattered pages."""
+    """Lay out rows with about `context` cached tokens each, on scattered pages."""
     config = loaded.config
     assert config.max_num_seqs and config.max_model_len
     slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
@@ -269,7 +269,7 @@ def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, 
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Rows at work in every step, for each schedule, over the same time axis."""
+    """Plot the rows at work in every step, for each schedule, over the same time axis."""
     # Imported here: only plots need it.
     import matplotlib
 

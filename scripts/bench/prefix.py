@@ -58,7 +58,7 @@ Numbers = dict[str, float]
 
 
 def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) -> tuple[int, int]:
-    """Tokens looked up and found by an LRU of `capacity` pages that serves one request at a time.
+    """Return tokens looked up and found by an LRU of `capacity` pages, one request at a time.
 
     It holds prompts and outputs, evicts the page that was used longest ago, and of one request
     the last page first; like the engine it leaves at least one token to compute.
@@ -82,7 +82,7 @@ def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) ->
 
 
 def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> list[Numbers]:
-    """Hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
+    """Return hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
 
     Args:
         rows: of the trace.
@@ -113,7 +113,7 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
 
 
 def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`cost_at_no_hits` of a model by its name."""
+    """Measure `cost_at_no_hits` of a model by its name."""
     prepare_process()
     config = EngineConfig(compilation_cache_dir=str(arguments.cache) if arguments.cache else "auto")
     with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +167,7 @@ def cost_at_no_hits(loaded: Any, requests: int, repeats: int) -> dict[str, Any]:
 
 
 def loss(on: np.ndarray, off: np.ndarray) -> Numbers:
-    """By how many percent `on` takes longer than `off`, of what `on` takes; seconds of pairs."""
+    """Return by how many percent `on` takes longer than `off`, of what `on` takes."""
     both = (on > 0) & (off > 0)
     shares = np.log(on[both] / off[both])
     low, high = np.quantile(shares, (LEFT_OUT, 1 - LEFT_OUT))

@@ -1,4 +1,4 @@
-"""What quantization costs and gains: bits, bytes, perplexity, accuracy, speed.
+"""Costs and gains of quantization: bits, bytes, perplexity, accuracy, speed.
 
     python -m scripts.bench.quantization [--part quality] [--part speed] [--part experts]
         [--examples 20]
@@ -90,7 +90,7 @@ MODES = [
 
 
 def examples(count: int) -> list[demo_tasks.Task]:
-    """Held-out questions, `count` of each task."""
+    """Return Held-out questions, `count` of each task."""
     return [
         task
         for name in demo_tasks.TASKS
@@ -102,7 +102,7 @@ def examples(count: int) -> list[demo_tasks.Task]:
 
 
 def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
-    """Of the bundled model: its bytes, perplexity of the right answers, share of right ones.
+    """Return bytes of the bundled model, perplexity of the right answers and their share.
 
     An answer is what greedy decoding gives if and only if each of its tokens, and the end after
     them, is the most likely one after those before it: one pass over the right answers tells.
@@ -139,7 +139,7 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
 
 
 def bits_a_weight(model: Decoder) -> float:
-    """Of the blocks' matrices, scales and zero points included."""
+    """Return bits a weight of the blocks' matrices, scales and zero points included."""
     matrices = [
         matrix[...]
         for layer in model.layers
@@ -158,7 +158,7 @@ def bits_a_weight(model: Decoder) -> float:
 def batches(
     tokenizer: Tokenizer, tasks: list[demo_tasks.Task]
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Prompts and answers in tokens, as many at a time as fit into a step."""
+    """Yield prompts and answers in tokens, as many at a time as fit into a step."""
     batch: list[tuple[list[int], list[int]]] = []
     used = 0
     for task in tasks:
@@ -177,7 +177,7 @@ def batches(
 
 
 def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
-    """A random model for speed, compiled."""
+    """Return a random model for speed, compiled."""
     shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
     model_config = ModelConfig.from_dict(shape)
     config = EngineConfig(
@@ -202,7 +202,7 @@ def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
 
 
 def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[str, Any]]:
-    """Milliseconds of a decode step for each mode and number of rows, and their ratios.
+    """Return milliseconds of a decode step for each mode and number of rows, and their ratios.
 
     Args:
         modes: the first is what the others are compared with.
@@ -236,7 +236,7 @@ def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the results as Markdown."""
     lines = [
         "# Quantization",
         "",

@@ -161,7 +161,7 @@ class Loop:
         return self.scheduler.has_work or self._in_flight is not None
 
     def step(self) -> tuple[float, float, float]:
-        """One step; seconds in schedule, in pack and in commit."""
+        """Run one step; return the seconds in schedule, in pack and in commit."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -185,7 +185,7 @@ class Loop:
         return time.perf_counter() - started
 
     def fill(self, workload: Workload, waiting: int) -> None:
-        """Top the queue up."""
+        """Fill the queue up."""
         for _ in range(waiting - self.scheduler.num_waiting):
             self.scheduler.add(next(workload))
 
@@ -202,12 +202,12 @@ def warm_up(loop: Loop, workload: Workload, steps: int, waiting: int) -> None:
 
 
 def number_of_steps(requests: int) -> int:
-    """Steps that are measured: a thousand decide a p99, fewer are for a quick look."""
+    """Return steps that are measured: a thousand decide a p99, fewer are for a quick look."""
     return 2000 if requests >= 20_000 else 200
 
 
 def step_loop() -> Loop:
-    """256 slots, with prefix cache and pack."""
+    """Make a loop of 256 slots, with prefix cache and pack."""
     # Imported here: it imports JAX, whose memory the other parts must not count.
     from jaxserve.execution.batch import pack
     from jaxserve.execution.buckets import BucketSet
@@ -220,7 +220,7 @@ def step_loop() -> Loop:
 
 
 def bench_step(requests: int) -> Result:
-    """One step at 256 rows, with prefix cache and pack."""
+    """Measure one step at 256 rows, with prefix cache and pack."""
     loop, workload, steps = step_loop(), Workload(), number_of_steps(requests)
     waiting = loop.slots.num_slots
     warm_up(loop, workload, steps, waiting)
@@ -244,7 +244,7 @@ def percentiles(name: str, seconds: np.ndarray) -> Result:
 
 
 def bench_idle(requests: int) -> Result:
-    """What the host half leaves of a device whose steps take 4 ms, at 256 rows."""
+    """Measure what the host half leaves of a device whose steps take 4 ms, at 256 rows."""
     loop, workload, steps = step_loop(), Workload(), number_of_steps(requests)
     waiting = loop.slots.num_slots
     warm_up(loop, workload, steps, waiting)
@@ -279,7 +279,7 @@ class Usage:
 
 
 def bench_requests(requests: int, prefix_caching: bool = False) -> Result:
-    """All requests through 1,024 slots, with a short queue that is kept full."""
+    """Serve all requests through 1,024 slots, with a short queue that is kept full."""
     slots, pages, budget = 1024, 131_072, 16_384
     loop, workload = Loop(slots, pages, budget, prefix_caching), Workload()
     usage, filled, steps, added = Usage(), False, 0, 0
@@ -313,7 +313,7 @@ def bench_requests(requests: int, prefix_caching: bool = False) -> Result:
 
 
 def bench_prefix(requests: int) -> Result:
-    """As `bench_requests`, with the prefix cache and a tenth of the requests."""
+    """Measure like `bench_requests`, with the prefix cache and a tenth of the requests."""
     return bench_requests(max(requests // 10, min(requests, 5000)), prefix_caching=True)
 
 

@@ -69,7 +69,7 @@ Numbers = dict[str, float]
 
 
 def write_135m(folder: Path) -> Path:
-    """A random Llama of SmolLM-135M's shape, in bfloat16."""
+    """Write a random Llama of SmolLM-135M's shape, in bfloat16."""
     # Imported here: a start is timed with what it imports itself.
     import ml_dtypes
     import numpy as np
@@ -144,7 +144,7 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
 
 
 def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
-    """One start, in a new process."""
+    """Start an engine once, in a new process."""
     given = json.dumps([time.time(), model, str(cache), limits])
     command = [sys.executable, "-m", "scripts.bench.startup", "--child", given]
     environment = os.environ | IN_CHECKOUT
@@ -155,7 +155,7 @@ def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 
 
 def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
-    """Seconds until `jaxserve serve` says that it is ready, and its compilations.
+    """Return the seconds until `jaxserve serve` reports that it is ready, and its compilations.
 
     Those of the start are told by JAX's log, as a line each; those from then to the end of a first
     request by the server's metrics.
@@ -185,7 +185,7 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 
 
 def compiles_after(url: str) -> int:
-    """Compilations of a running server since its start, once it has answered a request."""
+    """Return compilations of a running server since its start, once it has answered a request."""
     name = ask(url + "/v1/models")["data"][0]["id"]
     ask(url + "/v1/completions", {"model": name, "prompt": list(range(5, 21)), "max_tokens": 1})
     with urlopen(url + "/metrics", timeout=60) as answer:
@@ -195,7 +195,7 @@ def compiles_after(url: str) -> int:
 
 
 def options(limits: dict[str, Any]) -> list[str]:
-    """Settings as options of the command line."""
+    """Return settings as options of the command line."""
     words = []
     for name, value in limits.items():
         option = "--" + name.replace("_", "-")
@@ -204,7 +204,7 @@ def options(limits: dict[str, Any]) -> list[str]:
 
 
 def compile_ahead(model: str | None, cache: Path, limits: dict[str, Any]) -> float:
-    """Seconds that `jaxserve compile` takes."""
+    """Return seconds that `jaxserve compile` takes."""
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "compile", *filter(None, [model])]
     command += ["--compilation-cache-dir", str(cache), *options(limits)]
@@ -221,7 +221,7 @@ def median(runs: list[Numbers]) -> Numbers:
 def measure(
     model: str | None, limits: dict[str, Any], repeats: int, folder: Path, kinds: list[str]
 ) -> Iterator[tuple[str, Numbers]]:
-    """Every kind of start of one model, one after another.
+    """Measure every kind of start of one model, one after another.
 
     Args:
         folder: programs are kept here; those of an earlier run go where a start must find none.
@@ -264,7 +264,7 @@ def report(results: dict[str, dict[str, Numbers]]) -> bool:
 def merged(
     before: dict[str, Any], results: dict[str, dict[str, Numbers]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a file holds afterwards; under "runs", what is to be said of each model's."""
+    """Return what a file holds afterwards; "runs" holds the record of each model's run."""
     runs = before.get("runs", {})
     if "machine" in before:  # how files were that said it once for all models
         runs = dict.fromkeys(before.keys() & GATES, before["machine"]) | runs
@@ -275,7 +275,7 @@ def merged(
 
 
 def write(path: Path, results: dict[str, dict[str, Numbers]], about: dict[str, Any]) -> None:
-    """Beside what the file holds."""
+    """Write the results beside what the file holds."""
     text = path.read_text() if path.is_file() else ""
     before = json.loads(text) if text.strip() else {}
     path.write_text(json.dumps(merged(before, results, about), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What structured outputs cost: a mask per token, and throughput beside free requests.
+"""Cost of structured outputs: a mask per token, and throughput beside free requests.
 
     python -m scripts.bench.structured
 
@@ -135,7 +135,7 @@ def _words(letters: str, length: int, count: int) -> list[str]:
 
 
 def _nested(levels: int) -> Form:
-    """Every level holds the one below twice."""
+    """Return a schema each level of which holds the one below twice."""
     schema: Form = {"type": "integer"}
     for _ in range(levels):
         deeper = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -193,7 +193,7 @@ HOSTILE: dict[str, Form] = {
 
 
 def vocabulary(size: int) -> tuple[str, Callable[[str], list[int]]]:
-    """A tokenizer of `size` tokens as the tokenizers library writes it, and its encoding.
+    """Make a tokenizer of `size` tokens, and the encoding of the tokenizers library.
 
     Bytes, the words of Python's own library as they stand in its source, and beginnings of them;
     a text is cut into the longest tokens.
@@ -226,7 +226,7 @@ def vocabulary(size: int) -> tuple[str, Callable[[str], list[int]]]:
 
 
 def mask_cost(grammars: Grammars, encode: Callable[[str], list[int]], repeats: int) -> Report:
-    """us a token of advance and mask, by form: the mean, the median and the 99th percentile."""
+    """Return us a token of advance and mask, by form: mean, median and 99th percentile."""
     result: Report = {"vocabulary": VOCAB}
     for name, (form, text) in CASES.items():
         ids = encode(text)
@@ -254,7 +254,7 @@ def mask_cost(grammars: Grammars, encode: Callable[[str], list[int]], repeats: i
 
 
 def hostile_cost(grammars: Grammars, tokens: int = 60) -> Report:
-    """How long forms made to take for ever hold up the caller, and the engine a token at most."""
+    """Measure how long hostile forms hold up the caller, and the engine at most a token."""
     result: Report = {}
     for name, form in HOSTILE.items():
         rng, longest, end = random.Random(0), 0.0, "served"
@@ -299,7 +299,7 @@ def sampling(guided: bool, seed: int, tokens: int) -> SamplingParams:
 
 
 def serve(loaded: Loaded, guided: list[bool], tokens: int) -> dict[str, float]:
-    """One batch of rows that begin together.
+    """Serve one batch of rows that begin together.
 
     Returns:
         Tokens per second of all and per second of CPU time, and the seconds in which free and
@@ -334,7 +334,7 @@ def serve(loaded: Loaded, guided: list[bool], tokens: int) -> dict[str, float]:
 
 
 def wide(rows: int) -> Loaded:
-    """A random Llama of 137M parameters, with a tokenizer as large as its vocabulary."""
+    """Make a random Llama of 137M parameters, with a tokenizer as large as its vocabulary."""
     config = COMMON | SHAPES["wide"] | {"eos_token_id": 0}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -355,7 +355,7 @@ def wide(rows: int) -> Loaded:
 
 
 def throughput(loaded: Loaded, rows: int, tokens: int, repeats: int) -> Report:
-    """Tokens per second of free, constrained and mixed batches: medians, and medians of ratios."""
+    """Measure tokens per second of free, constrained and mixed batches, and their ratios."""
     half = [number % 2 == 0 for number in range(rows)]
     scenes = {"free": [False] * rows, "constrained": [True] * rows, "mixed": half}
     for guided in scenes.values():

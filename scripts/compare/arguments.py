@@ -27,7 +27,7 @@ GOES_ON = 3
 
 
 def _server(text: str) -> tuple[str, str]:
-    """`NAME=URL` as both, the URL without the protocol's path."""
+    """Return `NAME=URL` as both, the URL without the protocol's path."""
     name, _, url = text.partition("=")
     parts = urlsplit(url)
     if not name or parts.scheme not in ("http", "https") or not parts.netloc:
@@ -48,7 +48,7 @@ def _interpreter_of(engines: Collection[str]) -> Callable[[str], tuple[str, Path
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """What records must have in common to be compared, and how often they are taken."""
+    """Add what records must have in common to be compared, and how often they are taken."""
     whole = {"type": positive_integer}
     parser.add_argument("--threads", default=2, help="of each engine (%(default)s)", **whole)
     parser.add_argument("--rows", default=16, help="most sequences at once (%(default)s)", **whole)
@@ -86,7 +86,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
-    """
+    """Return the parser of the command line.
+
     Args:
         engines: names of those that have an adapter.
     """
@@ -149,7 +150,7 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Whether less, or something else, is measured than by default, and what was is lost."""
+    """Return whether less, or something else, is measured than by default, and is not kept."""
     whole = parser.parse_args([])
     free = ("json", "resume", "max_seconds", "prepare", "write", "write_readme", "python")
     alike = all(getattr(options, n) == v for n, v in vars(whole).items() if n not in free)
@@ -157,7 +158,7 @@ def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bo
 
 
 def read_options(engines: Collection[str]) -> argparse.Namespace:
-    """The command line's options; ends the process with a sentence where they make no sense."""
+    """Return the options of the command line; end the process where they make no sense."""
     parser = make_parser(engines)
     options = parser.parse_args()
     names = [name for name, _ in options.url]

@@ -110,7 +110,7 @@ class Task:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What records must have in common to be compared."""
+    """Return what records must have in common to be compared."""
     names = "threads rows batches trace mixed single served rate goodput crowds".split()
     asked = {name: getattr(options, name) for name in names}
     goodput = [f"{name}:{limit:g}" for name, limit in options.goodput]
@@ -139,7 +139,7 @@ def engines_of(options: argparse.Namespace) -> list[Engine]:
 
 
 def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
-    """Engines take turns, in another order in every repeat; what was measured is left out."""
+    """Return the turns of the engines, in another order in every repeat, measured ones left out."""
     tasks = []
     for model in options.models:
         # Answers first: a model's speeds are measured when they have been judged.
@@ -157,7 +157,7 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
 
 
 def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
-    """What is measured in one turn; None is the one before the first, which gathers answers."""
+    """Return what is measured in one turn; None is the turn before the first, for answers."""
     names = PARTS_OF[model]
     if isinstance(engine, JaxserveSchedules):
         names = ("schedules",) if "trace" in names else ()
@@ -171,7 +171,7 @@ def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
 
 
 def first_model(url: str) -> str:
-    """The first that a server lists.
+    """Return the first model that a server lists.
 
     Raises:
         RuntimeError: it lists none, or does not speak the protocol.
@@ -248,7 +248,7 @@ class Comparison:
                 self.say(f"  {error}")
 
     def measure_all(self, tasks: list[Task]) -> None:
-        """As many as there is time for; answers are judged before anything else is measured."""
+        """Measure while there is time; judge answers before anything else is measured."""
         with self._servers:
             for number, task in enumerate(tasks):
                 if self.is_over():
@@ -260,7 +260,7 @@ class Comparison:
                     self.measure(task)
 
     def measure(self, task: Task) -> None:
-        """All parts of one turn; what fails is recorded and does not end the run."""
+        """Measure all parts of one turn; record a failure and go on."""
         engine, results = task.engine, self._results
         key = {"model": task.model, "engine": engine.name, "repeat": task.repeat}
         self.say(f"{engine.title}: {task.model}, repeat {task.repeat + 1}")
@@ -311,7 +311,7 @@ class Comparison:
             self.say(f"  {name} took {record['took_seconds']} s  {shown}")
 
     def judge(self) -> None:
-        """Logit gaps of every answer that has none yet."""
+        """Judge the logit gaps of every answer that has none yet."""
         if self._is_judge_gone or not verdicts.waiting(self._results):
             return
         try:
@@ -327,7 +327,7 @@ class Comparison:
 
 
 def _last_words(error: Exception) -> str:
-    """What is said of it in one line: the last that a process wrote, or the error itself."""
+    """Return an error in one line: the last that a process wrote, or the error itself."""
     said = getattr(error, "stderr", None) or str(error)
     text = said.decode(errors="replace") if isinstance(said, bytes) else said
     return (text.strip().splitlines()[-1:] or ["failed"])[0][-500:]
@@ -343,7 +343,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status.
+    """Return the exit status.
 
     Raises:
         ValueError: there is nothing to do, or the results file is none, or was measured with

@@ -1,4 +1,4 @@
-"""What the comparison knows of an engine: how it is installed, started and asked."""
+"""Adapters of engines: how each is installed, started and queried."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """What all engines are given alike.
+    """Settings that all engines have in common.
 
     Attributes:
         model: folder of the checkpoint.
@@ -56,21 +56,21 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def facts(self, python: Path) -> dict[str, str]:
-        """What the results should say of the installation besides versions of packages."""
+        """Return what the results report of the installation besides versions of packages."""
         return {}
 
     def after_install(self, environment: Path) -> None:
-        """What pip alone cannot install; resumes where it was stopped."""
+        """Install what pip alone cannot; resume where it was stopped."""
 
     def prepare(self, python: Path, setting: Setting) -> None:
         """Convert the checkpoint, once."""
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
-        """The server's command line."""
+        """Return the server's command line."""
         raise NotImplementedError
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        """Environment variables of the server, besides our own."""
+        """Return environment variables of the server, besides our own."""
         return {}
 
 

@@ -47,7 +47,7 @@ class LlamaCpp(Engine):
     extra: dict[str, Any] = field(default_factory=lambda: dict(GREEDY))
 
     def after_install(self, environment: Path) -> None:
-        """Builds `llama-server` alone; what was compiled before an interruption is kept.
+        """Build `llama-server` alone; what was compiled before an interruption is kept.
 
         Anew for another processor, since it is built for the one it is on.
         """

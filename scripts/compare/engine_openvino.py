@@ -33,7 +33,7 @@ class OpenVino(Engine):
         return setting.folder / "converted" / f"{setting.model.name}-openvino"
 
     def prepare(self, python: Path, setting: Setting) -> None:
-        """Written once, in float32: OpenVINO rounds weights to the arithmetic it is asked for."""
+        """Export once, in float32: OpenVINO rounds weights to the arithmetic it runs in."""
         folder = self._folder(setting)
         if (folder / "done").exists():
             return

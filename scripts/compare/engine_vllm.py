@@ -27,7 +27,7 @@ NEEDED = (
 
 
 def _libraries(python: Path) -> list[Path]:
-    """Its guide asks for both; the allocator is a package of the system and may be missing."""
+    """Return the libraries that its guide recommends; the system may lack the allocator."""
     return [
         *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
         *python.parent.parent.glob("lib/libiomp5.so"),

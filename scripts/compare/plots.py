@@ -40,7 +40,7 @@ def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
 
 
 def _with(data: dict[str, Any], part: str) -> list[tuple[str, str, Record]]:
-    """(engine, title, record) of one part, on the first model that has it."""
+    """Return (engine, title, record) of one part, on the first model that has it."""
     for model in dict.fromkeys(record["model"] for record in data["records"]):
         found = [
             (name, engine["title"], records[-1])
@@ -66,7 +66,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def curve(data: dict[str, Any], path: Path) -> None:
-    """Throughput, and time per token, against the number of clients."""
+    """Plot throughput, and time per token, against the number of clients."""
     found = _with(data, "curve")
     if not found:
         path.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def curve(data: dict[str, Any], path: Path) -> None:
 
 
 def latency(data: dict[str, Any], path: Path) -> None:
-    """Distributions of latencies under load."""
+    """Plot distributions of latencies under load."""
     found = _with(data, "serve")
     if not found:
         path.unlink(missing_ok=True)
@@ -115,7 +115,7 @@ def latency(data: dict[str, Any], path: Path) -> None:
 
 
 def slots(data: dict[str, Any], path: Path) -> None:
-    """Who was there when: the same requests, continuous above and padded static below.
+    """Plot the stays of the same requests, continuous above and padded static below.
 
     Rows are places that `parts.spans` gave the stays, the lowest that was free; not slots.
     """

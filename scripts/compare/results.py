@@ -52,13 +52,13 @@ class Results:
             self.data["engines"] = {name: one for name, one in known if "missing" not in one}
 
     def begin(self, command: str) -> None:
-        """A run begins: its records follow, and carry its number."""
+        """Begin a run: its records follow, and carry its number."""
         self.data["runs"].append(
             {"command": plain(command), "began": time.strftime("%Y-%m-%d %H:%M"), **_source()}
         )
 
     def note(self, name: str, title: str, versions: dict[str, str], settings: str) -> None:
-        """What is known of an engine.
+        """Note title, versions and settings of an engine.
 
         Raises:
             ValueError: the file's records are of other versions.
@@ -75,7 +75,7 @@ class Results:
         return self.data["records"]
 
     def has(self, key: Record) -> bool:
-        """Whether a part was measured; one that failed was not."""
+        """Return whether a part was measured; one that failed was not."""
         return any("error" not in r and key.items() <= r.items() for r in self.records)
 
     def add(self, record: Record) -> None:
@@ -88,7 +88,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """One record a line: a file that can be read, and compared by eye."""
+        """Write one record a line: a file that can be read, and compared by eye."""
         self.data["date"] = time.strftime("%Y-%m-%d")
         head = {name: value for name, value in self.data.items() if name != "records"}
         lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in self.records)
@@ -99,7 +99,7 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What a results file holds.
+    """Return what a results file holds.
 
     Raises:
         ValueError: it is none, with its name and what is wrong.
@@ -122,7 +122,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _source() -> dict[str, str]:
-    """The commit that is measured, where this is a checkout."""
+    """Return the commit that is measured, where this is a checkout."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -132,14 +132,14 @@ def _source() -> dict[str, str]:
 
 
 def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:
-    """Records of one part that did not fail, by repeat."""
+    """Return records of one part that did not fail, by repeat."""
     key = {"model": model, "engine": engine, "part": part}.items()
     found = [r for r in records if key <= r.items() and "error" not in r]
     return sorted(found, key=lambda record: record["repeat"])
 
 
 def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
-    """(median, least, most) of a number over repeats; None without any."""
+    """Return (median, least, most) of a number over repeats; None without any."""
     values = [r[name] for r in records if r.get(name) is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
@@ -147,7 +147,7 @@ def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] |
 def ratio(
     records: list[Record], model: str, pair: tuple[str, str], part: str, name: str
 ) -> tuple[float, float, float] | None:
-    """(median, least, most) of one engine's number over another's, repeat by repeat."""
+    """Return (median, least, most) of one engine's number over another's, repeat by repeat."""
     ours, theirs = (
         {r["repeat"]: r[name] for r in chosen(records, model, engine, part) if r.get(name)}
         for engine in pair

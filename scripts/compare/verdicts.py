@@ -18,7 +18,7 @@ from scripts.lib.random_checkpoint import config_of, random_checkpoint
 
 
 def waiting(results: Results) -> list[Record]:
-    """Records of answers that were not judged yet."""
+    """Return records of answers that were not judged yet."""
     return [
         record
         for record in results.records
@@ -27,7 +27,7 @@ def waiting(results: Results) -> list[Record]:
 
 
 def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
-    """Adds `gaps` to every record of answers that has none yet."""
+    """Add `gaps` to every record of answers that has none yet."""
     found = waiting(results)
     for model in sorted({record["model"] for record in found}):
         records = [record for record in found if record["model"] == model]

@@ -39,7 +39,7 @@ class Schedules:
         self.change({"schedule": CONTINUOUS, "rows": rows})
 
     def change(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """Only while nothing runs; {"schedule": continuous, S0 or S1; "rows": at most --rows}."""
+        """Change {"schedule": continuous, S0 or S1; "rows": at most --rows} while nothing runs."""
         name, rows = wish["schedule"], int(wish.get("rows", self._rows))
         if name not in (CONTINUOUS, S0, S1) or not 1 <= rows <= self._rows:
             raise ValueError(f"no such schedule: {wish}")

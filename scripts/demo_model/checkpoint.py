@@ -1,4 +1,4 @@
-"""Writes the demonstration model's folder: weights, settings, tokenizer and model card."""
+"""Writer of the demonstration model's folder: weights, settings, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Run:
-    """How the weights were made, for the model card."""
+    """Training run of the weights, for the model card."""
 
     command: str
     seed: int
@@ -98,7 +98,7 @@ digits: any text survives encoding and decoding, though only task words are shor
 
 
 def write_weights(model: Llama, out: Path) -> None:
-    """model.safetensors in float32 under Hugging Face names, matrices as [outputs, inputs]."""
+    """Write model.safetensors in float32, with Hugging Face names and [outputs, inputs]."""
     tensors = {
         "model.embed_tokens.weight": model.embed_tokens[...],
         "model.norm.weight": model.norm[...],
@@ -114,7 +114,7 @@ def write_weights(model: Llama, out: Path) -> None:
 
 
 def write_settings(config: Config, tokenizer: Tokenizer, out: Path) -> None:
-    """Every JSON file of the folder and the chat template."""
+    """Write every JSON file of the folder and the chat template."""
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     settings = {
         "config": {
@@ -146,7 +146,7 @@ def write_settings(config: Config, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def write_card(scores: Sequence[Score], run: Run, model: Llama, out: Path) -> None:
-    """README.md: what the model is, how it was made and what was measured."""
+    """Write README.md: what the model is, how it was made and what was measured."""
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     rows = "\n".join(
         f"| {s.label} | {s.shortest}-{s.longest} | {s.examples} | {s.correct} | "

@@ -51,7 +51,7 @@ class Example:
 
 
 def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
-    """The conversation exactly as the chat template renders it, without the last newline."""
+    """Encode the conversation exactly as the chat template renders it, less the last newline."""
     tokens, scored = [BOS], [False]
     for turn, task in enumerate(turns):
         lead = "\n" if turn else ""
@@ -64,7 +64,10 @@ def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
 
 
 def drill(rng: random.Random, vocab: int, longest: int) -> Example:
-    """Random tokens in which earlier stretches come back; their repeated tokens are scored."""
+    """Return random tokens in which earlier stretches come back.
+
+    Their repeated tokens are scored.
+    """
     length = round(math.exp(rng.uniform(math.log(64), math.log(longest))))
     tokens, scored = [BOS], [False]
     while len(tokens) < length:
@@ -82,7 +85,7 @@ def drill(rng: random.Random, vocab: int, longest: int) -> Example:
 def training_examples(
     tokenizer: Tokenizer, rng: random.Random, progress: Callable[[], float]
 ) -> Iterator[Example]:
-    """Endless training data: drills at first, then tasks and short chats on growing contexts."""
+    """Yield training data without end: drills at first, then tasks and short chats."""
     names, weights, vocab = [*TASK_WEIGHTS], [*TASK_WEIGHTS.values()], tokenizer.get_vocab_size()
     while True:
         now = progress()
@@ -103,7 +106,7 @@ def training_examples(
 
 
 def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, length + 1] and which of them are answer tokens, padded at the end."""
+    """Return tokens [B, length + 1] and which of them are answer tokens, padded at the end."""
     tokens = np.full((len(examples), length + 1), PAD, np.int32)
     scored = np.zeros(tokens.shape, bool)
     for row, example in enumerate(examples):
@@ -113,7 +116,7 @@ def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarra
 
 
 def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
-    """Group examples of similar length; each batch comes with the length to pad it to."""
+    """Return group examples of similar length; each batch comes with the length to pad it to."""
     waiting: dict[int, list[Example]] = {length: [] for length in BUCKETS}
     for example in source:
         length = bucket(example)
@@ -124,12 +127,12 @@ def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
 
 
 def bucket(example: Example) -> int | None:
-    """The padded length of an example's batch; none where it is longer than all of them."""
+    """Return the padded length of an example's batch; none where it is longer than all of them."""
     return next((size for size in BUCKETS if len(example.tokens) <= size + 1), None)
 
 
 def held_out(name: str, tokenizer: Tokenizer, seed: int, least: int) -> list[Example]:
-    """At most HELD_OUT_EXAMPLES distinct unseen ones; prompts exceed ``least`` tokens if not 0."""
+    """Return at most HELD_OUT_EXAMPLES unseen ones, of prompts above ``least`` tokens if not 0."""
     rng = random.Random(f"held out {name} {seed}")
     lengths = LONG_WORDS if least and name in FILLER_TASKS else None
     found: dict[str, Example] = {}

@@ -42,7 +42,7 @@ def rope_rates(head_dim: int, theta: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding of ``x`` [B, T, heads, H], the two halves of H paired."""
+    """Rotate ``x`` [B, T, heads, H] by its positions, the two halves of H paired."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * rope_rates(x.shape[-1], theta)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
@@ -76,7 +76,7 @@ class Block(nnx.Module):
         return rms_norm(x, scale[...], self.config.rms_norm_eps)
 
     def attend(self, x: jax.Array, rows: int) -> jax.Array:
-        """Causal attention over ``rows`` sequences; ``x`` is [B * T, D], rows first.
+        """Attend causally over ``rows`` sequences; ``x`` is [B * T, D], rows first.
 
         Queries go in chunks so that a chunk meets only the keys up to its own end, and the score
         matrix stays small: on a CPU both matter more than the number of operations.
@@ -134,7 +134,7 @@ class Llama(nnx.Module):
 
 
 def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
-    """Query and key [H] that, constant over tokens, make a head look ``distance`` back."""
+    """Return query and key [H] that, constant over tokens, make a head look ``distance`` back."""
     half = config.head_dim // 2
     fast = jnp.where(jnp.arange(half) < half // 2, 3.0, 0.0)
     angle = distance * rope_rates(config.head_dim, config.rope_theta)

@@ -45,12 +45,12 @@ Generator = Callable[[random.Random, int | None], Task]
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """An integer in [low, high] with short values as likely per octave as long ones."""
+    """Return an integer in [low, high] with short values as likely per octave as long ones."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def _filler_sentence(rng: random.Random) -> str:
-    """A sentence of 6 to 9 words that names nobody, so that no question asks about it."""
+    """Return a sentence of 6 to 9 words that names nobody, so that no question asks about it."""
     kind = rng.randrange(3)
     first, second = rng.sample(WORDS, 2)
     colour, other = rng.choice(COLOURS), rng.choice(COLOURS)
@@ -62,7 +62,10 @@ def _filler_sentence(rng: random.Random) -> str:
 
 
 def _filler(rng: random.Random, words: int) -> list[str]:
-    """Sentences holding about ``words`` words in all; none for a count below one sentence."""
+    """Return sentences holding about ``words`` words in all.
+
+    None for a count below one sentence.
+    """
     sentences: list[str] = []
     count = 0
     while count + 4 <= words:
@@ -188,7 +191,7 @@ STRETCHABLE: MappingProxyType[str, int] = MappingProxyType(
 
 
 def make_task(name: str, rng: random.Random, length: int | None = None) -> Task:
-    """One example of the task called ``name``, about ``length`` words long where it can be."""
+    """Make an example of the task called ``name``, about ``length`` words long where it can be."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; the tasks are {', '.join(TASKS)}")
     if length is not None and length < 1:
@@ -197,12 +200,12 @@ def make_task(name: str, rng: random.Random, length: int | None = None) -> Task:
 
 
 def check(task: Task, text: str) -> bool:
-    """True when ``text`` is the expected answer, blanks around it aside."""
+    """Return whether ``text`` is the expected answer, blanks around it aside."""
     return text.strip() == task.answer
 
 
 def split(task: Task) -> str:
-    """``"train"`` or ``"held_out"``, decided by the prompt's text alone."""
+    """Return ``"train"`` or ``"held_out"``, decided by the prompt's text alone."""
     digest = hashlib.sha256(task.prompt.encode()).digest()
     return "held_out" if int.from_bytes(digest[:8]) % HELD_OUT_MODULUS == 0 else "train"
 
@@ -210,7 +213,7 @@ def split(task: Task) -> str:
 def stream(
     name: str, rng: random.Random, side: str, lengths: tuple[int, int] | None = None
 ) -> Iterator[Task]:
-    """Endless examples of one task on one side of the split, ``lengths`` in words if given."""
+    """Yield examples of one task on one side of the split, ``lengths`` in words if given."""
     if side not in ("train", "held_out"):
         raise ValueError(f"side is {side!r}; it must be 'train' or 'held_out'")
     while True:

@@ -24,7 +24,7 @@ LETTER_RUNS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def bytes_as_characters() -> dict[int, str]:
-    """The printable character that byte-level BPE uses for each of the 256 byte values."""
+    """Return the printable character that byte-level BPE uses for each of the 256 byte values."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = [byte for byte in range(256) if byte not in set(kept)]
     table = {byte: chr(byte) for byte in kept}
@@ -32,7 +32,7 @@ def bytes_as_characters() -> dict[int, str]:
 
 
 def build_merges(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges after which each of ``words`` is one token.
+    """Return merges after which each of ``words`` is one token.
 
     A later merge ranks below all earlier ones, so it cannot split a word that is already whole.
     """
@@ -52,7 +52,7 @@ def build_merges(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """A byte-level BPE over single digits, task words (with and without a blank) and bytes."""
+    """Build a byte-level BPE over single digits, task words (with and without a blank) and bytes."""
     characters = bytes_as_characters()
     blank = characters[ord(" ")]
     bare = [*demo_tasks.WORDS, *demo_tasks.NAMES, *demo_tasks.COLOURS, *PROMPT_WORDS]
@@ -74,6 +74,6 @@ def build_tokenizer() -> Tokenizer:
 
 
 def word_pairs(tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Ids of every word that is one token both without and with a blank before it."""
+    """Return ids of every word that is one token both without and with a blank before it."""
     ids, blank = tokenizer.get_vocab(), bytes_as_characters()[ord(" ")]
     return [(ids[token], ids[blank + token]) for token in ids if blank + token in ids]

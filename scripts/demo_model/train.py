@@ -55,7 +55,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> Callable:
-    """One compiled update; it also tells the loss and which rows were answered perfectly."""
+    """Compile one update; it also returns the loss and which rows were answered perfectly."""
 
     def loss_of(params: nnx.State, tokens: jax.Array, scored: jax.Array) -> tuple:
         logits, targets, mask = (
@@ -109,7 +109,7 @@ def train(model: Llama, tokenizer: Tokenizer, seed: int, steps: int, minutes: fl
 
 
 def evaluate(model: Llama, name: str, tokenizer: Tokenizer, seed: int, least: int = 0) -> Score:
-    """Exact-match accuracy of greedy decoding.
+    """Return Exact-match accuracy of greedy decoding.
 
     One pass over prompt and expected answer decides it: greedy decoding gives that answer and
     stops exactly when the best token at every answer position is the expected one.

@@ -1,4 +1,4 @@
-"""What ``gpu_offline.py`` compiles: every kernel in the shapes that models give it."""
+"""Cases that ``offline_worker.py`` compiles: every kernel in the shapes of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every dtype and head dim of the tuning table, then page sizes, groups and extras."""
+    """Return every dtype and head dim of the tuning table, then page sizes, groups and extras."""
     found = []
     for op in ("decode", "ragged"):
         for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
@@ -140,7 +140,7 @@ class QuantizedGroupedCase:
 
 
 def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
-    """The experts of `grouped_cases`: every form for one model, int4 for the others."""
+    """Return the experts of `grouped_cases`: every form for one model, int4 for the others."""
     found = []
     for case in grouped_cases():
         first = case.model.startswith("Qwen")

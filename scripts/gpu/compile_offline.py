@@ -54,7 +54,7 @@ def make_environment(folder: pathlib.Path, python: str) -> pathlib.Path:
 
 
 def find_python() -> str:
-    """A Python 3.12 to make the environment with."""
+    """Find a Python 3.12 to make the environment with."""
     if sys.version_info[:2] == (3, 12):
         return sys.executable
     found = shutil.which("python3.12")
@@ -64,7 +64,7 @@ def find_python() -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Kernels one a line, then what holds for whole calls."""
+    """Return kernels one a line, then what holds for whole calls."""
     columns = ("registers", "spill_bytes", "shared_memory", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
     lines = ["case | kernel | " + " | ".join(columns)]
     for row in rows:
@@ -89,7 +89,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with required cases."""
+    """Return the faults of required cases."""
     found = [f"{row['name']}: {row['error'][:200]}" for row in rows if "error" in row]
     for row in rows:
         if "error" in row or not re.search(REQUIRED, row["name"]):
@@ -104,7 +104,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of an earlier report, in its order, with these in their places or after them."""
+    """Return the rows of an earlier report in its order, replaced by these or followed by them."""
     new = {row["name"]: row for row in rows}
     kept = json.loads(report.read_text())["rows"] if report.is_file() else []
     return [new.pop(row["name"], row) for row in kept] + list(new.values())

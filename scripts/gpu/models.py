@@ -50,7 +50,7 @@ class ModelShape:
         return 2 * 2 * self.L * self.K * self.H
 
     def floor(self, rows: int, tokens: int, context: int, copy: float, matmul: float) -> float:
-        """Least seconds of a step: its bytes at ``copy`` B/s, or its products at ``matmul`` FLOP/s.
+        """Return the least seconds of a step: bytes at ``copy`` B/s or products at ``matmul`` FLOP/s.
 
         Args:
             rows: sequences, each of ``tokens`` new tokens that end at position ``context``.
@@ -63,7 +63,7 @@ class ModelShape:
         return max(moved / copy, products / matmul)
 
     def config(self) -> dict[str, Any]:
-        """Contents of a config.json."""
+        """Return contents of a config.json."""
         return {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
@@ -93,7 +93,10 @@ MODELS = {
 
 
 def empty_batch(T: int, R: int, context: int) -> StepBatch:
-    """A batch of padding with the shapes of a bucket; tables for ``context`` positions a row."""
+    """Return a batch of padding with the shapes of a bucket.
+
+    Tables for ``context`` positions a row.
+    """
     none = np.zeros(0, np.int32)
     plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
     words = pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
@@ -101,7 +104,7 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
 
 
 def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> StepBatch:
-    """A batch of R rows of T / R tokens each.
+    """Return a batch of R rows of T / R tokens each.
 
     Args:
         context: tokens of each row after the last step.
@@ -142,7 +145,7 @@ def step_call(
     draws: bool = False,
     num_steps: int = 1,
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
-    """The engine's compiled program of one bucket, as a function of arrays alone.
+    """Return the engine's compiled program of one bucket, as a function of arrays alone.
 
     Args:
         draws: of a decode step, take the program that holds the sampler. Others always do.
@@ -175,7 +178,7 @@ def step_call(
 
 
 def random_arrays(shapes: Any, scale: float = 0.02) -> Any:
-    """Arrays of the given shapes on the device: normal floats, zero integers."""
+    """Return arrays of the given shapes on the device: normal floats, zero integers."""
     leaves, treedef = jax.tree.flatten(shapes)
     make = jax.jit(
         lambda key, shape, dtype: scale * jax.random.normal(key, shape, dtype),

@@ -61,7 +61,10 @@ INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 @dataclasses.dataclass(frozen=True)
 class Dumps:
-    """Where the compilers write; set through XLA_FLAGS and MOSAIC_GPU_DUMP_TO before JAX starts."""
+    """Folders of the compilers' dumps.
+
+    Set in XLA_FLAGS and MOSAIC_GPU_DUMP_TO before JAX starts.
+    """
 
     xla: pathlib.Path
     mosaic: pathlib.Path
@@ -74,7 +77,7 @@ class Dumps:
 
 @dataclasses.dataclass
 class Compiled:
-    """What one jitted function became."""
+    """Result of compiling one jitted function."""
 
     kernels: list[dict[str, Any]]
     launches: int
@@ -89,13 +92,13 @@ class Compiled:
 
 
 def device() -> Any:
-    """A description of one H200 that can be compiled for."""
+    """Return a description of one H200 that can be compiled for."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     return topology.devices[0]
 
 
 def abstract_mesh() -> Any:
-    """A mesh that tells the kernels which device they are traced for."""
+    """Return a mesh that tells the kernels which device they are traced for."""
     described = jax.sharding.AbstractDevice(device_kind=DEVICE_KIND, num_cores=None, platform="gpu")
     return jax.sharding.AbstractMesh((), (), abstract_device=described)
 
@@ -103,7 +106,7 @@ def abstract_mesh() -> Any:
 def compile_for_h200(
     function: Callable[..., Any], shapes: tuple[Any, ...], donate: tuple[int, ...] = ()
 ) -> Any:
-    """The compiled executable of ``function`` on trees of ShapeDtypeStruct."""
+    """Compile ``function`` for an H200 on trees of ShapeDtypeStruct."""
     placed = jax.sharding.SingleDeviceSharding(device())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
@@ -124,7 +127,7 @@ def _disassembler() -> str | None:
 
 
 def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
-    """Registers, spills and instruction counts of the one kernel in a PTX file."""
+    """Return Registers, spills and instruction counts of the one kernel in a PTX file."""
     cubin = ptx.with_suffix(".assembled")
     run = subprocess.run(
         ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", str(cubin)],
@@ -148,7 +151,7 @@ def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
 
 
 def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
-    """Shared memory of a kernel in bytes, from the launch list or Mosaic's resource report."""
+    """Read the shared memory of a kernel in bytes, from the launch list or Mosaic's resource report."""
     launch = re.search(rf"\b{re.escape(kernel)} grid: .*shared_memory: (\d+) bytes", thunks)
     if launch:
         return int(launch[1])
@@ -161,7 +164,7 @@ def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
 
 
 def _launches(text: str) -> list[str]:
-    """Lines of a thunk listing that put work on the device."""
+    """Return lines of a thunk listing that put work on the device."""
     return [
         line
         for line in text.splitlines()
@@ -207,7 +210,7 @@ def analyse(
 
 
 def as_row(name: str, result: Compiled) -> Mapping[str, Any]:
-    """JSON form of one compiled case."""
+    """Return JSON form of one compiled case."""
     return {"name": name, **dataclasses.asdict(result)}
 
 
@@ -333,7 +336,7 @@ def compile_step(
 
 
 def run_inside(only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
-    """The part that runs in the environment: compile everything, write after every case."""
+    """Compile everything inside the environment; write after every case."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
     jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         (case.name, lambda c=case: compile_kernel(c, dumps)) for case in cases()

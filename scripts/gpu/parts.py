@@ -31,7 +31,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3fn"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How to run: on the GPU at full size, or tiny and interpreted."""
+    """Size of a run: on the GPU at full size, or tiny and interpreted."""
 
     dry_run: bool
     report: dict[str, Any]
@@ -46,7 +46,7 @@ class Setting:
         return "xla" if self.dry_run else "auto"
 
     def ceiling(self, name: str) -> float:
-        """A ceiling measured in this report, or what is known of an H200 if it was not."""
+        """Return a ceiling measured in this report, or an H200's if it was not."""
         measured = self.report["parts"].get("bandwidth", {}).get(name, {})
         known = {"copy": 4.3e12, "matmul bfloat16": 790e12}
         return measured.get("per_second", known[name])
@@ -64,7 +64,7 @@ def case(
     H: int = 128,
     S: int = 16,
 ) -> Case:
-    """A call on the GPU; 8B-shaped heads unless said otherwise."""
+    """Return a call on the GPU; 8B-shaped heads unless said otherwise."""
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(op, "gpu", query, jnp.dtype(dtype), T, R, R * M + 1, S, M, N, K, H)
 
@@ -74,13 +74,13 @@ def _operation(op: str) -> Callable[..., jax.Array]:
 
 
 def _spread_lengths(count: int, longest: int) -> np.ndarray:
-    """Lengths from 1 to ``longest``, spread evenly and shuffled; the mean is half of it."""
+    """Return lengths from 1 to ``longest``, spread evenly and shuffled; the mean is half of it."""
     lengths = np.linspace(1, longest, count).astype(np.int32)
     return np.random.default_rng(0).permutation(lengths)
 
 
 def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(query_start, kv_len) of a step: half the rows decode, the others share the tokens left."""
+    """Return (query_start, kv_len) of a step: half of its rows decode, the others share the rest."""
     single = made.R // 2
     chunk = (made.T - single) // (made.R - single)
     counts = np.array([1] * single + [chunk] * (made.R - single))
@@ -91,7 +91,7 @@ def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
-    """Largest error of an implementation against the reference, relative to the largest value."""
+    """Return the largest error against the reference, relative to the largest value."""
     arrays = list(gpu_timing.attention_arrays(made, _spread_lengths(made.R, made.M * made.S)))
     if made.op != "decode":
         starts, lengths = _mixed_rows(made)
@@ -120,7 +120,7 @@ def _check(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_write(dtype: str, implementation: str, tokens: int) -> dict[str, Any]:
-    """kv_write against the reference, bit for bit."""
+    """Compare kv_write with the reference, bit for bit."""
     rng, wide = np.random.default_rng(0), jnp.bfloat16
     new = [jnp.asarray(rng.normal(size=(tokens, 8, 128)) * 9, wide) for _ in range(2)]
     pages = [jnp.zeros((tokens // 8, 8, 16, 128), dtype) for _ in range(2)]
@@ -133,7 +133,7 @@ def _check_write(dtype: str, implementation: str, tokens: int) -> dict[str, Any]
 
 
 def _check_grouped(dtype: str, implementation: str, rows: int, shares: str) -> dict[str, Any]:
-    """grouped_matmul against the reference; groups without rows and rows of no group are NaN."""
+    """Compare grouped_matmul with the reference; rows of no group are NaN."""
     rng, E, D, F = np.random.default_rng(0), 16, 264, 200
     counts = {"one": [0, rows, *[0] * (E - 2)], "none": [0] * E}.get(shares)
     if counts is None:
@@ -152,7 +152,7 @@ def _check_grouped(dtype: str, implementation: str, rows: int, shares: str) -> d
 
 
 def correctness(setting: Setting) -> Iterator[Item]:
-    """Every dtype and head dim, page sizes, groups and options; NaN in a page nobody owns."""
+    """Check every dtype and head dim, page sizes, groups and options; a free page is NaN."""
     T, R, M = (24, 4, 4) if setting.dry_run else (2048, 64, 256)
     heads = (64,) if setting.dry_run else (64, 80, 96, 128, 256)
     dtypes = ("bfloat16", "float8_e4m3fn") if setting.dry_run else tuple(TOLERANCE)
@@ -183,7 +183,7 @@ def correctness(setting: Setting) -> Iterator[Item]:
 
 
 def bandwidth(setting: Setting) -> Iterator[Item]:
-    """What the device can do at best: bytes copied, and products, per second."""
+    """Measure the best of the device: bytes copied, and products, per second."""
 
     def copy() -> dict[str, Any]:
         count = 2**16 if setting.dry_run else 2**31
@@ -248,7 +248,7 @@ def _time_attention(
 
 
 def decode(setting: Setting) -> Iterator[Item]:
-    """Batch 1 to 256 by context 1k to 32k (what fits); even and ragged lengths; bf16, fp8, xla."""
+    """Time batch 1 to 256 by context 1k to 32k; even and ragged lengths; bf16, fp8, xla."""
     batches, contexts = ((1, 8, 64, 256), (1024, 4096, 32768))
     if setting.dry_run:
         batches, contexts = (1, 4), (64,)
@@ -279,7 +279,7 @@ def decode(setting: Setting) -> Iterator[Item]:
 
 
 def prefill(setting: Setting) -> Iterator[Item]:
-    """Prompts of 2k and 8k tokens, and a step that mixes decodes with chunks of prompts."""
+    """Time prompts of 2k and 8k tokens, and a step that mixes decodes with chunks of prompts."""
     names = (setting.kernel,) if setting.dry_run else ("triton", "mosaic_gpu")
     for tokens, head_dim in (
         ((32, 64),) if setting.dry_run else ((2048, 128), (8192, 128), (8192, 64))
@@ -297,7 +297,7 @@ def prefill(setting: Setting) -> Iterator[Item]:
 
 
 def tuning_sweep(setting: Setting) -> Iterator[Item]:
-    """The sweep, a bucket at a time; every item puts its entry in the table."""
+    """Sweep a bucket at a time; every item puts its entry in the table."""
     targets = tune_kernels.targets(("bfloat16",), (64,), tiny=True)
     if not setting.dry_run:
         dtypes, head_dims = ("bfloat16", "float8_e4m3fn"), (128, 64, 256)

@@ -19,7 +19,7 @@ from scripts.lib.transformers_batching import start_batching
 
 
 def mix(model: gpu_models.ModelShape, dry_run: bool) -> tuple[list[list[int]], list[int]]:
-    """(prompts, numbers of tokens to generate): 256 requests of 100-1024 in and out, seed 0."""
+    """Return (prompts, numbers of tokens to draw): 256 requests of 100-1024 in and out, seed 0."""
     count, low, high = (4, 3, 9) if dry_run else (256, 100, 1025)
     rng = np.random.default_rng(0)
     lengths = rng.integers(low, high, (count, 2))
@@ -29,7 +29,7 @@ def mix(model: gpu_models.ModelShape, dry_run: bool) -> tuple[list[list[int]], l
 
 
 def _throughput(setting: Setting, name: str) -> dict[str, Any]:
-    """Output tokens per second of jaxserve on the mix: random weights, greedy, no early end."""
+    """Measure output tokens per second of jaxserve on the mix: random weights, greedy."""
     model = gpu_models.MODELS[name]
     prompts, outputs = mix(model, setting.dry_run)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in outputs]
@@ -62,13 +62,13 @@ def _throughput(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def engine(setting: Setting) -> Iterator[Item]:
-    """The 256-request mix on the 0.6B- and the 8B-shaped model."""
+    """Time the 256-request mix on the 0.6B- and the 8B-shaped model."""
     for name in ("tiny",) if setting.dry_run else ("0.6b", "8b"):
         yield f"{name} 256 requests", lambda n=name: _throughput(setting, n)
 
 
 def _torch_seconds(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
-    """Median seconds of a torch call over five rounds."""
+    """Return median seconds of a torch call over five rounds."""
     # Imported here: torch is not installed wherever this report runs.
     import torch
 
@@ -89,7 +89,7 @@ def _torch_seconds(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
 
 
 def _torch_attention(setting: Setting, kind: str, B: int, Q: int, context: int) -> dict[str, Any]:
-    """torch's attention on dense (not paged) K and V of the 8B's heads."""
+    """Time torch's attention on dense (not paged) K and V of the 8B's heads."""
     # Imported here: torch is not installed wherever this report runs.
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -129,7 +129,7 @@ def _torch_attention(setting: Setting, kind: str, B: int, Q: int, context: int) 
 
 
 def _continuous_batching(setting: Setting, name: str) -> dict[str, Any]:
-    """Output tokens per second of Transformers' continuous batching on the mix."""
+    """Measure output tokens per second of Transformers' continuous batching on the mix."""
     # Imported here: torch is not installed wherever this report runs.
     import torch
     import transformers
@@ -167,7 +167,7 @@ def _continuous_batching(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def peers(setting: Setting) -> Iterator[Item]:
-    """torch SDPA and flex attention at the kernels' shapes; Transformers on the mix."""
+    """Time torch SDPA and flex attention at the kernels' shapes; Transformers on the mix."""
     shapes = ((2, 1, 64), (1, 32, 32)) if setting.dry_run else ((64, 1, 4096), (1, 8192, 8192))
     for kind in ("sdpa", "flex"):
         for B, Q, context in shapes:

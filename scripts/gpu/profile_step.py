@@ -1,4 +1,4 @@
-"""Where one step's time goes, host and device, as a table and a trace for Perfetto.
+"""Time of one step on host and device, as a table and a trace for Perfetto.
 
     python -m scripts.gpu.profile_step                                  # 16 sequences decoding
     python -m scripts.gpu.profile_step --rows 1 --context 100
@@ -58,7 +58,7 @@ class TooShort(ValueError):
 
 
 class Workload:
-    """Keeps an engine at the same kind of step.
+    """Workload that keeps an engine at the same kind of step.
 
     Args:
         engine: idle.
@@ -81,7 +81,7 @@ class Workload:
         return drawn + 2 * self.engine.runner.max_steps < self._left
 
     def begin(self) -> None:
-        """Rows anew, in place of those that are near their end.
+        """Begin rows anew, in place of those that are near their end.
 
         Raises:
             TooShort: they end as soon as all of them run.
@@ -127,7 +127,7 @@ class Workload:
 
 
 def host_table(work: Workload, steps: int) -> Table:
-    """Median microseconds of each part of the loop; `step` is the whole."""
+    """Return median microseconds of each part of the loop; `step` is the whole."""
     spent: dict[str, list[float]] = defaultdict(list)
     while len(spent["step"]) < steps:
         if not work.has_room:
@@ -190,7 +190,7 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
 
 
 def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> None:
-    """Both halves, with shares of the step, and the operations that take longest."""
+    """Print both halves, with shares of the step, and the longest operations."""
     whole = host["step"]
     print(f"{bucket}: a launch takes {whole:,.0f} us\n\n{'host':<32}{'us':>10}{'%':>8}")
     for name in HOST:
@@ -234,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Of an engine that takes tokens; checked by the model's config.json, before it is loaded.
+    """Return the settings of an engine that takes tokens, checked by the model's config.json.
 
     Raises:
         JaxserveError: no model, or none that can be served.

@@ -36,7 +36,7 @@ class Task:
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """Status of a script: that of ``main``, or 130 and a word when it is interrupted."""
+    """Return the status of ``main``, or 130 with a word when it is interrupted."""
     try:
         return main()
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def save(path: pathlib.Path, report: dict[str, Any]) -> None:
 
 
 def read_report(path: pathlib.Path) -> dict[str, Any]:
-    """A report that an earlier run left.
+    """Read a report that an earlier run left.
 
     Raises:
         ReportError: the file holds anything else.
@@ -74,7 +74,7 @@ def read_report(path: pathlib.Path) -> dict[str, Any]:
 
 
 def open_report(path: pathlib.Path, resume: bool, about: dict[str, Any]) -> dict[str, Any]:
-    """The report to fill: a new one, or with ``resume`` the one in the file if there is one.
+    """Open the report to fill: a new one, or with ``resume`` that in the file, if any.
 
     Args:
         about: what this run is done with, as the report has it.

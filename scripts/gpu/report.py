@@ -57,7 +57,7 @@ PATIENCE = {"steps": 300.0, "engine": 500.0, "peers": 500.0}
 
 
 def tasks_of(parts: list[str], setting: gpu_parts.Setting) -> list[Task]:
-    """The items of some parts."""
+    """Return the items of some parts."""
     patience = {**PATIENCE, "tuning": 120 + 2 * setting.item_seconds}
     factor = 10 if setting.dry_run else 1
     return [
@@ -68,7 +68,7 @@ def tasks_of(parts: list[str], setting: gpu_parts.Setting) -> list[Task]:
 
 
 def device_works() -> bool:
-    """Whether the device can still be used: after an illegal access it cannot, in this process."""
+    """Return whether the device can still be used: after an illegal access it cannot."""
     try:
         return float(jnp.ones(()) + 1) == 2
     except Exception:
@@ -76,7 +76,7 @@ def device_works() -> bool:
 
 
 def table(report: dict[str, Any]) -> str:
-    """One line an item: its main figure, and what share of its ceiling or floor that is."""
+    """Return one line an item: its main figure, and what share of its ceiling or floor that is."""
     lines = []
     for part, items in report["parts"].items():
         for name, item in items.items():
@@ -91,7 +91,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The arguments, and the report to fill."""
+    """Parse the arguments; return them and the report to fill."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.report", description=(__doc__ or "").splitlines()[0]
     )

@@ -14,7 +14,7 @@ CHAIN = 16
 
 
 def once(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float:
-    """Seconds per call when ``repeats`` are queued back to back, so that the device never waits."""
+    """Return seconds per call when ``repeats`` are queued back to back, the device always busy."""
     begin = time.perf_counter()
     result = None
     for _ in range(repeats):
@@ -29,7 +29,7 @@ def interleaved(
     rounds: int = 3,
     budget: float = 0.02,
 ) -> dict[Any, float]:
-    """Median seconds of each call over ``rounds`` in turn; each round takes about ``budget``."""
+    """Time each call over ``rounds`` in turn, about ``budget`` seconds each; return medians."""
     repeats = {}
     for name, call in calls.items():
         jax.block_until_ready(call(*arrays))
@@ -44,7 +44,7 @@ def interleaved(
 def measure(
     call: Callable[..., Any], arrays: tuple[Any, ...], rounds: int = 5, budget: float = 0.1
 ) -> dict[str, float]:
-    """Median and spread in seconds of a call over ``rounds`` after warm-up."""
+    """Return median and spread in seconds of a call over ``rounds`` after warm-up."""
     jax.block_until_ready(call(*arrays))
     repeats = max(1, min(500, int(budget / max(once(call, arrays, 2), 1e-6))))
     values = sorted(once(call, arrays, repeats) for _ in range(rounds))
@@ -52,7 +52,7 @@ def measure(
 
 
 def chained(function: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
-    """A program that runs an attention ``times`` times, each on the output of the one before."""
+    """Return a program that runs an attention ``times`` times, each on the output before it."""
     inner = jax.jit(function)  # is traced once
 
     def program(q: jax.Array, *rest: jax.Array) -> jax.Array:

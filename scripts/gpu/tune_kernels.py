@@ -59,7 +59,7 @@ class NothingRan(Exception):
 
 
 def candidates(op: str, case: Case) -> Iterator[Any]:
-    """Configurations worth timing for a call."""
+    """Return configurations worth timing for a call."""
     if op == "decode":
         grid = itertools.product((32, 64, 128), (4, 8), (2, 3, 5, 7), (528, 1056, 2112))
         for block, warps, stages, programs in grid:
@@ -82,7 +82,7 @@ def candidates(op: str, case: Case) -> Iterator[Any]:
 
 
 def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: int) -> Case:
-    """Description of a tuned call. ``pages``: per row."""
+    """Return description of a tuned call. ``pages``: per row."""
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(
         op="decode" if op == "decode" else "ragged",
@@ -101,20 +101,20 @@ def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: i
 
 
 def changes(config: Any, base: Any) -> dict[str, Any]:
-    """The fields in which a configuration differs from another."""
+    """Return the fields in which a configuration differs from another."""
     ours, theirs = dataclasses.asdict(config), dataclasses.asdict(base)
     return {name: value for name, value in ours.items() if value != theirs[name]}
 
 
 def ordered(op: str, case: Case) -> list[Any]:
-    """The defaults, then what differs from them in one field, then in two, and so on."""
+    """Return the defaults, then what differs from them in one field, then in two, and so on."""
     base = tuning.defaults(tuning.CONFIGS[op], case)
     found = dict.fromkeys([base, *candidates(op, case)])
     return sorted(found, key=lambda config: len(changes(config, base)))
 
 
 def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
-    """A jitted program of `CALLS` calls of one operation with one configuration."""
+    """Return a jitted program of `CALLS` calls of one operation with one configuration."""
     extra = {"interpret": True} if interpret else {}
     functions = {
         "decode": triton_decode.paged_decode_attention,
@@ -127,7 +127,7 @@ def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
 
 
 def reason(error: Exception) -> str:
-    """What an exception says, in one line."""
+    """Return what an exception says, in one line."""
     lines = str(error).splitlines() or ["without a word"]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
@@ -138,7 +138,7 @@ Calls = dict[Any, Callable[..., jax.Array]]
 def compiled(
     calls: Calls, arrays: tuple[jax.Array, ...], failed: collections.Counter[str]
 ) -> Calls:
-    """The programs that compile and run, each on a thread; why the others do not is counted."""
+    """Compile and run each program on a thread; count the reasons of those that fail."""
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         jobs = {}
         for config, call in calls.items():
@@ -159,7 +159,7 @@ def compiled(
 
 @dataclasses.dataclass
 class Swept:
-    """What a sweep found: the fastest configuration, and how many were timed until time was over.
+    """Result of a sweep: the fastest configuration, and how many were timed in time.
 
     seconds: of the fastest, when it was last timed.
     failed: how often which reason kept a candidate out.
@@ -206,7 +206,7 @@ def sweep_one(
 
 
 def buckets(op: str, tiny: bool) -> list[tuple[int | None, int, int, int]]:
-    """(up_to, tokens, rows, pages per row) of an operation."""
+    """Return (up_to, tokens, rows, pages per row) of an operation."""
     if op == "decode":
         sizes = ((2, 64),) if tiny else DECODE_BUCKETS
         found = [(rows, rows, rows, length // PAGE_SIZE) for rows, length in sizes]
@@ -236,7 +236,10 @@ class Target:
 def targets(
     dtypes: Sequence[str], head_dims: Sequence[int], tiny: bool = False
 ) -> Iterator[Target]:
-    """Every bucket of every operation that takes a dtype and head dim; in the order given."""
+    """Return every bucket of every operation that takes a dtype and head dim.
+
+    In the order given.
+    """
     for dtype, head_dim, op in itertools.product(dtypes, head_dims, OPERATIONS):
         if op == "mosaic_ragged" and (tiny or dtype not in ("bfloat16", "float16")):
             continue
@@ -247,7 +250,7 @@ def targets(
 
 
 def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> dict[str, Any]:
-    """The entry of a bucket, and how it was found; "partial" if time was over before the last.
+    """Sweep a bucket; return its entry and how it was found, "partial" if time was over.
 
     ``tiny`` rehearses: interpreted, two candidates.
 
@@ -275,7 +278,7 @@ def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> d
 
 
 def default_entries() -> list[dict[str, Any]]:
-    """Entries that state the defaults for every dtype and head dim."""
+    """Return entries that state the defaults for every dtype and head dim."""
     entries = []
     for op, kind in tuning.CONFIGS.items():
         for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -343,7 +346,7 @@ def tune(found: Iterable[Target], budget: float) -> int:
 
 
 def report_to_merge(text: str) -> dict[str, Any]:
-    """The type of reports of `gpu_report.py` that were made on a GPU."""
+    """Read a report of `scripts.gpu.report` that was made on a GPU."""
     try:
         report = read_report(existing_file(text))
     except ReportError as error:

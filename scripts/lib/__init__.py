@@ -1,1 +1,1 @@
-"""What several of the scripts use; it imports none of them."""
+"""Modules that several of the packages use; none of them imports another package."""

@@ -25,7 +25,7 @@ if jax.__version_info__ < (0, 11):  # later ones have no others, and no such opt
 
 @dataclass
 class PagedRunner:
-    """Runs steps of a model over one cache of scattered pages; keeps each row's tokens.
+    """Runner of a model's steps over one cache of scattered pages; keeps each row's tokens.
 
     Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN:
     nothing may read it. `whole` compiles each step as one program.
@@ -65,7 +65,7 @@ class PagedRunner:
         self._leaves = leaves
 
     def run(self, chunks: Sequence[Sequence[int]], pad_to: int = 0) -> list[np.ndarray]:
-        """One step over a chunk of each row; the logits after each token of each chunk.
+        """Run one step over a chunk of each row; return the logits after each token of each.
 
         All chunks of one token make a decode-only step. `pad_to` appends padding tokens.
         """
@@ -102,7 +102,7 @@ class PagedRunner:
         self.tokens[row] = self.tokens[other][:count]
 
     def program(self) -> str:
-        """The program of the last step, as text."""
+        """Return the program of the last step, as text."""
         return str(jax.make_jaxpr(self._plain)(*self.last))
 
     def greedy(

@@ -1,4 +1,4 @@
-"""Reads a profiler's trace of compiled steps: how long each kind of operation ran."""
+"""Reader of a profiler's trace of compiled steps: how long each kind of operation ran."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Instruction:
 
 
 def instructions(hlo: str) -> dict[str, Instruction]:
-    """Every instruction of a compiled program's text, by name."""
+    """Return every instruction of a compiled program's text, by name."""
     bodies: dict[str, list[str]] = defaultdict(list)
     inside: dict[str, set[str]] = defaultdict(set)
     current = ""
@@ -70,7 +70,7 @@ def instructions(hlo: str) -> dict[str, Instruction]:
 
 
 def class_of(name: str, instruction: Instruction) -> str:
-    """Which of `CLASSES` an operation belongs to.
+    """Return which of `CLASSES` an operation belongs to.
 
     The path says which part of the model it is in, the opcodes what it does there. Products of
     attention run in its loops over chunks, those with its weights outside them.
@@ -106,7 +106,7 @@ def read_events(trace: Path) -> list[dict[str, Any]]:
 
 
 def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Microseconds and runs of each operation, without what ran inside it on the same thread."""
+    """Return microseconds and runs of each operation, without what ran inside it."""
     threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if "hlo_op" in event.get("args", {}) and not event["name"].startswith("end: "):
@@ -129,7 +129,7 @@ def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, in
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Where a step's time on the device goes.
+    """Time of a step on the device.
 
     Attributes:
         micros: class -> microseconds of a step.

@@ -76,7 +76,7 @@ def _tensors(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A word for each id, `w` and its number, so that text tells which ids an engine drew."""
+    """Write a word for each id, `w` and its number, so that text shows which ids were drawn."""
     words = [*SPECIAL, *(f"▁w{number}" for number in range(len(SPECIAL), vocabulary))]
     tokenizer = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")

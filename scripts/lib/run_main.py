@@ -1,4 +1,4 @@
-"""How a script runs: its end at an interrupt and at SIGTERM."""
+"""Ends of a script: at an interrupt and at SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def end_at_sigterm() -> None:
-    """SIGTERM ends this process as an exception does, so that it ends what it started.
+    """End this process at SIGTERM as an exception does, so that it ends what it started.
 
     The first one: `timeout` sends several, and what ends the others must not be ended.
     """

@@ -1,4 +1,4 @@
-"""What a results file says of its run: when, where and how it was measured."""
+"""Record of a run in a results file: when, where and how it was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECRETS = ("--api-key", "--header")
 
 
 def about_run() -> dict[str, Any]:
-    """Command, date, machine, Python, and the load before; to be called before the work.
+    """Return command, date, machine, Python, and the load; call it before the work.
 
     Folders of one machine, addresses and secrets are left out of the command.
     """
@@ -38,7 +38,7 @@ def command_line() -> list[str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line with `...` for whatever secret options are given, abbreviated ones too."""
+    """Return a command line with `...` for secret options, abbreviated ones too."""
     found, is_value = [], False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -77,7 +77,7 @@ def keep(
 
 
 def plain(text: str) -> str:
-    """A message or a command without what belongs to one machine: folders, and addresses."""
+    """Return a message or a command without what belongs to one machine: folders, and addresses."""
     text = re.sub(r"\w+://\S+", "URL", text)
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
@@ -92,7 +92,7 @@ VECTORS = {
 
 
 def machine() -> dict[str, Any]:
-    """CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
+    """Return CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)

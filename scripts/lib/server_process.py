@@ -23,7 +23,7 @@ START_S, STOP_S = 300, 60
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -98,19 +98,19 @@ class Server:
         return self.process.returncode
 
     def log(self) -> str:
-        """What the server has written so far."""
+        """Return what the server has written so far."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read()
 
     def cpu_seconds(self) -> float:
-        """CPU time of the server so far; Linux only."""
+        """Return CPU time of the server so far; Linux only."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-    """GET, or POST a body as JSON; the answer's JSON."""
+    """Send GET, or POST with a body as JSON; return the answer's JSON."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | (headers or {})
     with urlopen(Request(url, data, headers), timeout=300) as answer:

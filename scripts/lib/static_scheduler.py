@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
         self._padding_now = np.zeros(slots.num_slots, np.int32)
 
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
-        """The next step's rows, those of padding last, or None where there is nothing to do."""
+        """Return the next step's rows, those of padding last, or None if there is nothing to do."""
         plan = super().schedule()
         if not self.padded:
             return plan
@@ -113,7 +113,7 @@ class StaticScheduler(Scheduler):
         self._padding[self._running] = self._padded_length - prompts
 
     def _share_budget(self) -> TokenShares:
-        """As the base class, except that a padded batch first computes all of its prompts."""
+        """Share the budget like the base class, but first compute all prompts of a padded batch."""
         running = self._running
         prompt = np.maximum(self._prompt[running] - self.slots.num_computed[running], 0)
         wanted = np.stack([prompt, self._padding[running]], axis=1).ravel()
@@ -126,7 +126,7 @@ class StaticScheduler(Scheduler):
         return take[:, 0], int(take[:, 0].sum())
 
     def _prompt_padding(self) -> StepPlan:
-        """Rows for this step's share of what the prompts lack to the longest."""
+        """Return rows for this step's share of what the prompts lack to the longest."""
         slots = np.flatnonzero(self._padding_now)
         counts = self._padding_now[slots]
         starts = self._padded_length - self._padding[slots]
@@ -135,7 +135,7 @@ class StaticScheduler(Scheduler):
         return self._null_rows(starts, counts)
 
     def _decode_padding(self, plan: StepPlan | None) -> StepPlan:
-        """A row of one token for each sequence of the batch that has ended."""
+        """Return a row of one token for each sequence of the batch that has ended."""
         missing = 0 if plan is None else self._num_members - len(plan)
         start = min(self._padded_length, self.slots.max_model_len - 1)
         self._padded_length += 1

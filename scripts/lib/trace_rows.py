@@ -27,7 +27,7 @@ class TraceRow(NamedTuple):
 
 
 def read_trace(rows: int | None = None, trace: str = "azure-conv") -> list[TraceRow]:
-    """The first `rows` requests of a trace, or all of them, in the order of their arrival."""
+    """Read the first `rows` requests of a trace, or all, in the order of their arrival."""
     with (FOLDER / TRACES[trace]).open(newline="") as file:
         records = islice(csv.DictReader(file), rows)
         return [
@@ -42,7 +42,7 @@ def read_trace(rows: int | None = None, trace: str = "azure-conv") -> list[Trace
 
 
 def first_rows(count: int, trace: str = "azure-conv") -> list[TraceRow]:
-    """Exactly the first `count` requests of a trace.
+    """Return exactly the first `count` requests of a trace.
 
     Raises:
         ValueError: it has fewer.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def start_batching(network: Any, longest: int, **settings: Any) -> Any:
-    """What `generate_batch` runs on, started; that method takes one length for all requests.
+    """Start what `generate_batch` runs on; that method takes one length for all requests.
 
     Args:
         network: a causal model of Transformers.

@@ -114,7 +114,7 @@ def play_as_log(console: Console, engine: Engine, scene: Scene, options) -> floa
 
 
 def report(console: Console, engine: Engine, scene: Scene, seconds: float) -> None:
-    """Accuracy against the known answers, and how long requests took."""
+    """Report accuracy against the known answers, and how long requests took."""
     stats, asks = engine.stats(), scene.ended
     right = sum(ask.right for ask in asks)
     latencies = sorted(ask.ended - ask.added for ask in asks)
@@ -147,7 +147,7 @@ def report(console: Console, engine: Engine, scene: Scene, seconds: float) -> No
 
 @dataclass(frozen=True)
 class Timing:
-    """How one scheduler served the whole set."""
+    """Time that one scheduler took for the whole set."""
 
     seconds: float
     num_steps: int
@@ -164,7 +164,7 @@ class Timing:
 
 
 def schedulers() -> dict[str, tuple[MakeScheduler, int]]:
-    """By name: what makes the scheduler, and the slots that its table needs.
+    """Return by name what makes the scheduler, and the slots that its table needs.
 
     All serve SLOTS sequences at once; where padding is computed, its rows need slots too.
     """
@@ -214,7 +214,7 @@ def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: in
 
 
 def compare(console: Console, loaded: Loaded, asks: list[Ask]) -> None:
-    """The table of continuous against static batching: same model, kernels, pages, requests."""
+    """Print the table of continuous against static batching: same model, pages, requests."""
     table = Table(title=f"The same {len(asks)} requests, all queued at once, at full speed")
     table.add_column("schedule")
     for heading in ("output tok/s", "seconds", "steps", "slot use", "ratio"):

@@ -44,7 +44,7 @@ class Ask:
 
 
 def follow_ups(task: Task) -> list[Task]:
-    """The other questions that a document of codes answers, those of training left out."""
+    """Return the other questions that a document of codes answers, those of training left out."""
     codes = dict(re.findall(r"The code of (\w+) is (\d+)\.", task.prompt))
     document, question, asked = task.prompt.rpartition("What is the code of ")
     others = (name for name in codes if name != asked.rstrip("?"))
@@ -53,7 +53,7 @@ def follow_ups(task: Task) -> list[Task]:
 
 
 def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Task]) -> Task:
-    """A task of about these token counts; `questions` are open ones about earlier documents."""
+    """Choose a task of about these token counts; `questions` are open ones of earlier documents."""
     words = max(1, round((prompt - TEMPLATE_TOKENS) * WORDS_PER_TOKEN))
     if prompt >= DOCUMENT_TOKENS:
         if questions and rng.random() < 0.5:
@@ -77,7 +77,7 @@ def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Ta
 def make_asks(
     tokenizer: Any, max_model_len: int, count: int, seed: int = 0
 ) -> tuple[list[Ask], float]:
-    """The requests, and by how much the trace's lengths were scaled to fit the model."""
+    """Make the requests; return also the factor that fits the trace's lengths to the model."""
     trace, rng = read_trace(count), random.Random(seed)
     longest = max_model_len - LONGEST_ANSWER
     scale = min(1.0, longest / max(one.input_tokens + one.output_tokens for one in trace))

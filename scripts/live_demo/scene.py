@@ -37,7 +37,7 @@ class Rates:
         return prompt / WINDOW_SECONDS, output / WINDOW_SECONDS
 
     def sparkline(self, now: float, width: int) -> str:
-        """Output tokens of the last half seconds as bars, the one in progress left out."""
+        """Return output tokens of the last half seconds as bars, the one in progress left out."""
         end = int(now / SECONDS_PER_SPARK)
         counts = [self._history.get(at, 0) for at in range(end - width, end)]
         top = max(*counts, 1)
@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass
 class Scene:
-    """What the live view and the log are drawn from."""
+    """State from which the live view and the log are drawn."""
 
     asks: list[Ask]
     running: dict[str, Ask] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the live demo draws: header, requests, slots, page map and the latest answers.
+"""View of the live demo: header, requests, slots, page map and the latest answers.
 
 Every part is a list of lines cut to the terminal's width, so that the whole fits 80 x 24 and fills
 what is larger.
@@ -26,7 +26,7 @@ GOOD, BAD, SHARED = "bold #59c27a", "bold #ff5f5f", "bold #ffffff"
 
 
 def question_of(prompt: str, width: int) -> str:
-    """The end of a prompt, where its question stands, in at most `width` characters."""
+    """Return the end of a prompt, where its question stands, in at most `width` characters."""
     line = " ".join(prompt.split())
     return line if len(line) <= width else "…" + line[len(line) - width + 1 :]
 
@@ -81,7 +81,7 @@ class Board:
         return [band, *lines]
 
     def _requests(self, width: int) -> Text:
-        """One mark a request: to come, waiting, running, right or wrong."""
+        """Draw one mark a request: to come, waiting, running, right or wrong."""
         slot_of = {
             sequence.request.request_id: sequence.slot
             for sequence in self.engine.scheduler.running_sequences()
@@ -186,7 +186,7 @@ def _rule(title: str, width: int) -> Text:
 
 
 def _figures(groups: tuple[list[tuple[str, str]], ...]) -> Text:
-    """Named figures: dim names, bright values."""
+    """Return named figures: dim names, bright values."""
     line = Text()
     for group in groups:
         line.append("  ")

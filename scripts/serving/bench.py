@@ -125,7 +125,7 @@ def add_report(report: argparse._ArgumentGroup) -> None:
 
 
 def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
-    """The requests of a run, and the seconds at which they are to be sent."""
+    """Return the requests of a run, and the seconds at which they are to be sent."""
     rng = np.random.default_rng(arguments.seed)
     tokenizer = None
     if arguments.tokenizer:
@@ -153,7 +153,7 @@ def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
 
 
 def first_model(base: str, headers: dict[str, str]) -> str:
-    """The first that the server lists.
+    """Return the first model that the server lists.
 
     Raises:
         SystemExit: with a sentence; it cannot be reached, or lists none.
@@ -182,7 +182,7 @@ def make_target(arguments: argparse.Namespace) -> Target:
 async def serve_load(
     target: Target, works: list[Work], arrivals: list[float], arguments: argparse.Namespace
 ) -> Run:
-    """One request to see that all is well, the warm-up, then the run."""
+    """Send one request to see that all is well, then the warm-up, then the run."""
     async with open_session() as session:
         first = await send(session, target, works[0], 0)
         if not first.is_success:
@@ -195,7 +195,7 @@ async def serve_load(
 def settings(
     arguments: argparse.Namespace, target: Target, about: dict[str, Any], num_sent: int
 ) -> dict[str, Any]:
-    """What was run, as the report says it, beside what `about_run` says."""
+    """Return what was run, by the report's names, beside the fields of `about_run`."""
     rate = arguments.request_rate
     if rate is None:
         rate = "trace" if arguments.dataset_name == "trace" else math.inf

@@ -39,7 +39,7 @@ class Work:
 
 @dataclass
 class Outcome:
-    """What became of one request. Times in seconds; `sent` and `lag` are from the run's start.
+    """Outcome of one request. Times in seconds; `sent` and `lag` are from the run's start.
 
     Attributes:
         lag: how long after its time it was sent; large values mean that the client is too slow.
@@ -85,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """Where to send, and how.
+    """Server and form of the requests.
 
     Attributes:
         url: of the endpoint.
@@ -160,7 +160,7 @@ class Reader:
         self.is_done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Some bytes that came at a time of the clock."""
+        """Feed some bytes that came at a time of the clock."""
         *events, self._rest = (self._rest + data.replace(b"\r\n", b"\n")).split(b"\n\n")
         for event in events:
             for line in event.split(b"\n"):
@@ -218,7 +218,7 @@ async def send(session: aiohttp.ClientSession, target: Target, work: Work, start
 
 
 def open_session() -> aiohttp.ClientSession:
-    """As many connections as are needed, and kept; no waiting for one."""
+    """Open a session of as many connections as are needed, all kept, none waited for."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
@@ -268,7 +268,7 @@ async def run_load(
 def poisson_arrivals(
     count: int, rate: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """Times of arrival in seconds: gaps are gamma-distributed with shape `burstiness`.
+    """Return times of arrival in seconds: gaps are gamma-distributed with shape `burstiness`.
 
     1 is a Poisson process, less is burstier, more is more even; an infinite rate sends all at once.
     """
@@ -280,7 +280,7 @@ def poisson_arrivals(
 
 
 class Prompts:
-    """Makes prompts of a wanted length.
+    """Source of prompts of a wanted length.
 
     Args:
         is_text: text rather than token ids, which chat needs. Without a tokenizer it is one
@@ -310,7 +310,7 @@ def random_works(
     range_ratio: float,
     rng: np.random.Generator,
 ) -> list[Work]:
-    """Requests with lengths (input, output) drawn from [length * (1 - r), length * (1 + r)]."""
+    """Draw requests with lengths (input, output) from [length * (1 - r), length * (1 + r)]."""
 
     def draw(mean: int) -> np.ndarray:
         low = max(1, math.floor(mean * (1 - range_ratio)))
@@ -323,7 +323,7 @@ def random_works(
 def trace_works(
     prompts: Prompts, count: int, length_scale: float, time_scale: float
 ) -> tuple[list[Work], list[float]]:
-    """Requests with the lengths of the bundled trace, and their times of arrival."""
+    """Return requests with the lengths of the bundled trace, and their times of arrival."""
     rows = first_rows(count)
     works = []
     for row in rows:

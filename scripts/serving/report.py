@@ -24,14 +24,14 @@ BLUE, GREEN, ORANGE = "#2a78d6", "#1baf7a", "#eb6834"
 
 
 def tpot(outcome: Outcome) -> float:
-    """Seconds a token after the first one; 0 for a single token."""
+    """Return seconds a token after the first one; 0 for a single token."""
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1)
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Milliseconds of each metric over requests that were answered."""
+    """Return milliseconds of each metric over requests that were answered."""
     done = [one for one in outcomes if one.is_success]
     seconds = {
         "ttft": [one.ttft for one in done if one.output_tokens],
@@ -43,7 +43,7 @@ def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
 
 
 def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
+    """Return mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
     if not len(values):
         values = np.zeros(1)
     table = {
@@ -57,13 +57,13 @@ def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -
 
 
 def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Whether an answered request met every objective, in milliseconds."""
+    """Return whether an answered request met every objective, in milliseconds."""
     taken = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
     return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
 
 
 def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the start at which each event with tokens came, and its number of tokens."""
+    """Return seconds from the start of each event with tokens, and its number of tokens."""
     came = [one for one in outcomes if one.ttft or one.itls]
     times = [one.sent + one.ttft + np.cumsum([0.0, *one.itls]) for one in came]
     tokens = [_event_tokens(one) for one in came]
@@ -71,19 +71,19 @@ def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _event_tokens(outcome: Outcome) -> np.ndarray:
-    """Tokens of each event; where events do not say, the server's count in equal parts."""
+    """Return tokens of each event; where events do not say, the server's count in equal parts."""
     tokens = np.array(outcome.event_tokens or [1.0] * (len(outcome.itls) + 1))
     return tokens * (outcome.output_tokens / tokens.sum())
 
 
 def each_second(outcomes: Iterable[Outcome]) -> np.ndarray:
-    """Output tokens in each second of a run."""
+    """Return output tokens in each second of a run."""
     times, tokens = token_times(outcomes)
     return np.bincount(times.astype(int), tokens) if len(times) else np.zeros(1)
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """The most requests that were in flight together, refused ones apart."""
+    """Return the most requests that were in flight together, refused ones apart."""
     spans = [(one.sent, one.sent + one.latency) for one in outcomes if not one.is_refused]
     edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     return int(max(np.cumsum([change for _, change in edges]), default=0))
@@ -95,7 +95,7 @@ def summarize(
     percentiles: Sequence[float] = (99,),
     objectives: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The results of a run; throughputs are per second of the whole run."""
+    """Return the results of a run; throughputs are per second of the whole run."""
     outcomes, duration = run.outcomes, run.duration
     done = [one for one in outcomes if one.is_success]
     refused = [one for one in outcomes if one.is_refused]
@@ -129,7 +129,7 @@ def summarize(
 
 
 def _client(run: Run) -> dict[str, float]:
-    """Signs of a client that is itself too slow: its share of a core, and how late it sent."""
+    """Return signs of a client that is too slow: its share of a core, and how late it sent."""
     lags = np.array([one.lag for one in run.outcomes] or [0.0]) * 1e3
     events = sum(len(one.itls) + 1 for one in run.outcomes)
     return {
@@ -140,7 +140,7 @@ def _client(run: Run) -> dict[str, float]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """One entry a request, for `--save-detailed`; times in seconds."""
+    """Return one entry a request, for `--save-detailed`; times in seconds."""
     outcomes = run.outcomes
     return {
         "input_lens": [one.input_tokens for one in outcomes],
@@ -191,7 +191,7 @@ def show(result: dict[str, Any], metrics: Sequence[str] = tuple(METRICS)) -> Non
 
 
 def plot(runs: dict[str, Run], path: Path, title: str) -> None:
-    """Throughput over time, and the distributions of TTFT and ITL, of one or more runs."""
+    """Plot throughput over time, and the distributions of TTFT and ITL, of one or more runs."""
     # Imported here: only plots need it.
     import matplotlib
 

@@ -42,7 +42,7 @@ def _target(server: Server) -> Target:
 
 
 def _load(server: Server, works: Sequence[Work], arrivals: Sequence[float], **options: Any) -> Run:
-    """A run, with the server's CPU time beside the client's."""
+    """Run a load; print the server's CPU time beside the client's."""
     cpu = server.cpu_seconds()
     run = asyncio.run(run_load(_target(server), works, arrivals, **options))
     cores = (server.cpu_seconds() - cpu) / run.duration
@@ -58,7 +58,7 @@ def _save(name: str, result: dict[str, Any], runs: dict[str, Run], title: str) -
 
 
 def streams() -> int:
-    """512 streams at once, all held to the end; some compared with the same request alone."""
+    """Hold 512 streams at once to the end; compare some with the same request alone."""
     about = about_run()
     rng = np.random.default_rng(0)
     prompts = Prompts(False, None, rng)
@@ -97,7 +97,7 @@ def _works(count: int, rng: np.random.Generator) -> list[Work]:
 
 
 def overload() -> int:
-    """Capacity, then Poisson arrivals at capacity, then at ten times that for a minute."""
+    """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute."""
     about = about_run()
     rng = np.random.default_rng(0)
     with Server("--max-num-seqs", str(SLOTS)) as server:
@@ -149,7 +149,7 @@ def overload() -> int:
 
 
 def client() -> int:
-    """The client against a server that computes nothing: events a second, and what they cost."""
+    """Measure the client against a server that computes nothing: events a second, and CPU."""
     about = about_run()
     table = []
     for streams_at_once, milliseconds in ((32, 10), (512, 100), (512, 50), (512, 25)):

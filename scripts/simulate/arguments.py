@@ -35,7 +35,7 @@ _ENGINES_NAMES = {"num_pages": "num_gpu_blocks_override", "max_steps": "num_sche
 
 
 def read_setting(base: Setting, changes: list[str] | None) -> Setting:
-    """A setting with `name=value` changes.
+    """Return a setting with `name=value` changes.
 
     Raises:
         ValueError: a name that is no field, a value that an engine would refuse, or so few pages
@@ -52,7 +52,7 @@ def read_setting(base: Setting, changes: list[str] | None) -> Setting:
 
 
 def _value(name: str, text: str, is_switch: bool) -> Any:
-    """One value, in the range that `EngineConfig` has for it."""
+    """Parse one value, in the range that `EngineConfig` has for it."""
     if is_switch:
         if text not in ("0", "1"):
             raise ValueError(f"--set {name}: {text!r} must be 0 or 1")
@@ -97,7 +97,7 @@ def _check_sizes(setting: Setting) -> None:
 
 
 def add_options(name: str, command: argparse.ArgumentParser) -> None:
-    """The options of one of the simulator's commands."""
+    """Add the options of one of the simulator's commands."""
     if name in ("measure", "validate"):
         add_engine(command)
     if name in ("run", "suggest"):
@@ -132,7 +132,7 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
 
 
 def add_engine(command: argparse.ArgumentParser) -> None:
-    """What says which engine is measured."""
+    """Add the options that choose the engine to measure."""
     model = (
         f"a folder, or a random Llama: {', '.join(MODELS)} (16 rows of 1,024 tokens) "
         "(default: %(default)s)"
@@ -154,7 +154,7 @@ def add_engine(command: argparse.ArgumentParser) -> None:
 
 
 def add_question(command: argparse.ArgumentParser, name: str) -> None:
-    """What says which steps, settings and goals are asked about."""
+    """Add the options that choose steps, settings and goals."""
     times = "step times that `measure` wrote (default: those of --assume)"
     command.add_argument("--times", type=Path, metavar="FILE", help=times)
     assume = "device whose ceilings give step times, without --times (default: %(default)s)"
@@ -171,7 +171,7 @@ def add_question(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_load(command: argparse.ArgumentParser, name: str) -> None:
-    """What says which requests come, and when."""
+    """Add the options that choose the requests and their times."""
     trace = "lengths and times of requests; see traces/README.md (default: %(default)s)"
     command.add_argument("--trace", choices=TRACES, default="azure-conv", help=trace)
     scale = "divides lengths (default: %(default)g)"
@@ -196,7 +196,8 @@ def add_load(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def check_count(rate: float, requests: int) -> None:
-    """
+    """Check the number of requests against their rate.
+
     Raises:
         ValueError: a rate that makes more requests than fit.
     """
@@ -207,7 +208,7 @@ def check_count(rate: float, requests: int) -> None:
 
 
 def check_arrivals(rate: float, last: float) -> None:
-    """A clock that is far from 0 rounds a step's time away.
+    """Check the arrivals: a clock that is far from 0 rounds a step's time away.
 
     Args:
         rate: as asked for.
@@ -224,7 +225,7 @@ def check_arrivals(rate: float, last: float) -> None:
 
 
 def check_users(users: int | None, requests: int) -> None:
-    """Users who never ask are none.
+    """Check the users: those who never send a request are none.
 
     Raises:
         ValueError: more users than requests.

@@ -1,4 +1,4 @@
-"""What the engine's loop makes of the table of step times: launches, timed while it serves.
+"""Calibration of the step times: launches of the engine's loop, timed while it serves.
 
 A step that is queued again and again, alone, takes less than one that an engine runs: there the
 host works on the same cores, a step differs from the one before it, and after a pause caches are
@@ -102,7 +102,7 @@ class LaunchLog:
         self._restore.append((owner, name))
 
     def _look(self) -> None:
-        """See which launches have ended."""
+        """Look which launches have ended."""
         for launch in self._in_flight:
             if launch.ended is None:
                 ready = launch.tokens.is_ready()
@@ -113,7 +113,7 @@ class LaunchLog:
                     launch.runs = now
 
     def _ended(self, last: _Launch, now: float) -> None:
-        """This launch has ended, and so have those before it: a device runs them in order."""
+        """Record the end of this launch and of those before it: a device runs them in order."""
         for launch in self._in_flight:
             if launch.ended is None:
                 launch.ended = now
@@ -166,20 +166,20 @@ class LaunchLog:
         return result
 
     def _usual(self) -> tuple[float, float]:
-        """Seconds of calls that do not wait: to submit a launch, and to read one that has ended."""
+        """Return seconds of calls that do not wait: to submit a launch, and to read an ended one."""
         taken = [one.returned - one.submitted for one in self._launches]
         calls = [took for took, one in zip(taken, self._launches, strict=True) if not one.within]
         reads = [one.read - one.asked for one in self._launches if one.ended is not None]
         return float(np.median(calls or [min(taken, default=0.0)])), float(np.median(reads or [0]))
 
     def close(self) -> None:
-        """The engine's methods are its own again."""
+        """Restore the engine's methods."""
         for owner, name in self._restore:
             delattr(owner, name)
         self._restore.clear()
 
     def samples(self, times: Measured) -> Samples:
-        """All that was found.
+        """Return all that was found.
 
         Args:
             times: the table that launches are compared with.
@@ -215,7 +215,7 @@ class LaunchLog:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What a round found: of queueing requests, and of launches.
+    """Samples of one round: of queueing requests, and of launches.
 
     It is computed when it is asked for, so that no run begins right after a second of computing.
     """
@@ -224,7 +224,7 @@ class Round:
     log: LaunchLog
 
     def samples(self, alone: Measured) -> Samples:
-        """All of it, launches compared with their time alone."""
+        """Return all of it, launches compared with their time alone."""
         found = self.log.samples(alone)
         found.update(self.asked)
         return found
@@ -244,7 +244,7 @@ class Calibration:
         self._computed: dict[Round, Samples] = {}
 
     def serve(self, seconds: float) -> Round:
-        """One round: as fast as requests are answered, then at shares of that rate."""
+        """Serve one round: as fast as requests are answered, then at shares of that rate."""
         part = seconds / (1 + len(LOADS))
         with self._users() as (users, found):
             answered = users.crowd(part)
@@ -253,7 +253,7 @@ class Calibration:
         return found
 
     def serve_like(self, jobs: list[Job]) -> Round:
-        """One round of as many other requests, which come at the same rate.
+        """Serve one round of as many other requests, which come at the same rate.
 
         Prompts are random, and lengths and the gaps between arrivals are those of these jobs, each
         drawn on its own.
@@ -268,7 +268,7 @@ class Calibration:
 
     @contextmanager
     def _users(self) -> Iterator[tuple[_Users, Round]]:
-        """Users of a new engine, and what is found while they are served."""
+        """Yield users of a new engine, and collect samples while they are served."""
         engine = Engine(self._loaded)
         found = Round(Samples(), LaunchLog(engine))
         try:
@@ -277,7 +277,7 @@ class Calibration:
             found.log.close()
 
     def times(self, *near: Round, among: Sequence[Round] = ()) -> Measured:
-        """The table with lines through all that was found in these rounds.
+        """Return the table with lines through all that was found in these rounds.
 
         Args:
             among: rounds of the same load, these included. What the near ones met too rarely to
@@ -297,7 +297,7 @@ class Calibration:
         return samples
 
     def _samples_of(self, one: Round) -> Samples:
-        """Computed once: a round is near to two runs, and among all."""
+        """Compute the samples once: a round is near to two runs, and among all."""
         if one not in self._computed:
             self._computed[one] = one.samples(self._alone)
         return self._computed[one]
@@ -311,7 +311,7 @@ class _Users:
         self._active = self._number = 0
 
     def crowd(self, seconds: float) -> int:
-        """As many at a time as there are slots, for so long; how many requests there were."""
+        """Send as many at a time as there are slots, for so long; return the number of requests."""
         users = self.engine.slots.num_slots
         before, ends = self._number, time.perf_counter() + seconds
         while (now := time.perf_counter()) < ends or self.engine.has_work:
@@ -322,7 +322,7 @@ class _Users:
         return self._number - before
 
     def come(self, rate: float, seconds: float) -> None:
-        """So many a second, each whenever it likes (Poisson)."""
+        """Send so many a second, each at a random time (Poisson)."""
         due = begun = time.perf_counter()
         while due < begun + seconds or self.engine.has_work:
             if due < begun + seconds and due <= (now := time.perf_counter()):

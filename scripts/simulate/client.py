@@ -1,4 +1,4 @@
-"""Who asks the real engine: jobs at the times they arrive, or others like them."""
+"""Clients of the real engine: jobs at the times they arrive, or others like them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_request(
 
 
 def alike(jobs: list[Job], rng: np.random.Generator) -> list[Job]:
-    """As many other jobs at the same rate, of random tokens: see `Calibration.serve_like`."""
+    """Make as many other jobs at the same rate, of random tokens: see `Calibration.serve_like`."""
     gaps = np.diff([job.arrival for job in jobs])
     arrivals = np.cumsum(np.append(0.0, rng.permutation(gaps)))
     others = []

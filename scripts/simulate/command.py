@@ -1,4 +1,4 @@
-"""What an engine would do with a load: the real scheduler under a virtual clock.
+"""Simulation of an engine under a load: the real scheduler under a virtual clock.
 
     python -m scripts.simulate measure --scale 8 --rate 20 --requests 240 --out bundled.json
     python -m scripts.simulate run --times bundled.json --trace azure-conv --scale 8 --rate 20
@@ -58,7 +58,7 @@ SHOWN = ("ttft", "tpot", "itl", "e2el")
 
 
 def print_summary(summary: Mapping[str, float]) -> None:
-    """Latencies as a table, the rest below it."""
+    """Print latencies as a table, the rest below it."""
     print(f"{'ms':<8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name in SHOWN:
         if f"mean_{name}_ms" in summary:
@@ -80,7 +80,7 @@ def _measuring() -> Any:
 
 
 def _load(module: Any, arguments: argparse.Namespace) -> Any:
-    """An engine's parts, of the model by its name or folder."""
+    """Load an engine's parts, of the model by its name or folder."""
     config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -103,7 +103,7 @@ def _load(module: Any, arguments: argparse.Namespace) -> Any:
 
 
 def do_measure(arguments: argparse.Namespace) -> int:
-    """`measure`."""
+    """Run `measure`."""
     module = _measuring()
     loaded = _load(module, arguments)
     about = {"model": arguments.model, "threads": str(len(os.sched_getaffinity(0)))}
@@ -128,7 +128,7 @@ def do_measure(arguments: argparse.Namespace) -> int:
 def _pairs(
     module: Any, loaded: Any, calibration: Any, parts: list[list[Job]], repeats: int
 ) -> tuple[list[Pair], Undisturbed]:
-    """Each part of a load served so many times, and simulated; what was disturbed."""
+    """Serve and simulate each part of a load so many times; return also what was disturbed."""
     watch, setting = Undisturbed(), module.setting_of(loaded)
     numbers = [n for n in range(len(parts)) for _ in range(repeats)]
     runs, rounds = [], [watch.serve(partial(calibration.serve_like, parts[0]))]
@@ -149,7 +149,7 @@ def _pairs(
 
 
 def do_validate(arguments: argparse.Namespace) -> int:
-    """`validate`: serve really, simulate the same from what was measured next to it, and compare.
+    """Run `validate`: serve really, simulate the same from times measured next to it, compare.
 
     The machine's speed swings within seconds, so that runs of the real engine are short: a part of
     the load each, which are timed themselves. Each also has rounds that time the loop before and
@@ -188,7 +188,7 @@ def do_validate(arguments: argparse.Namespace) -> int:
 
 
 def do_run(arguments: argparse.Namespace) -> int:
-    """`run`."""
+    """Run `run`."""
     setting, times = _setting_and_times(arguments)
     slo = dict(arguments.slo or ())
     jobs = _jobs(arguments, setting, arguments.rate)
@@ -202,7 +202,7 @@ def do_run(arguments: argparse.Namespace) -> int:
 
 
 def do_suggest(arguments: argparse.Namespace) -> int:
-    """`suggest`."""
+    """Run `suggest`."""
     setting, times = _setting_and_times(arguments)
     slo = dict(arguments.slo or SUGGEST_SLO)
     arguments.requests = arguments.requests or SUGGEST_REQUESTS
@@ -242,7 +242,7 @@ def do_suggest(arguments: argparse.Namespace) -> int:
 
 
 def do_slo(arguments: argparse.Namespace) -> int:
-    """`slo`."""
+    """Run `slo`."""
     requests = arguments.requests or SLO_REQUESTS
     if requests < max(SLO_USERS):
         raise ValueError(f"--requests {requests}: must be at least {max(SLO_USERS)}, one a user")
@@ -278,7 +278,7 @@ def _setting_and_times(arguments: argparse.Namespace) -> tuple[Setting, Any]:
 
 
 def _sizes(times: Measured) -> dict[str, Any]:
-    """The compiled sizes that a table's labels name."""
+    """Return the compiled sizes that a table's labels name."""
     decode = sorted(int(n.split()[1].rstrip(",")) for n in times.base_us if n.startswith("decode"))
     tokens = sorted(int(n.split()[0]) for n in times.base_us if "tokens" in n)
     return {

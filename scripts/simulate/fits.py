@@ -1,4 +1,4 @@
-"""How long steps take: a table measured on this device, or floors of a device assumed."""
+"""Step times: a table measured on this device, or floors of an assumed device."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class StepTimes(Protocol):
 
 
 def kind_of(name: str, idle: float) -> str:
-    """The line of a part of the loop: another one after a pause."""
+    """Return the line of a part of the loop: another one after a pause."""
     return f"{name}, woken" if idle >= WOKEN_SECONDS else name
 
 
 def kind_of_bucket(bucket: Bucket) -> str:
-    """The line of all launches like those of a bucket."""
+    """Return the line of all launches like those of a bucket."""
     return "decode" if bucket.decode_only else "tokens"
 
 
 def kind_of_after(plan: StepPlan) -> str:
-    """The line of telling of a launch: there is more to it where prompts end."""
+    """Return the line of reporting a launch: it takes longer where prompts end."""
     decodes = plan.num_steps > 1 or bool((plan.num_tokens == 1).all())
     return "after, decode" if decodes else "after, tokens"
 
 
 def num_drawn(plan: StepPlan) -> int:
-    """Tokens that a launch draws."""
+    """Return tokens that a launch draws."""
     return int(plan.num_tokens.sum()) if plan.num_steps > 1 else int(plan.samples.sum())
 
 
@@ -81,11 +81,11 @@ class Line:
     edges: tuple[float, ...] = ()
 
     def at(self, amount: float) -> float:
-        """On the line."""
+        """Return the value on the line."""
         return self.fixed + self.each * amount
 
     def micros(self, amount: float, luck: float) -> float:
-        """At a quantile of what was measured."""
+        """Return the value at a quantile of what was measured."""
         spread = self.spreads[int(np.searchsorted(self.edges, amount))]
         place = (np.arange(len(spread)) + 0.5) / len(spread)
         return self.at(amount) * float(np.interp(luck, place, spread))
@@ -100,7 +100,7 @@ class Samples:
     waited: dict[str, list[bool]] = field(default_factory=dict)
 
     def add(self, name: str, amount: float, seconds: float, least: float | None = None) -> None:
-        """What took so many seconds, or, where `least` is given, somewhere from that to those."""
+        """Add an amount that took `seconds`, or, with `least`, between that and `seconds`."""
         least = seconds if least is None else least
         self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 
@@ -112,13 +112,13 @@ class Samples:
             self.waited.setdefault(name, []).extend(waited)
 
     def take_rare(self, other: Samples) -> None:
-        """Of each name that was met too rarely for a range of its own, what was found elsewhere."""
+        """Take names that are too rare for a range of their own from samples found elsewhere."""
         for name, samples in other.found.items():
             if len(self.found.get(name, ())) < LEAST_OF_RANGE:
                 self.found[name] = samples
 
     def lines(self) -> dict[str, Line]:
-        """The line of each name that was met at least `LEAST_OF_LINE` times; see `line`, `spread`.
+        """Fit a line to each name met at least `LEAST_OF_LINE` times; see `line`, `spread`.
 
         Launches are spread over what they take alone, the host's parts over a line.
         """
@@ -134,7 +134,7 @@ class Samples:
 
 
 def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """f64[QUANTILES] of values that are known to lie between a least and a most each.
+    """Return f64[QUANTILES] of values that lie between a least and a most each.
 
     Turnbull's estimate: the shares of a grid's places that explain themselves. Each value is
     spread over the places that it may have, as all values together are. What is seen exactly is
@@ -158,7 +158,7 @@ def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The line of least absolute relative error: a fixed part and one for each, both at least 0."""
+    """Fit the line of least absolute relative error: a fixed part and one for each, from 0 on."""
     columns = [np.ones(len(x)), x] if np.ptp(x) > 0 else [np.ones(len(x))]
     parts = _least_absolute(columns, y)
     if min(parts) < 0:
@@ -170,7 +170,7 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, each: float) -> Line:
-    """A line, and quantiles of what is measured over it.
+    """Return a line, and quantiles of what is measured over it.
 
     What takes long is delayed by less in proportion, so that quantiles are kept for each of several
     ranges of the amount.
@@ -188,7 +188,7 @@ def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, eac
 
 
 def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
-    """Factors of columns whose sum misses y by the least share, summed without its sign."""
+    """Return factors of columns whose sum misses y by the least share, summed without its sign."""
     design, weights = np.stack(columns, axis=1) / y[:, None], np.ones(len(y))
     found = np.zeros(len(columns))
     for _ in range(30):
@@ -199,7 +199,7 @@ def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
 
 
 def attention_work(plan: StepPlan) -> tuple[int, int]:
-    """Cells that the rows of one token read, and pairs of query and position of the others.
+    """Return cells that the rows of one token read, and pairs of query and position of the others.
 
     Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
     positions in chunks of 256.
@@ -258,7 +258,7 @@ class Measured:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def alone(self, plan: StepPlan, buckets: BucketSet) -> float:
-        """Seconds of a launch that is queued behind its like."""
+        """Return seconds of a launch that is queued behind its like."""
         label = self._label(buckets.pick(plan))
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
@@ -268,7 +268,7 @@ class Measured:
         return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
     def _label(self, bucket: Bucket) -> str:
-        """Of the measured bucket; one of prompts is known by its tokens, whatever its rows."""
+        """Return the label of the measured bucket; prompts are matched by tokens, at any rows."""
         label = str(bucket)
         if label not in self.base_us and not bucket.decode_only:
             alike = label.partition(", ")[0] + ", "
@@ -308,7 +308,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a dense decoder costs.
+    """Costs of a dense decoder.
 
     Attributes:
         weight_bytes: read by a step.
@@ -377,7 +377,7 @@ class Assumed:
 
 
 def table(times: Measured) -> str:
-    """The table for people."""
+    """Return the table as text."""
     names = ("each token", "1,000 cells", "1e6 pairs", "a further step", "each token")
     lines = [f"{'bucket':<28}{'fixed us':>12}" + "".join(f"{name:>16}" for name in names)]
     lines += [

@@ -38,7 +38,7 @@ def make_jobs(
     arrivals: str = "trace",
     seed: int = 0,
 ) -> list[Job]:
-    """The first `count` rows of a trace as requests; rows are repeated where they do not suffice.
+    """Make requests of the first `count` rows of a trace; rows repeat where they do not suffice.
 
     Args:
         trace: a name of `trace_rows.TRACES`.
@@ -69,7 +69,7 @@ def make_jobs(
 def _arrivals(
     rows: list[TraceRow], count: int, rate: float | None, kind: str, rng: np.random.Generator
 ) -> np.ndarray:
-    """f64[count], seconds, ascending from 0."""
+    """Return f64[count], seconds, ascending from 0."""
     given = np.array([row.arrival_s for row in rows])
     gap = given[-1] / max(len(rows) - 1, 1)
     if kind == "poisson":
@@ -86,7 +86,7 @@ def _arrivals(
 def _prompt(
     row: TraceRow, number: int, length: int, scale: float, noise: np.ndarray, vocabulary: int
 ) -> np.ndarray:
-    """i32[length]: equal where the trace says so, and else as good as random."""
+    """Return i32[length]: equal where the trace says so, and else as good as random."""
     if not row.hash_ids:
         start = number * 7919 % (len(noise) - length)
         return noise[start : start + length]

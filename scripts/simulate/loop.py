@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the user asks about; names are `EngineConfig`'s.
+    """Settings that a user can simulate; names are `EngineConfig`'s.
 
     `max_steps` is the most decode steps of one launch that programs were compiled for.
     """
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass
 class Record:
-    """What became of one request: seconds of its arrival and of each of its tokens."""
+    """Times of one request: seconds of its arrival and of each of its tokens."""
 
     arrival: float
     prompt: int
@@ -80,7 +80,7 @@ class Usage:
 
 @dataclass
 class Outcome:
-    """What a run showed."""
+    """Outcome of a run."""
 
     records: list[Record]
     usage: Usage
@@ -91,7 +91,7 @@ class Outcome:
     prefix_hits: int
 
     def summary(self, slo: dict[str, float] | None = None) -> dict[str, float]:
-        """Metrics by vLLM's names, in ms, tokens a second and percent.
+        """Return metrics by vLLM's names, in ms, tokens a second and percent.
 
         Args:
             slo: most milliseconds of "ttft", "tpot" and "e2el", for the goodput.
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def summarize(records: list[Record], slo: dict[str, float] | None = None) -> dict[str, float]:
-    """Latencies and throughput of requests that have all ended; see `Outcome.summary`."""
+    """Summarize latencies and throughput of requests that have all ended."""
     first = min(record.arrival for record in records)
     duration = max(record.token_times[-1] for record in records) - first
     gaps = [np.diff(record.token_times) for record in records]
@@ -223,7 +223,7 @@ class Simulation:
             heapq.heappush(self._ready, (when, self._arrivals, job))
 
     def _iterate(self, closed: bool) -> None:
-        """One turn of the loop."""
+        """Run one turn of the loop."""
         begun = self.now
         if not self.scheduler.has_work and self._in_flight is None:
             begun = self.now = max(self.now, self._ready[0][0])

@@ -1,4 +1,4 @@
-"""What the simulator is fed with, and judged by: step times of this device, and the real engine."""
+"""Input and check of the simulator: step times of this device, and the real engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def load_engine(config: EngineConfig) -> Loaded:
-    """An engine's parts, which outlive the engines made of them."""
+    """Load an engine's parts, which outlive the engines made of them."""
     loaded = load(config)
     # As the server does: else a collection in the midst of serving takes a tenth of a second.
     gc.collect()
@@ -40,7 +40,7 @@ def load_engine(config: EngineConfig) -> Loaded:
 
 
 def setting_of(loaded: Loaded, **changes: Any) -> Setting:
-    """What a simulation of this engine is to be set to."""
+    """Return the settings of a simulation of this engine."""
     config, buckets = loaded.config, loaded.runner.buckets
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
@@ -78,7 +78,7 @@ class _Steps:
         self.slots.tokens[:] = 7
 
     def seconds(self, rows: int, start: int, count: int, num_steps: int = 1) -> float:
-        """Of a step of `rows` rows of `count` tokens each that begin at `start`, in a queue; or of
+        """Time a step of `rows` rows of `count` tokens each that begin at `start`, in a queue or of
         a launch of several decode steps."""
         plan = self.plan(rows, start, count, num_steps)
         self._queue(plan, 3)
@@ -129,7 +129,7 @@ def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, 
 
 
 def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
-    """Likewise; cells are those of rows that are nearly as long as a sequence may be."""
+    """Measure a decode bucket alike; cells are those of rows of nearly the longest length."""
     far = steps.setting.max_model_len - 1 - bucket.num_steps
     slope, bases, further = 0.0, [], []
     for rows in (bucket.num_rows, fewest):
@@ -146,7 +146,7 @@ def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, flo
 
 
 def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
-    """The line through what all of a bucket's tokens take, and what few do; it never falls."""
+    """Fit the line through the time of all of a bucket's tokens and of few; it never falls."""
     each = max(0.0, most[1] - few[1]) / max(most[0] - few[0], 1)
     return Line(most[1] - each * most[0], each)
 

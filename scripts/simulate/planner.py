@@ -1,4 +1,4 @@
-"""What simulations are asked: good settings, the load they bear, the first SLO."""
+"""Planner on simulations: good settings, the load they bear, the first SLO."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def suggestions(
     measured: bool,
     users: int | None = None,
 ) -> list[tuple[Setting, Numbers]]:
-    """Settings and what they give, the best goodput first; among equals the least p99 TTFT.
+    """Try settings; return them by goodput, the best first; among equals by p99 TTFT.
 
     Measured tables hold the sizes that were compiled, so that settings stay within them. With
     `users` each of them asks again when answered.
@@ -53,7 +53,7 @@ def suggestions(
 
 
 def _within(setting: Setting) -> Setting:
-    """The same with the compiled sizes that a smaller limit still needs.
+    """Return the same with the compiled sizes that a smaller limit still needs.
 
     A measured table prices the rows of its own buckets, so sizes above the limits go, and the
     limit itself is added where it is none: its steps cost what the next larger bucket does.
@@ -79,7 +79,7 @@ def highest_rate(
     slo: dict[str, float],
     share: float = 99.0,
 ) -> tuple[float, bool]:
-    """Requests a second at which `share` percent of the requests still meet the SLO.
+    """Search requests a second at which `share` percent of the requests still meet the SLO.
 
     0 where that is missed even at one in ten minutes.
 
@@ -105,12 +105,12 @@ def highest_rate(
 
 
 def lasting(rate: float, least: int) -> int:
-    """Requests of a load that is long enough for queues to grow, and at least so many."""
+    """Return the number of requests of a load that is long enough for queues to grow."""
     return max(least, math.ceil(LOAD_SECONDS * rate))
 
 
 def slo_8b(users: int, shape: str, requests: int, budget: int = 512) -> dict[str, Any]:
-    """Many users of a model on an H200 as assumed, each asking again when answered.
+    """Simulate many users of a model on an H200 as assumed, each sending again once answered.
 
     Args:
         budget: max_num_batched_tokens; less keeps steps short, more keeps queues short.

@@ -68,7 +68,7 @@ class Undisturbed:
         self.served = self.again = 0
 
     def serve(self, once: Callable[[], T]) -> T:
-        """What `once` returns, the first time that it was left alone, or was disturbed least."""
+        """Call `once` until it is left alone; return that result, or the least disturbed one."""
         tries: list[tuple[float, T]] = []
         while not tries or (tries[-1][0] > MOST_STOLEN and len(tries) < MOST_TIMES):
             before = self._read()
@@ -93,7 +93,10 @@ def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 def cut(jobs: list[Job], size: int) -> list[list[Job]]:
-    """Jobs in parts of about `size`, none much shorter than others; each begins at 0 seconds."""
+    """Return jobs in parts of about `size`, none much shorter than others.
+
+    Each begins at 0 seconds.
+    """
     count = max(1, round(len(jobs) / size))
     edges = np.linspace(0, len(jobs), count + 1).astype(int).tolist()
     return [
@@ -103,7 +106,7 @@ def cut(jobs: list[Job], size: int) -> list[list[Job]]:
 
 
 def pooled(runs: list[list[Record]]) -> dict[str, float]:
-    """`summarize` of all requests of all runs, as if one run had come after the other."""
+    """Summarize all requests of all runs, as if one run had come after the other."""
     alone = [summarize(records) for records in runs]
     found = summarize([record for records in runs for record in records])
     seconds = sum(one["duration_s"] for one in alone)
@@ -113,7 +116,7 @@ def pooled(runs: list[list[Record]]) -> dict[str, float]:
 
 
 def chance(pairs: list[Pair]) -> dict[str, float]:
-    """By how much halves of the real runs differ that hold the same requests, as a share.
+    """Return by how much halves of real runs with the same requests differ, as a share.
 
     Of each part, half of the runs are held against as many others, in many ways: the root of the
     mean square of the ratios' logarithms. NaN where parts were served once. All real runs together
