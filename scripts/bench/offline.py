@@ -220,7 +220,7 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
 
 
 def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
-    """Return both products of every layer's attention over `tokens` cached tokens, in chunks of 64."""
+    """Return both products of every layer's attention over `tokens` tokens, in chunks of 64."""
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // kv_heads
     rng = np.random.default_rng(2)

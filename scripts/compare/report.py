@@ -88,7 +88,7 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
-    """Return a row a ratio, a column a model; "-" where there is no goal, or nothing was measured."""
+    """Return a row a ratio, a column a model; "-" without a goal, or a measurement."""
     found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
     models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)

@@ -143,7 +143,9 @@ def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
 
 
 def seed_embeddings(model: Llama, pairs: Sequence[tuple[int, int]]) -> None:
-    """Component 0 is constant, so that heads can attend by distance alone; component 1 tells the
+    """Seed embeddings.
+
+    Component 0 is constant, so that heads can attend by distance alone; component 1 tells the
     two tokens of a word, after a blank and without one, apart; the upper half starts empty.
     """
     bare, blank = np.array(pairs).T

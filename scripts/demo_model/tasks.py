@@ -75,7 +75,7 @@ def _filler(rng: random.Random, words: int) -> list[str]:
 
 
 def _filler_budget(rng: random.Random, length: int | None, used: int) -> int:
-    """Words of filler that bring a prompt which already has ``used`` words up to ``length``."""
+    """Return words of filler that bring a prompt of ``used`` words up to ``length``."""
     if length is None:
         length = _log_uniform(rng, used + 1, LONGEST_FILLER_WORDS)
     return max(0, length - used)

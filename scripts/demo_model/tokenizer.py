@@ -52,7 +52,7 @@ def build_merges(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Build a byte-level BPE over single digits, task words (with and without a blank) and bytes."""
+    """Build a byte-level BPE over single digits, task words (with or without a blank) and bytes."""
     characters = bytes_as_characters()
     blank = characters[ord(" ")]
     bare = [*demo_tasks.WORDS, *demo_tasks.NAMES, *demo_tasks.COLOURS, *PROMPT_WORDS]

@@ -106,8 +106,8 @@ class QuantizedCase:
 
 
 def quantized_cases() -> list[QuantizedCase]:
-    """Llama-3.1-8B's gate and upward projections, as quantized at load, and as AWQ and GPTQ have
-    them; then another dtype, and sizes that no block divides."""
+    """Return the gate and upward projections of Llama-3.1-8B, as quantized at load, and as AWQ
+    and GPTQ have them; then another dtype, and sizes that no block divides."""
     found = [
         QuantizedCase(form, "bfloat16", tokens, 4096, 28672, group, zeros)
         for form, group, zeros in (

@@ -50,7 +50,7 @@ class ModelShape:
         return 2 * 2 * self.L * self.K * self.H
 
     def floor(self, rows: int, tokens: int, context: int, copy: float, matmul: float) -> float:
-        """Return the least seconds of a step: bytes at ``copy`` B/s or products at ``matmul`` FLOP/s.
+        """Return least seconds of a step: bytes at ``copy`` B/s or products at ``matmul`` FLOP/s.
 
         Args:
             rows: sequences, each of ``tokens`` new tokens that end at position ``context``.

@@ -151,7 +151,7 @@ def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
 
 
 def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
-    """Read the shared memory of a kernel in bytes, from the launch list or Mosaic's resource report."""
+    """Read a kernel's shared memory in bytes from the launch list or Mosaic's resource report."""
     launch = re.search(rf"\b{re.escape(kernel)} grid: .*shared_memory: (\d+) bytes", thunks)
     if launch:
         return int(launch[1])

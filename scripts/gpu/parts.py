@@ -80,7 +80,7 @@ def _spread_lengths(count: int, longest: int) -> np.ndarray:
 
 
 def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Return (query_start, kv_len) of a step: half of its rows decode, the others share the rest."""
+    """Return (query_start, kv_len) of a step: half the rows decode, the others share the rest."""
     single = made.R // 2
     chunk = (made.T - single) // (made.R - single)
     counts = np.array([1] * single + [chunk] * (made.R - single))

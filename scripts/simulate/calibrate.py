@@ -166,7 +166,7 @@ class LaunchLog:
         return result
 
     def _usual(self) -> tuple[float, float]:
-        """Return seconds of calls that do not wait: to submit a launch, and to read an ended one."""
+        """Return seconds of calls that do not wait: to submit a launch, to read an ended one."""
         taken = [one.returned - one.submitted for one in self._launches]
         calls = [took for took, one in zip(taken, self._launches, strict=True) if not one.within]
         reads = [one.read - one.asked for one in self._launches if one.ended is not None]
@@ -304,7 +304,7 @@ class Calibration:
 
 
 class _Users:
-    """Ask an engine in its own thread."""
+    """Users of an engine, in its own thread."""
 
     def __init__(self, engine: Engine, samples: Samples, rng: np.random.Generator) -> None:
         self.engine, self.samples, self.rng = engine, samples, rng

@@ -105,7 +105,7 @@ class _Steps:
 
 
 def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, float, Line]:
-    """A bucket's base over its tokens, its cost of 1,000 cells and of a million pairs, and a
+    """Time a bucket's base over its tokens, 1,000 cells, a million pairs, and a
     further step over its tokens, in microseconds.
 
     Args:

@@ -81,8 +81,8 @@ class Undisturbed:
 
 
 def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
-    """Seconds that the host gave to others while processes here wanted them, and seconds that they
-    wanted; both 0 where the system does not tell."""
+    """Return seconds that the host gave to others while processes here could run, and seconds that
+    these could run; both 0 where the system does not report them."""
     try:
         ticks = [int(field) for field in path.read_text().split()[1:9]]
     except (OSError, ValueError):
