@@ -1,4 +1,4 @@
-"""Which build of JAX this machine's driver and cards carry; scripts/bootstrap installs it.
+"""Choice of the JAX build for this machine's driver and cards, for scripts/bootstrap.
 
 Prints three lines: cpu, cuda12 or cuda13; the cards to use, where not all of them can be; and why.
 """

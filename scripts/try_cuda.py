@@ -7,7 +7,7 @@ import sys
 
 
 class Heard(logging.Handler):
-    """What JAX logs: a plugin that cannot be loaded is no more than that to it."""
+    """Messages that JAX logs: it only warns of a plugin that cannot be loaded."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -23,6 +23,7 @@ def try_cuda() -> tuple[bool, str]:
     heard = Heard()
     logging.getLogger("jax").addHandler(heard)
     try:
+        # Imported here: that it fails is one of the answers.
         import jax
 
         device = jax.devices("gpu")[0]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import find_device
-import try_cuda
+from scripts import find_device, try_cuda
 
 ROOT = Path(__file__).parent.parent
 UUID = "GPU-6a6b1c4e-0c2f-4d0e-9b5e-2f8d1c3a4b5c"
@@ -189,7 +188,8 @@ class Copy:
         self.free(50)
 
     def pip(self, then: str) -> None:
-        text = f'[[ $1 == -m ]] || exec {sys.executable} "$@"\nprintf "%s\\n" "${{*:3}}"\n{then}'
+        ours = f'[[ $1 == -m && $2 != scripts.* ]] || exec {sys.executable} "$@"'
+        text = f'{ours}\nprintf "%s\\n" "${{*:3}}"\n{then}'
         play(self.folder / ".venv/bin", "python", text)
 
     def try_cuda(self, program: str) -> None:
@@ -318,7 +318,8 @@ def test_only_cards_that_can_be_used_are_seen(copy: Copy) -> None:
 
 def test_the_demo_starts_what_was_installed(copy: Copy) -> None:
     (copy.folder / "scripts/demo").write_bytes((ROOT / "scripts/demo").read_bytes())
-    (copy.folder / "scripts/demo.py").write_text(
+    (copy.folder / "scripts/__init__.py").touch()
+    (copy.folder / "scripts/live_demo.py").write_text(
         "import os, sys; print(sys.argv[1:], os.environ.get('JAX_PLATFORMS'))"
     )
     assert copy.run("exec bash scripts/demo --no-live")[0][1:] == ["['--no-live'] None"]

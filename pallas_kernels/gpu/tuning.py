@@ -1,6 +1,6 @@
 """Block sizes, by device kind, dtype, head dim and size of the call; read while tracing.
 
-``tuned/<device>.json`` holds a sweep's result for a kind of device (``scripts/tune_kernels.py``):
+``tuned/<device>.json`` holds a sweep's result for a device kind (``scripts.gpu.tune_kernels``):
 
     {"device_kind": "NVIDIA H200",
      "measured": "2026-01-31" or "not measured: defaults",

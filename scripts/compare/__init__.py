@@ -1,1 +1,1 @@
-"""The parts of ``compare_engines.py``; the workers run with other engines' Python."""
+"""This engine and others on one workload; the workers run with other engines' Python."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from argument_types import (
+from scripts.compare.parts import PARTS
+from scripts.lib import paths
+from scripts.lib.argument_types import (
     integers,
     objective,
     positive,
@@ -16,17 +18,16 @@ from argument_types import (
     some_of,
     writable_file,
 )
-from compare.parts import PARTS
-from compare.shapes import BFLOAT16, SHAPES
-from trace_rows import first_rows
+from scripts.lib.model_shapes import BFLOAT16, SHAPES
+from scripts.lib.trace_rows import first_rows
 
-RESULTS = Path(__file__).parent.parent / "results" / "compare_engines.json"
+RESULTS = paths.RESULTS / "compare_engines.json"
 MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
 GOES_ON = 3
 
 
 def _server(text: str) -> tuple[str, str]:
-    """`NAME=URL` as both, the URL without the protocol's path."""
+    """Return `NAME=URL` as both, the URL without the protocol's path."""
     name, _, url = text.partition("=")
     parts = urlsplit(url)
     if not name or parts.scheme not in ("http", "https") or not parts.netloc:
@@ -47,7 +48,7 @@ def _interpreter_of(engines: Collection[str]) -> Callable[[str], tuple[str, Path
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """What records must have in common to be compared, and how often they are taken."""
+    """Add what records must have in common to be compared, and how often they are taken."""
     whole = {"type": positive_integer}
     parser.add_argument("--threads", default=2, help="of each engine (%(default)s)", **whole)
     parser.add_argument("--rows", default=16, help="most sequences at once (%(default)s)", **whole)
@@ -85,12 +86,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
-    """
+    """Return the parser of the command line.
+
     Args:
         engines: names of those that have an adapter.
     """
     parser = argparse.ArgumentParser(
-        prog="compare_engines.py",
+        prog="python -m scripts.compare",
         description="jaxserve and other engines on one workload, with the same weights, in one run",
     )
     every = ",".join(engines)
@@ -141,13 +143,14 @@ def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--write-readme",
         action="store_true",
-        help="when all is measured, or at once with --write, put the stored tables into README",
+        help="when all is measured, or at once with --write, write the stored tables"
+        " into scripts/results/README.md",
     )
     return parser
 
 
 def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Whether less, or something else, is measured than by default, and what was is lost."""
+    """Return whether less, or something else, is measured than by default, and is not kept."""
     whole = parser.parse_args([])
     free = ("json", "resume", "max_seconds", "prepare", "write", "write_readme", "python")
     alike = all(getattr(options, n) == v for n, v in vars(whole).items() if n not in free)
@@ -155,7 +158,7 @@ def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bo
 
 
 def read_options(engines: Collection[str]) -> argparse.Namespace:
-    """The command line's options; ends the process with a sentence where they make no sense."""
+    """Return the options of the command line; end the process where they make no sense."""
     parser = make_parser(engines)
     options = parser.parse_args()
     names = [name for name, _ in options.url]

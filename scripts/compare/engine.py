@@ -1,4 +1,4 @@
-"""What the comparison knows of an engine: how it is installed, started and asked."""
+"""Adapters of engines: how each is installed, started and queried."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).parent.parent
-WORKERS = Path(__file__).parent
-
 
 @dataclass(frozen=True)
 class Setting:
-    """What all engines are given alike.
+    """Settings that all engines have in common.
 
     Attributes:
         model: folder of the checkpoint.
@@ -59,28 +56,33 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def facts(self, python: Path) -> dict[str, str]:
-        """What the results should say of the installation besides versions of packages."""
+        """Return what the results report of the installation besides versions of packages."""
         return {}
 
     def after_install(self, environment: Path) -> None:
-        """What pip alone cannot install; resumes where it was stopped."""
+        """Install what pip alone cannot; resume where it was stopped."""
 
     def prepare(self, python: Path, setting: Setting) -> None:
         """Convert the checkpoint, once."""
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
-        """The server's command line."""
+        """Return the server's command line."""
         raise NotImplementedError
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        """Environment variables of the server, besides our own."""
+        """Return environment variables of the server, besides our own."""
         return {}
 
 
-def worker(python: Path, script: str, setting: Setting, port: int, *more: str) -> list[str]:
-    """The command line of one of the workers beside this file."""
+def module_command(python: Path, name: str) -> list[str]:
+    """Return the command line of a module beside this file, to run with `IN_CHECKOUT`."""
+    return [str(python), "-m", f"scripts.compare.{name}"]
+
+
+def worker(python: Path, name: str, setting: Setting, port: int, *more: str) -> list[str]:
+    """Return the command line of a worker beside this file, to run with `IN_CHECKOUT`."""
     return [
-        *(str(python), str(WORKERS / script), "--model", str(setting.model)),
+        *(*module_command(python, name), "--model", str(setting.model)),
         *("--port", str(port), "--rows", str(setting.rows), "--threads", str(setting.threads)),
         *("--max-len", str(setting.max_len), "--dtype", setting.dtype, *more),
     ]

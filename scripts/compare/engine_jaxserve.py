@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.engine import SCRIPTS, Engine, Setting, worker
+from scripts.compare.engine import Engine, Setting, worker
+from scripts.lib.paths import IN_CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Jaxserve(Engine):
         ]
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        return {"PYTHONPATH": f"{SCRIPTS.parent}:{SCRIPTS}"}
+        return IN_CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,4 @@ class JaxserveSchedules(Jaxserve):
     settings: str = "one engine; continuous and padded static (S0) schedules in turn"
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
-        return worker(python, "worker_schedules.py", setting, port)
+        return worker(python, "worker_schedules", setting, port)

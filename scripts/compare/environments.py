@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compare.engine import Engine
 from jaxserve.config import user_cache_dir
+from scripts.compare.engine import Engine
 
 
 def cache_folder() -> Path:
-    """Environments, checkpoints and conversions."""
+    """Return the folder of environments, checkpoints and conversions."""
     base = user_cache_dir()
     return Path.cwd() / ".compare" if base is None else base / "engines"
 
@@ -21,7 +21,7 @@ class NotInstalled(Exception):
 
 
 def python_of(engine: Engine, given: dict[str, Path]) -> Path:
-    """The interpreter that runs the engine; installs it unless that was done.
+    """Return the interpreter that runs the engine; install the engine unless that was done.
 
     Args:
         engine: the adapter.
@@ -63,7 +63,7 @@ def _reason(error: Exception) -> str:
 
 
 def versions(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    """Installed versions by package; those that are not found are left out."""
+    """Return installed versions by package; those that are not found are left out."""
     script = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"

@@ -1,4 +1,4 @@
-"""What is measured on a running engine. Each part is a function of (Subject, Plan) to a record."""
+"""Measurements of a running engine: functions of (Subject, Plan) to a record."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from compare import workloads
-from compare.process import Started
-from compare.worker_http import ALONE
-from serving_load import Run, Target, Work, poisson_arrivals, run_load
-from serving_process import ask
-from serving_report import samples, summarize
+from scripts.compare import workloads
+from scripts.compare.process import Started
+from scripts.compare.worker_http import ALONE
+from scripts.lib.server_process import ask
+from scripts.serving.load import Run, Target, Work, poisson_arrivals, run_load
+from scripts.serving.report import samples, summarize
 
 CDF_POINTS = 51
 _WORD = re.compile(r"w(\d+)")
@@ -25,7 +25,7 @@ _WORD = re.compile(r"w(\d+)")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of each part; counts of requests.
+    """Amount of each part; counts of requests.
 
     Attributes:
         vocabulary: prompts hold ids below it.
@@ -57,7 +57,8 @@ class Subject:
     process: Started | None
 
     def target(self, alone: bool = False) -> Target:
-        """
+        """Return what requests are sent to.
+
         Args:
             alone: requests are sent one at a time, and all engines are told so.
         """
@@ -91,7 +92,7 @@ class Subject:
 
 
 def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
-    """What the tables and plots need of a run."""
+    """Return what the tables and plots need of a run."""
     table = summarize(run, percentiles=(90, 99), objectives=objectives)
     kept = {
         name: value
@@ -119,7 +120,7 @@ def _cdfs(run: Run) -> dict[str, list[float]]:
 
 
 def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """Greedy answers, one request at a time and then all together."""
+    """Gather greedy answers, one request at a time and then all together."""
     works = workloads.agreement(plan.vocabulary)
     answers = []
     for run in (subject.load(works, most=1)[0], subject.load(works)[0]):
@@ -132,7 +133,10 @@ def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def _ids(text: str) -> list[int]:
-    """Ids from text of the vocabulary that `checkpoint` writes; special tokens have no text."""
+    """Return ids from text of the vocabulary that `checkpoint` writes.
+
+    Special tokens have no text.
+    """
     return [int(number) for number in _WORD.findall(text)]
 
 
@@ -152,7 +156,7 @@ def mixed(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def serve(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """Poisson arrivals, open loop."""
+    """Send Poisson arrivals, open loop."""
     works = workloads.trace(plan.vocabulary, plan.served)
     arrivals = poisson_arrivals(plan.served, plan.rate, 1.0, np.random.default_rng(3))
     run, cpu = subject.load(works, arrivals)
@@ -160,7 +164,7 @@ def serve(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def curve(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """Throughput of so many clients, each of which asks again when it was answered."""
+    """Measure the throughput of so many clients, each of which sends again once answered."""
     points = {}
     for clients in plan.crowds:
         run, cpu = subject.load(workloads.crowd(plan.vocabulary, clients), most=clients)
@@ -169,7 +173,7 @@ def curve(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """The trace under a continuous and under a padded static schedule, of one engine."""
+    """Run the trace under a continuous and under a padded static schedule of one engine."""
     works = workloads.trace(plan.vocabulary, plan.trace)
     table: dict[str, Any] = {}
     for rows in plan.batches:
@@ -184,7 +188,7 @@ def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float, float]]:
-    """(place, begin, end) of each sequence's stay, from who held each slot after every step.
+    """Return (place, begin, end) of each sequence's stay, from the holders of each slot.
 
     A place is the lowest of `rows` lines of a chart that was free when the sequence came; slots
     beyond `rows`, which padded schedules may use, are folded into these.
@@ -219,7 +223,7 @@ PARTS: dict[str, Callable[[Subject, Plan], dict[str, Any]]] = {
 
 
 def warm(subject: Subject, plan: Plan) -> None:
-    """Requests whose times nobody keeps: engines allocate and tune with the first they see."""
+    """Send requests that are not timed: engines allocate and tune with the first ones."""
     works = workloads.crowd(plan.vocabulary, min(plan.rows, 4), outputs=4)
     subject.load(works)
     time.sleep(0.1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from compare.results import Record, chosen
+from scripts.compare.results import Record, chosen
 
 COLORS = {
     "jaxserve": "#2a78d6",
@@ -25,6 +25,7 @@ OTHER = "#6b6b6b"
 
 
 def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +40,7 @@ def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
 
 
 def _with(data: dict[str, Any], part: str) -> list[tuple[str, str, Record]]:
-    """(engine, title, record) of one part, on the first model that has it."""
+    """Return (engine, title, record) of one part, on the first model that has it."""
     for model in dict.fromkeys(record["model"] for record in data["records"]):
         found = [
             (name, engine["title"], records[-1])
@@ -57,6 +58,7 @@ def _legend(figure: Any, axis: Any) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
+    # Imported here: only plots need it.
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -64,7 +66,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def curve(data: dict[str, Any], path: Path) -> None:
-    """Throughput, and time per token, against the number of clients."""
+    """Plot throughput, and time per token, against the number of clients."""
     found = _with(data, "curve")
     if not found:
         path.unlink(missing_ok=True)
@@ -88,7 +90,7 @@ def curve(data: dict[str, Any], path: Path) -> None:
 
 
 def latency(data: dict[str, Any], path: Path) -> None:
-    """Distributions of latencies under load."""
+    """Plot distributions of latencies under load."""
     found = _with(data, "serve")
     if not found:
         path.unlink(missing_ok=True)
@@ -113,7 +115,7 @@ def latency(data: dict[str, Any], path: Path) -> None:
 
 
 def slots(data: dict[str, Any], path: Path) -> None:
-    """Who was there when: the same requests, continuous above and padded static below.
+    """Plot the stays of the same requests, continuous above and padded static below.
 
     Rows are places that `parts.spans` gave the stays, the lowest that was free; not slots.
     """
@@ -125,6 +127,7 @@ def slots(data: dict[str, Any], path: Path) -> None:
     if len(charts) < 2:
         path.unlink(missing_ok=True)
         return
+    # Imported here: only plots need it.
     import matplotlib
 
     matplotlib.use("Agg")

@@ -20,7 +20,7 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int) -> list[int]:
-    """A process and its descendants; Linux only."""
+    """Return a process and its descendants; Linux only."""
     found = [root]
     for pid in found:
         try:
@@ -32,12 +32,12 @@ def tree(root: int) -> list[int]:
 
 
 def memory_bytes(pids: list[int]) -> int:
-    """Resident bytes, pages that are shared between them counted in each."""
+    """Return resident bytes, pages that are shared between them counted in each."""
     return sum(int(fields[21]) * PAGE for fields in map(_stat, pids) if fields)
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU time of living processes, and of those of their children that have ended."""
+    """Return CPU time of living processes, and of those of their children that have ended."""
     return sum(sum(map(int, fields[11:15])) for fields in map(_stat, pids) if fields) / TICKS
 
 
@@ -134,7 +134,7 @@ class Started:
         return self.process.poll() is None
 
     def pause(self) -> None:
-        """It and all it started do nothing until `go_on`; connections stay."""
+        """Pause it and all it started until `go_on`; connections stay."""
         self._is_paused = True
         self._signal(signal.SIGSTOP)
 
@@ -148,11 +148,11 @@ class Started:
                 os.kill(pid, sign)
 
     def cpu_seconds(self) -> float:
-        """Spent so far by the server and all it started."""
+        """Return seconds spent so far by the server and all it started."""
         return cpu_seconds(tree(self.process.pid))
 
     def _stop(self) -> None:
-        """By process group: servers have helpers of their own."""
+        """Stop it with all its descendants."""
         self._is_over.set()
         self._watcher.join()
         pids = tree(self.process.pid)

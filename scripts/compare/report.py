@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compare import plots
-from compare.gates import (
+from scripts.compare import plots
+from scripts.compare.gates import (
     MODEL_TITLES,
     OURS,
     Gate,
@@ -18,7 +18,7 @@ from compare.gates import (
     span,
     unlike_lines,
 )
-from compare.results import Record, chosen, middle, ratio
+from scripts.compare.results import Record, chosen, middle, ratio
 
 BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
 
@@ -43,7 +43,7 @@ LEVEL = 1.02
 
 
 def engines_of(data: dict[str, Any], model: str) -> list[str]:
-    """Those that were measured, in the order of their first record's kind; ours first."""
+    """Return the engines that were measured, in the order of their kind; ours first."""
     names = [
         name
         for name in data["engines"]
@@ -63,7 +63,7 @@ def _number(data: dict[str, Any], model: str, engine: str, part: str | None, nam
 
 
 def model_table(data: dict[str, Any], model: str) -> list[str]:
-    """One row an engine; columns that nobody has are left out."""
+    """Return one row an engine; columns without any value are left out."""
     engines = engines_of(data, model)
     cells = {
         heading: [span(_number(data, model, e, part, name), form, scale) for e in engines]
@@ -78,7 +78,7 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
 
 
 def gate_table(data: dict[str, Any]) -> list[str]:
-    """One row a ratio and model."""
+    """Return one row a ratio and model."""
     lines = ["| output tokens/s, ratio | measured | wanted | |", "|---|---|---|---|"]
     for gate in gates(data):
         verdict = "met" if gate.is_met else "**not met**"
@@ -88,7 +88,7 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
-    """One row a ratio, one column a model; "-" where there is no goal, or nothing was measured."""
+    """Return a row a ratio, a column a model; "-" without a goal, or a measurement."""
     found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
     models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)
@@ -105,7 +105,7 @@ def _missed(gate: Gate) -> str:
 
 
 def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
-    """One line a model: in what others are ahead of ours, who, and how many times.
+    """Return one line a model: in what others are ahead of ours, who, and how many times.
 
     Args:
         data: the results.
@@ -141,7 +141,7 @@ def behind_words(data: dict[str, Any], rivals: int | None = None) -> list[str]:
 
 
 def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: str) -> float:
-    """How many times better the rival's number is than ours; 0 where one of them is missing."""
+    """Return how many times better the rival's number is than ours; 0 where one is missing."""
     if part is not None:
         found = ratio(data["records"], model, (rival, OURS), part, name)
     else:
@@ -153,7 +153,7 @@ def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: 
 
 
 def agreement_table(data: dict[str, Any]) -> list[str]:
-    """Of every engine's greedy tokens, how many are the judge's best, and the largest gap."""
+    """Tabulate how many greedy tokens of each engine are the judge's best, and the largest gap."""
     lines = []
     for model in models_of(data):
         for engine in engines_of(data, model):
@@ -227,7 +227,7 @@ def _repeats_words(data: dict[str, Any]) -> str:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The whole report as Markdown."""
+    """Return the whole report as Markdown."""
     settings = data["settings"]
     text = [
         "# Engines compared",
@@ -266,13 +266,13 @@ def table(data: dict[str, Any]) -> str:
 
 
 def readme_part(data: dict[str, Any], results: str) -> list[str]:
-    """Of README's section, what one results file says."""
+    """Return what the README's block reports of one results file."""
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
     count = len(data["runs"])
     runs = "One run" if count == 1 else f"One run in {count} slices"
     served = any(record["part"] == "serve" for record in data["records"])
     return [
-        f"{runs} of `python scripts/compare_engines.py`:",
+        f"{runs} of `python -m scripts.compare`:",
         f"{_words(data)}.",
         f"{_repeats_words(data)}. {_agreement_words(data)}",
         f"All of it, with versions{', spread and latencies' if served else ' and spread'}: "
@@ -289,7 +289,7 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
 
 
 def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
-    """The table and the plots that go with a results file."""
+    """Return the table and the plots that go with a results file."""
     names = ("curve", "latency", "slots")
     return json_path.with_suffix(".md"), {
         name: json_path.with_name(f"{json_path.stem}_{name}.png") for name in names
@@ -297,7 +297,7 @@ def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
 
 
 def write(data: dict[str, Any], json_path: Path) -> None:
-    """The table and the plots beside the results."""
+    """Write the table and the plots beside the results."""
     markdown, images = paths(json_path)
     markdown.write_text(table(data))
     plots.curve(data, images["curve"])
@@ -306,26 +306,26 @@ def write(data: dict[str, Any], json_path: Path) -> None:
 
 
 def stored(folder: Path) -> list[Path]:
-    """The results files of a folder: one, and one for each other machine."""
+    """Return the results files of a folder: one, and one for each other machine."""
     return sorted(folder.glob("compare_engines*.json"))
 
 
-def section_of(json_paths: list[Path], root: Path) -> str:
-    """What stands between README's markers, for results files inside the repository."""
+def section_of(json_paths: list[Path]) -> str:
+    """Return what stands between the markers of the README beside these results files."""
     lines = [BEGIN]
     for json_path in json_paths:
         markdown, images = paths(json_path)
         data = json.loads(json_path.read_text())
-        lines += readme_part(data, str(markdown.relative_to(root)))
+        lines += readme_part(data, markdown.name)
         image = images["slots"]
         if json_path == json_paths[0] and image.exists():
-            lines += [f"![{image.stem}]({image.relative_to(root)})", ""]
+            lines += [f"![{image.stem}]({image.name})", ""]
     lines.append('"-": no goal there, or not measured.')
     return "\n".join([*lines, END])
 
 
 def replaced(readme: str, section: str) -> str:
-    """README with another section between the markers.
+    """Return README with another section between the markers.
 
     Raises:
         ValueError: it has no markers.

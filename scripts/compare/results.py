@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from scripts.lib.paths import ROOT
+from scripts.lib.run_record import machine, plain
 
 Record = dict[str, Any]
 
@@ -51,13 +52,13 @@ class Results:
             self.data["engines"] = {name: one for name, one in known if "missing" not in one}
 
     def begin(self, command: str) -> None:
-        """A run begins: its records follow, and carry its number."""
+        """Begin a run: its records follow, and carry its number."""
         self.data["runs"].append(
             {"command": plain(command), "began": time.strftime("%Y-%m-%d %H:%M"), **_source()}
         )
 
     def note(self, name: str, title: str, versions: dict[str, str], settings: str) -> None:
-        """What is known of an engine.
+        """Note title, versions and settings of an engine.
 
         Raises:
             ValueError: the file's records are of other versions.
@@ -74,7 +75,7 @@ class Results:
         return self.data["records"]
 
     def has(self, key: Record) -> bool:
-        """Whether a part was measured; one that failed was not."""
+        """Return whether a part was measured; one that failed was not."""
         return any("error" not in r and key.items() <= r.items() for r in self.records)
 
     def add(self, record: Record) -> None:
@@ -87,7 +88,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """One record a line: a file that can be read, and compared by eye."""
+        """Write one record a line: a file that can be read, and compared by eye."""
         self.data["date"] = time.strftime("%Y-%m-%d")
         head = {name: value for name, value in self.data.items() if name != "records"}
         lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in self.records)
@@ -98,7 +99,7 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What a results file holds.
+    """Return what a results file holds.
 
     Raises:
         ValueError: it is none, with its name and what is wrong.
@@ -120,24 +121,9 @@ def read_results(path: Path) -> dict[str, Any]:
     return found
 
 
-def plain(text: str) -> str:
-    """A message or a command without what belongs to one machine: folders, and addresses."""
-    text = re.sub(r"\w+://\S+", "URL", text)
-    return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
-
-
-# The widest first: flags of /proc/cpuinfo that decide how fast products are.
-VECTORS = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX-512 with bfloat16 products",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-}
-
-
 def _source() -> dict[str, str]:
-    """The commit that is measured, where this is a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Return the commit that is measured, where this is a checkout."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     except OSError:
@@ -145,29 +131,15 @@ def _source() -> dict[str, str]:
     return {"commit": done.stdout.strip()} if done.returncode == 0 else {}
 
 
-def machine() -> dict[str, Any]:
-    """CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-        flags = next(line.split() for line in lines if line.startswith("flags"))
-    except (OSError, StopIteration):
-        name, flags = platform.machine(), []
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    vectors = next((title for flag, title in VECTORS.items() if flag in flags), "")
-    cpu = f"{name} ({vectors})" if vectors else name
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(gigabytes)}
-
-
 def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:
-    """Records of one part that did not fail, by repeat."""
+    """Return records of one part that did not fail, by repeat."""
     key = {"model": model, "engine": engine, "part": part}.items()
     found = [r for r in records if key <= r.items() and "error" not in r]
     return sorted(found, key=lambda record: record["repeat"])
 
 
 def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
-    """(median, least, most) of a number over repeats; None without any."""
+    """Return (median, least, most) of a number over repeats; None without any."""
     values = [r[name] for r in records if r.get(name) is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
@@ -175,7 +147,7 @@ def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] |
 def ratio(
     records: list[Record], model: str, pair: tuple[str, str], part: str, name: str
 ) -> tuple[float, float, float] | None:
-    """(median, least, most) of one engine's number over another's, repeat by repeat."""
+    """Return (median, least, most) of one engine's number over another's, repeat by repeat."""
     ours, theirs = (
         {r["repeat"]: r[name] for r in chosen(records, model, engine, part) if r.get(name)}
         for engine in pair

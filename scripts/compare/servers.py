@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from compare.engine import Engine
-from compare.process import Started
+from scripts.compare.engine import Engine
+from scripts.compare.process import Started
 
 
 class Servers:
@@ -27,7 +27,7 @@ class Servers:
 
     @contextmanager
     def awake(self, engine: Engine, model: str) -> Iterator[tuple[Started, bool]]:
-        """The engine's server and whether it was started just now; asleep again afterwards.
+        """Wake the engine's server; yield it and whether it is new, and halt it afterwards.
 
         Servers of another model end first. One that has ended by itself is started anew.
 

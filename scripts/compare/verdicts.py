@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from compare import workloads
-from compare.checkpoint import config_of, random_checkpoint
-from compare.engine import WORKERS
-from compare.environments import cache_folder
-from compare.results import Record, Results
-from compare.shapes import shape_of
+from scripts.compare import workloads
+from scripts.compare.engine import module_command
+from scripts.compare.environments import cache_folder
+from scripts.compare.results import Record, Results
+from scripts.lib.model_shapes import shape_of
+from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.random_checkpoint import config_of, random_checkpoint
 
 
 def waiting(results: Results) -> list[Record]:
-    """Records of answers that were not judged yet."""
+    """Return records of answers that were not judged yet."""
     return [
         record
         for record in results.records
@@ -25,7 +27,7 @@ def waiting(results: Results) -> list[Record]:
 
 
 def judge(results: Results, python: Path, threads: int, say: Callable[[str], None]) -> None:
-    """Adds `gaps` to every record of answers that has none yet."""
+    """Add `gaps` to every record of answers that has none yet."""
     found = waiting(results)
     for model in sorted({record["model"] for record in found}):
         records = [record for record in found if record["model"] == model]
@@ -45,9 +47,14 @@ def _judge(results: Results, python: Path, threads: int, records: list[Record]) 
     }
     asked = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answers]
     folder = random_checkpoint(shape, cache_folder() / "models")
-    command = [str(python), str(WORKERS / "judge.py"), str(folder), str(threads)]
+    command = [*module_command(python, "judge"), str(folder), str(threads)]
     done = subprocess.run(
-        command, input=json.dumps(asked), capture_output=True, text=True, check=True
+        command,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | IN_CHECKOUT,
     )
     verdicts = dict(zip(answers, json.loads(done.stdout), strict=True))
     for record in records:

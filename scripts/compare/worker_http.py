@@ -42,7 +42,7 @@ class Job:
         self._send = send
 
     def write(self, token_ids: list[int]) -> None:
-        """Tokens beyond the wanted length are dropped; the last wanted one ends the answer."""
+        """Write tokens, those beyond the wanted length dropped; the last one ends the answer."""
         token_ids = token_ids[: self.max_tokens - self.written]
         if not token_ids or self.done.is_set():
             return
@@ -140,7 +140,7 @@ class Front:
         return jobs
 
     def waiting(self) -> list[Job]:
-        """All that have come; none is no reason to wait."""
+        """Return all that have come, without waiting for any."""
         jobs = []
         while True:
             try:
@@ -150,7 +150,7 @@ class Front:
 
 
 def arguments(*more: tuple[str, str]) -> argparse.Namespace:
-    """What `engine.worker` passes, and options of the worker's own with their defaults."""
+    """Return what `engine.worker` passes, and the worker's own options with their defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     for name in ("--port", "--rows", "--threads", "--max-len"):

@@ -7,13 +7,14 @@ from collections import deque
 import numpy as np
 import openvino
 import openvino_genai
-from worker_http import Front, Job, arguments
+
+from scripts.compare.worker_http import Front, Job, arguments
 
 
 def open_pipeline(
     folder: str, rows: int, max_len: int, threads: int, dtype: str
 ) -> openvino_genai.ContinuousBatchingPipeline:
-    """Float32 must be asked for: the default is bf16 where the CPU has it, and an 8-bit cache."""
+    """Open it in float32 where that is set: the default is bf16, and an 8-bit cache."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_seqs = rows
     scheduler.max_num_batched_tokens = 512

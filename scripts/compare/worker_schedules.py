@@ -15,7 +15,6 @@ prepare_process()
 
 import numpy as np
 
-from compare.worker_http import Front, Job, arguments
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded, load
@@ -23,7 +22,8 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.static import StaticScheduler
+from scripts.compare.worker_http import Front, Job, arguments
+from scripts.lib.static_scheduler import StaticScheduler
 
 CONTINUOUS, S0, S1 = "continuous", "S0", "S1"
 
@@ -39,7 +39,7 @@ class Schedules:
         self.change({"schedule": CONTINUOUS, "rows": rows})
 
     def change(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """Only while nothing runs; {"schedule": continuous, S0 or S1; "rows": at most --rows}."""
+        """Change {"schedule": continuous, S0 or S1; "rows": at most --rows} while nothing runs."""
         name, rows = wish["schedule"], int(wish.get("rows", self._rows))
         if name not in (CONTINUOUS, S0, S1) or not 1 <= rows <= self._rows:
             raise ValueError(f"no such schedule: {wish}")

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
-from transformers_batching import start_batching
-from worker_http import Front, Job, arguments
+
+from scripts.compare.worker_http import Front, Job, arguments
+from scripts.lib.transformers_batching import start_batching
 
 
 class Columns(BaseStreamer):
@@ -30,7 +31,7 @@ class Columns(BaseStreamer):
 
 
 def serve_static(network: Any, front: Front, rows: int) -> None:
-    """First-come batches, left-padded to the longest prompt, run until the longest answer ends."""
+    """Serve first-come batches, left-padded, each run until its longest answer ends."""
     while True:
         jobs = front.batch(rows)
         width = max(len(job.prompt) for job in jobs)
@@ -51,7 +52,7 @@ def serve_static(network: Any, front: Front, rows: int) -> None:
 
 
 def serve_continuous(network: Any, front: Front, rows: int, max_len: int) -> None:
-    """Requests go in as they come; a thread reads what comes out."""
+    """Add requests as they come; a thread reads the answers."""
     page = 64
     batching = start_batching(
         network,

@@ -31,7 +31,7 @@ CONTROL, NORMAL, UNKNOWN = 3, 1, 2
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head as pairs (i, i + half): llama.cpp's Llama rotates neighbours."""
+    """Return rows of each head as pairs (i, i + half): llama.cpp's Llama rotates neighbours."""
     outputs, inputs = weight.shape
     return (
         weight.reshape(heads, 2, outputs // heads // 2, inputs)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serving_process import ROOT, Server, ask
+from scripts.lib.paths import ROOT
+from scripts.lib.server_process import Server, ask
 
 KEY = "a-client-key"
 MODEL = "demo_model"

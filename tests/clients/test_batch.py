@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving_process import ROOT
+from scripts.lib.paths import ROOT
 from tests.clients.conftest import ANSWER, ARGUMENTS, MODEL, QUESTION
 
 CHAT = {"messages": [{"role": "user", "content": QUESTION}]}

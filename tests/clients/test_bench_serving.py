@@ -1,4 +1,4 @@
-"""scripts/bench_serving.py: its arithmetic, and a run of it against a live server."""
+"""scripts.serving.bench: its arithmetic, and a run of it against a live server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving_load import Outcome, Prompts, Reader, Run, poisson_arrivals, random_works, trace_works
-from serving_process import ROOT
-from serving_report import most_at_once, plot, summarize, token_times
+from scripts.lib.paths import ROOT
+from scripts.serving.load import (
+    Outcome,
+    Prompts,
+    Reader,
+    Run,
+    poisson_arrivals,
+    random_works,
+    trace_works,
+)
+from scripts.serving.report import most_at_once, plot, summarize, token_times
 from tests.clients.conftest import KEY, MODEL
 
 
 def bench(url: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    words = ["scripts/bench_serving.py", "--base-url", url, "--api-key", KEY, *arguments]
+    words = ["-m", "scripts.serving.bench", "--base-url", url, "--api-key", KEY, *arguments]
     words += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
     result = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60

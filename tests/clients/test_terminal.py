@@ -12,7 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from serving_process import ROOT, ask
+from scripts.lib.paths import ROOT
+from scripts.lib.server_process import ask
 from tests.clients.conftest import ANSWER, KEY, MODEL, QUESTION
 
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-import sim_calibrate
-import sim_lines
-from bench_prefix import loss, turns_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
-from sim_calibrate import Calibration, LaunchLog
-from sim_client import add_request, alike
-from sim_jobs import make_jobs
-from sim_times import WOKEN_SECONDS, Line, Measured
+from scripts.bench.prefix import loss, turns_of
+from scripts.simulate import calibrate as sim_calibrate
+from scripts.simulate import fits as sim_fits
+from scripts.simulate.calibrate import Calibration, LaunchLog
+from scripts.simulate.client import add_request, alike
+from scripts.simulate.fits import WOKEN_SECONDS, Line, Measured
+from scripts.simulate.jobs import make_jobs
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_calibrated_table_prices_every_part_of_the_loop(
     loaded: Loaded, alone: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_calibrate, "MOST_OUTPUT", 8)
-    monkeypatch.setattr(sim_lines, "LEAST_OF_LINE", 1)
+    monkeypatch.setattr(sim_fits, "LEAST_OF_LINE", 1)
     calibration = Calibration(loaded, alone)
     times = calibration.times(calibration.serve(0.4))
     assert set(times.lines) >= {

@@ -8,10 +8,10 @@ import re
 import jsonschema
 import pytest
 
-from hostile_forms import HOSTILE
 from jaxserve import LLM, InvalidRequest, SamplingParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.structured import StructuredOutputsParams
+from scripts.bench.structured import HOSTILE
 from tests.engine.conftest import Canary
 from tests.structured.schemas import Schema, closed, listed, schemas
 

@@ -24,7 +24,8 @@ from jaxserve.models.families import cohere, gemma, olmo
 from jaxserve.models.layers import LLAMA, Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
-from tests.models.tiny_models import PagedRunner, load, reference_logits, relative_error
+from scripts.lib.paged_runner import PagedRunner
+from tests.models.tiny_models import load, reference_logits, relative_error
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

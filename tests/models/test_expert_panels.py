@@ -9,8 +9,9 @@ import pytest
 from jaxserve.models import experts, read_model_config
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.weights import load_weights
+from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES
-from tests.models.tiny_models import PagedRunner, reference_logits, relative_error
+from tests.models.tiny_models import reference_logits, relative_error
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")
 PRODUCT = re.compile(r"target_name=jaxserve_(?:quantized_)?product_")

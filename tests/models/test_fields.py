@@ -16,8 +16,9 @@ from jaxserve.models import attention, experts, latent, read_model_config
 from jaxserve.models.config.architectures import ARCHITECTURES
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from pallas_kernels import grouped_matmul, ragged_paged_attention
+from scripts.lib.paged_runner import FAST, PagedRunner
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
-from tests.models.tiny_models import FAST, PagedRunner, load
+from tests.models.tiny_models import load
 
 TOKENS = np.random.default_rng(5).integers(0, 96, 70).tolist()
 

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving_process import Server
+from scripts.lib.server_process import Server
 from tests.real.conftest import Real
 from tests.real.engines import SETTINGS
 from tests.real.prompts import chats, texts

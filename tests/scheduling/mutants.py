@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 900
 GOAL = 0.95
+STATIC_TEST = "tests/scripts/test_static.py"
 
 
 class Outcome(NamedTuple):
@@ -42,15 +43,17 @@ def copy_project(target: Path) -> None:
     """The sources under test, and the tests."""
     ignore = shutil.ignore_patterns("__pycache__", "*.safetensors", "demo_model", "mutants.py")
     shutil.copytree(ROOT / "jaxserve", target / "jaxserve", ignore=ignore)
-    (target / "tests").mkdir()
-    (target / "tests" / "__init__.py").touch()
+    shutil.copytree(ROOT / "scripts" / "lib", target / "scripts" / "lib", ignore=ignore)
     for name in ("scheduling", "support"):
         shutil.copytree(ROOT / "tests" / name, target / "tests" / name, ignore=ignore)
+    for name in ("scripts/__init__.py", "tests/__init__.py", STATIC_TEST):
+        (target / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(ROOT / name, target / name)
 
 
 def seed_bug(target: Path, bug) -> None:
     """Make the one replacement."""
-    path = target / "jaxserve" / bug.file
+    path = target / bug.file
     text = path.read_text()
     if text.count(bug.old) != 1:
         raise SystemExit(f"{bug.file} has {text.count(bug.old)} times, not once:\n{bug.old}")
@@ -92,7 +95,7 @@ def try_bug(bug) -> Outcome:
         if not evidence:
             tests = sorted(path.name for path in HERE.glob("test_*.py"))
             tests.remove("test_scheduler_machine.py")
-            paths = [f"tests/scheduling/{name}" for name in tests]
+            paths = [*(f"tests/scheduling/{name}" for name in tests), STATIC_TEST]
             command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
             killed_by, evidence = "unit tests", failure(target, command)
         killed_by = killed_by if evidence else ""

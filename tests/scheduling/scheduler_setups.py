@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.static import StaticScheduler
+from scripts.lib.static_scheduler import StaticScheduler
 
 MAX_MODEL_LEN = 48
 

@@ -19,18 +19,18 @@ class Bug(NamedTuple):
     only_slow: bool = False
 
 
-POOL = "scheduling/page_pool.py"
-INDEX = "scheduling/page_index.py"
-KEYS = "scheduling/page_keys.py"
-SCHEDULER = "scheduling/scheduler.py"
-FITTING = "scheduling/budget.py"
-RESULTS = "scheduling/commit_result.py"
-PUBLISHING = "scheduling/publishing.py"
-RAGGED = "scheduling/ranges.py"
-SLOTS = "scheduling/slot_table.py"
-WAITING = "scheduling/waiting.py"
-STATIC = "scheduling/static.py"
-BATCH = "execution/batch.py"
+POOL = "jaxserve/scheduling/page_pool.py"
+INDEX = "jaxserve/scheduling/page_index.py"
+KEYS = "jaxserve/scheduling/page_keys.py"
+SCHEDULER = "jaxserve/scheduling/scheduler.py"
+FITTING = "jaxserve/scheduling/budget.py"
+RESULTS = "jaxserve/scheduling/commit_result.py"
+PUBLISHING = "jaxserve/scheduling/publishing.py"
+RAGGED = "jaxserve/scheduling/ranges.py"
+SLOTS = "jaxserve/scheduling/slot_table.py"
+WAITING = "jaxserve/scheduling/waiting.py"
+STATIC = "scripts/lib/static_scheduler.py"
+BATCH = "jaxserve/execution/batch.py"
 
 POOL_BUGS = (
     Bug(

@@ -14,7 +14,7 @@ import importlib, pkgutil
 import jaxserve.config, jaxserve.errors, jaxserve.request
 import jaxserve.scheduling as package
 names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-assert {"scheduler", "page_pool", "slot_table", "static"} <= set(names), names
+assert {"scheduler", "page_pool", "slot_table"} <= set(names), names
 for name in names:
     importlib.import_module(f"jaxserve.scheduling.{name}")
 print("imported", len(names))

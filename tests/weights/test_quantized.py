@@ -25,7 +25,8 @@ from jaxserve.weights import load_weights, random_weights
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.model_weights import filled
 from jaxserve.weights.quantize import FORMS, quantize
-from tests.models.tiny_models import PagedRunner, relative_error
+from scripts.lib.paged_runner import PagedRunner
+from tests.models.tiny_models import relative_error
 from tests.weights import packing
 
 RAW: dict[str, Any] = {

@@ -30,7 +30,7 @@ MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
 # CPU time that was spent on the forms that are kept. What llguidance holds of a form grows with
 # the work on it, while it is compiled and whenever a text comes to a new state: mostly by 50 to
-# 150 MB a second, by 450 at most (those of scripts/hostile_forms.py), up to 24 MB for one form.
+# 150 MB a second, by 450 at most (those of scripts/bench/structured.py), up to 24 MB for one form.
 MAX_CACHED_SECONDS = 0.5
 # Between the parts of a JSON text; without a bound small models go on with spaces for ever.
 _SPACE = r"[ \n]{0,16}"

@@ -1,0 +1,1 @@
+"""Benchmarks of this project alone, each a program."""

@@ -1,0 +1,305 @@
+"""Loading a checkpoint against reading its file, and the memory that it takes.
+
+    python -m scripts.bench.loading --json scripts/results/bench_loading.json
+
+Parameters keep the dtype that is stored, or have that of --dtype: an engine on a CPU widens to
+float32 unless told otherwise. With --stored what was measured of the others stays in the JSON file.
+
+Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
+as a server's start is, that reads the files from one end to the other with one thread and no more
+than a buffer, loads them into a model on JAX's default device, and does both again; of each the
+faster counts, since either may meet something else at work. The first load of a process also
+compiles what transposes weights, a fifth of a second whatever their size: what it reached is
+reported apart ("first"). Before each of these the files are dropped from the page cache
+(posix_fadvise), read once without a clock and, a moment later, dropped again, so that both sides
+find the page cache with memory that was just in use: a virtual machine may give what is free back
+to its host every two seconds, which costs a second or more while something is timed. A load's time
+runs from the call of `load_weights` to the last weight in its place, with NaN being looked for.
+
+The weights themselves take memory that reading does not. A virtual machine may have to ask its host
+for memory that it never used or gave back, which can take longer than any disk: 0.3 GB/s on the
+machine of the results. So some of the turns (--fresh-repeats) load into memory as it comes
+("fresh"), the others (--repeats) into memory that the process has touched and kept ("touched", by
+settings of glibc's malloc); the goal is for the latter, and both are reported.
+
+`excess` is how far host memory rose above what the process held before, less the weights
+themselves where the device is the CPU; the goal is at most 1.15 of the largest shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models.weight_table import dimensions
+from jaxserve.weights import load_weights
+from scripts.lib.argument_types import positive, positive_integer, results_file, writable_folder
+from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run, keep
+
+READ_BYTES = 16 << 20
+PAUSE = 2.5  # seconds
+GOAL, EXCESS_GOAL = 0.70, 1.15
+TOUCHED_SHARE = 1.25  # of the weights: what else is allocated leaves gaps that they do not fit in
+# The shape of a 1B Llama; layers are added until the size is reached.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+# Memory that a process frees stays its own.
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> None:
+    """Write a checkpoint of about `size` bytes in shards of about `shard_bytes`."""
+    layers = 1
+    while num_bytes(layers + 1, dtype) <= size:
+        layers += 1
+    raw = CONFIG | {"num_hidden_layers": layers, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_dict(raw)
+    generator, weight_map = np.random.default_rng(0), {}
+    shard: dict[str, np.ndarray] = {}
+    shards: list[tuple[str, int]] = []
+
+    def flush() -> None:
+        name = f"model-{len(shards) + 1:05}.safetensors"
+        save_file(shard, folder / name)
+        shards.append((name, sum(tensor.nbytes for tensor in shard.values())))
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for weight in checkpoint_weights(config):
+        shape = weight.shape(dimensions(config))
+        values = generator.standard_normal(shape, np.float32) * np.float32(0.02)
+        shard[weight.name] = values.astype(DTYPES[dtype])
+        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes:
+            flush()
+    if shard:
+        flush()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def num_bytes(layers: int, dtype: str) -> int:
+    """Return bytes of a checkpoint with so many layers."""
+    config = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": layers})
+    dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
+    return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_cached(folder: Path) -> None:
+    """Drop the weights from the page cache; they must have reached the disk for that."""
+    for path in weight_files(folder):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(folder: Path) -> float:
+    """Return seconds to read every byte in order into one buffer."""
+    buffer, started = bytearray(READ_BYTES), time.perf_counter()
+    for path in weight_files(folder):
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
+def prepare(folder: Path) -> None:
+    """Leave no file in the page cache, and the memory that one read takes just freed."""
+    drop_cached(folder)
+    read_all(folder)
+    time.sleep(PAUSE)
+    drop_cached(folder)
+
+
+def peak_bytes() -> int:
+    """Return most host memory that this process ever held.
+
+    Getrusage would count its parent's too.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def touch(size: int) -> float:
+    """Use so many bytes of memory and free them; seconds that it took."""
+    started = time.perf_counter()
+    np.empty(size, np.uint8).fill(1)
+    return time.perf_counter() - started
+
+
+def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
+    """Read and load in this process: seconds, bytes on the device, rise of host memory's peak."""
+    config = read_model_config(folder)
+    values = sum(
+        int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
+    )
+    size = values * jax.numpy.dtype(dtype).itemsize
+    touch_seconds = touch(int(size * TOUCHED_SHARE)) if touched else 0.0
+    jax.block_until_ready(jax.numpy.zeros(1))
+    reads, loads, placed, rises = [], [], 0, []
+    for _ in range(2):
+        prepare(folder)
+        reads.append(read_all(folder))
+        prepare(folder)
+        before = peak_bytes()
+        seconds, placed = timed_load(folder, config, dtype)
+        loads.append(seconds)
+        rises.append(peak_bytes() - before)
+    on_host = placed if jax.default_backend() == "cpu" else 0
+    return {
+        "read_seconds": reads,
+        "load_seconds": loads,
+        "touch_seconds": touch_seconds,
+        "placed_bytes": placed,
+        "excess_bytes": rises[0] - on_host,
+        "ratio": min(reads) / min(loads),
+        "ratio_first": min(reads) / loads[0],
+    }
+
+
+def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, int]:
+    """Return seconds of a load, and the bytes of what was loaded, which is free again."""
+    started = time.perf_counter()
+    model = load_weights(folder, config, dtype, panels=jax.default_backend() == "cpu")
+    leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    return time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves)
+
+
+def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
+    """Run a turn in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.loading",
+        "--turn",
+        str(folder),
+        "--dtype",
+        dtype,
+    ]
+    environment = os.environ | IN_CHECKOUT | (KEEPING if touched else {})
+    done = subprocess.run(
+        [*command, *(["--touched"] if touched else [])],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    if done.returncode:
+        raise SystemExit(f"a turn ended with {done.returncode}; what it said is above")
+    found = json.loads(done.stdout.splitlines()[-1])
+    size = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
+    rates = (
+        " and ".join(f"{size / seconds:.2f}" for seconds in found[f"{what}_seconds"])
+        for what in ("read", "load")
+    )
+    print(
+        f"  {'touched' if touched else 'fresh'} memory: read {next(rates)}, loaded {next(rates)} "
+        f"GB/s: {found['ratio']:.2f}, the first {found['ratio_first']:.2f}; "
+        f"excess {found['excess_bytes'] / 1e6:.0f} MB",
+        flush=True,
+    )
+    return found
+
+
+def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[str, Any]:
+    """Run turns with both kinds of memory; ratios are within a turn."""
+    files = weight_files(folder)
+    largest = max(path.stat().st_size for path in files)
+    fresh, touched = [], []
+    for turn in range(max(repeats, fresh_repeats)):
+        if turn < fresh_repeats:
+            fresh.append(turn_apart(folder, dtype, touched=False))
+        if turn < repeats:
+            touched.append(turn_apart(folder, dtype, touched=True))
+    return {
+        "bytes": sum(path.stat().st_size for path in files),
+        "largest_shard_bytes": largest,
+        "parameters_as": dtype,
+        "fresh": fresh,
+        "touched": touched,
+        "ratio": statistics.median(one["ratio"] for one in touched),
+        "ratio_first": statistics.median(one["ratio_first"] for one in touched),
+        "ratio_fresh": statistics.median(one["ratio"] for one in fresh),
+        "excess_of_largest_shard": max(one["excess_bytes"] for one in fresh) / largest,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.loading", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--gigabytes", type=positive, default=2.0)
+    parser.add_argument("--shard-megabytes", type=positive_integer, default=500)
+    parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the parameters; by default the stored one"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=3)
+    parser.add_argument("--fresh-repeats", type=positive_integer, default=1)
+    parser.add_argument(
+        "--folder", type=writable_folder, help="where the checkpoint is written; a temporary one"
+    )
+    parser.add_argument("--json", type=results_file)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.turn is not None:
+        print(json.dumps(one_turn(arguments.turn, arguments.dtype, arguments.touched)))
+        return
+    size, place = int(arguments.gigabytes * 1e9), arguments.folder or tempfile.gettempdir()
+    if size > (free := shutil.disk_usage(place).free):
+        parser.error(f"--gigabytes {arguments.gigabytes:g}: {place} has {free / 1e9:.1f} GB left")
+    about = about_run() | {"jax": jax.__version__}
+    goals = {"goals": {"ratio": GOAL, "excess_of_largest_shard": EXCESS_GOAL}}
+    for stored in arguments.stored:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+            folder = Path(name)
+            write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
+            dtype = arguments.dtype or stored
+            print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
+            one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
+        print(
+            f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
+            f"process {one['ratio_first']:.2f}, with fresh memory {one['ratio_fresh']:.2f}; excess "
+            f"{one['excess_of_largest_shard']:.2f} of the largest shard (goal {EXCESS_GOAL})"
+        )
+        if arguments.json:
+            kind = stored if dtype == stored else f"{stored} as {dtype}"
+            keep(arguments.json, {kind: one}, about, goals)
+
+
+if __name__ == "__main__":
+    run_main(main)

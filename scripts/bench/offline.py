@@ -1,0 +1,404 @@
+"""Continuous against static batching on one engine, and the step against its matrix products.
+
+    python -m scripts.bench.offline --json scripts/results/bench_offline.json
+    python -m scripts.bench.offline --part launches      one stream of the bundled model
+
+One process, one set of weights, one set of compiled programs: only the schedule differs. The
+work is the first rows of the Azure conv trace with lengths divided by 8, all queued at the start,
+greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repeats` times; ratios
+are of the medians. S0 pads prompts to the longest of their batch and runs every row until the
+longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
+
+The part "launches" runs only where it is named: one stream's tokens a second, one decode step a
+launch against as many as nobody notices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import LLM
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine, make_scheduler
+from jaxserve.engine.loading import Loaded
+from jaxserve.engine.request_factory import Limits
+from jaxserve.execution.start.warm_up import start_runner
+from jaxserve.models import ModelConfig
+from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.weights import random_weights
+from pallas_kernels.cpu.product import panel_product
+from scripts.lib.argument_types import (
+    at_most,
+    check_room,
+    checkpoint,
+    positive_integer,
+    results_file,
+    some_of,
+)
+from scripts.lib.model_shapes import COMMON, SHAPES
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run, keep
+from scripts.lib.static_scheduler import StaticScheduler
+from scripts.lib.trace_rows import read_trace
+
+PARTS = ("step", "schedules", "launches")
+SCALE = 8
+STEP_GATE = 1.3
+GAIN_GATES = {16: 2.4, 32: 3.1}
+PROMPT, MOST_PROMPT = "Once upon", 9  # no more tokens than letters
+LAUNCHES = {"one step a launch": 1, "as many as nobody notices": None}
+
+
+def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
+    """Load random weights; compile for 1 row to twice `batch`, which padding may need."""
+    model_config = ModelConfig.from_dict(COMMON | SHAPES[shape])
+    config = EngineConfig(
+        max_num_seqs=2 * batch,
+        max_num_batched_tokens=tokens,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
+    ).resolve("cpu", model_config.max_position_embeddings)
+    runner = start_runner(
+        config,
+        model_config,
+        random_weights(model_config, np.float32, panels=True),
+        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr),
+    )
+    limits = Limits(model_config.vocab_size, 1024, (), 0)
+    return Loaded(config, runner, None, limits, SamplingParams())
+
+
+def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
+    """Return the schedules under comparison, each over `batch` sequences at a time."""
+
+    def continuous(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
+        scheduler = make_scheduler(config, pool, slots)
+        scheduler.max_running = batch
+        return scheduler
+
+    def static(padded: bool) -> Callable[..., Scheduler]:
+        def make(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
+            assert config.max_num_batched_tokens
+            return StaticScheduler(
+                pool,
+                slots,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                padded=padded,
+                batch_size=batch,
+            )
+
+        return make
+
+    return {"continuous": continuous, "S1": static(False), "S0": static(True)}
+
+
+def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -> dict[str, Any]:
+    """Serve the workload with one schedule; counts, seconds and the rows of every step."""
+    engine = Engine(loaded, scheduler=make)
+    rng = np.random.default_rng(0)
+    digest: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        prompt = rng.integers(0, loaded.limits.vocab_size, max(1, row.input_tokens // SCALE))
+        params = SamplingParams(
+            temperature=0, max_tokens=max(1, row.output_tokens // SCALE), ignore_eos=True
+        )
+        tokens = digest.setdefault(str(number), [])
+        request = engine.requests.make(prompt, params, request_id=str(number))
+        engine.add(request, lambda delta, tokens=tokens: tokens.extend(delta.token_ids))
+    busy, started, cpu = [], time.perf_counter(), time.process_time()
+    while engine.has_work:
+        engine.step()
+        busy.append(engine.scheduler.num_running)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    stats = engine.stats()
+    assert stats.pages_in_use == 0 and stats.num_compiles == 0
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "steps": stats.num_steps,
+        "output_tokens": stats.generation_tokens,
+        "output_tokens_per_second": stats.generation_tokens / seconds,
+        "output_tokens_per_cpu_second": stats.generation_tokens / cpu,
+        "busy": busy,
+        "digest": digest,
+    }
+
+
+def compare_schedules(loaded: Loaded, batch: int, rows: list[Any], repeats: int) -> dict[str, Any]:
+    """Run every schedule in turn, `repeats` times."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(repeats):
+        for name, make in schedulers(batch).items():
+            run = serve_all(loaded, make, rows)
+            runs.setdefault(name, []).append(run)
+            speed, steps = run["output_tokens_per_second"], run["steps"]
+            print(f"  run {repeat + 1} {name:<11} {speed:8.1f} tok/s {steps:6d} steps", flush=True)
+    first = runs["continuous"][0]["digest"]
+    same = np.mean([run[0]["digest"][n] == first[n] for run in runs.values() for n in first])
+    table = {name: _summary(results) for name, results in runs.items()}
+    for name in ("S0", "S1"):
+        table[name]["gain_of_continuous"] = (
+            table["continuous"]["output_tokens_per_second"]
+            / table[name]["output_tokens_per_second"]
+        )
+        table[name]["gain_in_cpu_seconds"] = (
+            table["continuous"]["output_tokens_per_cpu_second"]
+            / table[name]["output_tokens_per_cpu_second"]
+        )
+    return {
+        "batch": batch,
+        "requests": len(rows),
+        "equal_answers": float(same),
+        "schedules": table,
+        "busy": {name: results[0]["busy"] for name, results in runs.items()},
+    }
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
+    names = ("seconds", "cpu_seconds", "output_tokens_per_second", "output_tokens_per_cpu_second")
+    summary = {name: statistics.median(run[name] for run in runs) for name in names}
+    speeds = [run["output_tokens_per_second"] for run in runs]
+    spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
+    return summary | {"spread": spread, "steps": runs[0]["steps"]}
+
+
+def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
+    """Time of a decode step over that of its matrix products alone, taking turns.
+
+    `weights` multiplies by every weight matrix as the step does, `xla_weights` by the same ones in
+    the plain order with XLA's product; `attention` is queries by keys and weights by values for the
+    same number of cached tokens, on operands that lie contiguous in memory.
+    """
+    runner = loaded.runner
+    panels = [leaf for leaf in runner._leaves if leaf.ndim == 3]
+    plain = [jnp.asarray(_plain(np.asarray(leaf))) for leaf in panels]
+    rng = np.random.default_rng(0)
+    inputs = [jnp.asarray(rng.standard_normal((batch, len(w)), np.float32)) for w in plain]
+
+    @jax.jit
+    def multiply(xs: list[jax.Array], ws: list[jax.Array]) -> list[jax.Array]:
+        return [panel_product(x, w, "float32") for x, w in zip(xs, ws, strict=True)]
+
+    dots = jax.jit(lambda xs, ws: [x @ w for x, w in zip(xs, ws, strict=True)])
+    slots, plan = _decode_batch(loaded, batch, context)
+    attend = _attention_products(runner.model_config, int((plan.starts + 1).sum()))
+    work: dict[str, Callable[[], object]] = {
+        "step": lambda: runner.read(runner.submit(plan, slots)),
+        "weights": lambda: jax.block_until_ready(multiply(inputs, panels)),
+        "xla_weights": lambda: jax.block_until_ready(dots(inputs, plain)),
+        "attention": lambda: jax.block_until_ready(attend()),
+    }
+    wall: dict[str, list[float]] = {name: [] for name in work}
+    cpu: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(repeats + 3):
+        for name, run in work.items():
+            started, used = time.perf_counter(), time.process_time()
+            run()
+            if repeat >= 3:
+                wall[name].append(time.perf_counter() - started)
+                cpu[name].append(time.process_time() - used)
+    middle = {name: statistics.median(times) for name, times in wall.items()}
+    return {
+        "batch": batch,
+        "context": context,
+        **{f"{name}_ms": seconds * 1e3 for name, seconds in middle.items()},
+        "over_all_products": middle["step"] / (middle["weights"] + middle["attention"]),
+        "over_weights": middle["step"] / middle["weights"],
+        "over_xla_weights": middle["step"] / middle["xla_weights"],
+        "over_weights_cpu": sum(cpu["step"]) / sum(cpu["weights"]),
+    }
+
+
+def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
+    """Return both products of every layer's attention over `tokens` tokens, in chunks of 64."""
+    kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+    queries = config.num_attention_heads // kv_heads
+    rng = np.random.default_rng(2)
+    shape = (max(1, round(tokens / 64)), kv_heads, 64, head_dim)
+    cache = [
+        [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in "kv"]
+        for _ in range(config.num_hidden_layers)
+    ]
+    asked = jnp.ones((shape[0], kv_heads, queries, head_dim))
+
+    @jax.jit
+    def attend(q: jax.Array, cache: list[list[jax.Array]]) -> jax.Array:
+        for k, v in cache:
+            q = jnp.einsum("wkgc,wkch->wkgh", jnp.einsum("wkgh,wkch->wkgc", q, k), v)
+        return q
+
+    return lambda: attend(asked, cache)
+
+
+def _plain(panels: np.ndarray) -> np.ndarray:
+    """Return a weight in panels as [inputs, outputs]."""
+    return np.ascontiguousarray(panels.transpose(1, 0, 2)).reshape(panels.shape[1], -1)
+
+
+def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, StepPlan]:
+    """Lay out rows with about `context` cached tokens each, on scattered pages."""
+    config = loaded.config
+    assert config.max_num_seqs and config.max_model_len
+    slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
+    rng = np.random.default_rng(1)
+    lengths = np.full(batch, context, np.int32)
+    if batch > 1:
+        lengths = np.clip(rng.gamma(2, context / 2, batch), 8, 1000).astype(np.int32)
+    pages = rng.permutation(loaded.runner.num_pages - 1) + 1
+    for slot, length in enumerate(lengths):
+        count = -(-int(length + 1) // config.block_size)
+        slots.page_table[slot, :count], pages = pages[:count], pages[count:]
+    slots.num_known[:batch] = lengths + 1
+    return slots, StepPlan(
+        slots=np.arange(batch, dtype=np.int32),
+        starts=lengths,
+        num_tokens=np.ones(batch, np.int32),
+        samples=np.ones(batch, bool),
+        generations=np.ones(batch, np.int64),
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Plot the rows at work in every step, for each schedule, over the same time axis."""
+    # Imported here: only plots need it.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batch, schedules = result["batch"], result["schedules"]
+    figure, axes = pyplot.subplots(3, 1, figsize=(9, 6), sharex=True, constrained_layout=True)
+    for axis, (name, color) in zip(
+        axes, {"continuous": "#2a78d6", "S1": "#1baf7a", "S0": "#eb6834"}.items(), strict=True
+    ):
+        busy = np.array(result["busy"][name])
+        when = np.linspace(0, schedules[name]["seconds"], len(busy))
+        axis.fill_between(when, busy, step="post", color=color, linewidth=0)
+        speed = schedules[name]["output_tokens_per_second"]
+        axis.set_title(f"{name}: {speed:.0f} output tokens/s", loc="left", fontsize=10)
+        axis.set_ylim(0, batch)
+        axis.set_ylabel("rows at work")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel(
+        f"seconds; the same {result['requests']} requests (Azure conv trace, lengths / {SCALE}), "
+        f"{batch} rows, random Llama of the 135M class, CPU"
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
+    """Time one stream with each of `LAUNCHES`, in turn, and print its tokens a second.
+
+    Args:
+        model: checkpoint; None for the bundled one.
+        tokens: length of the answer.
+        repeats: turns of each.
+    """
+    engines = {
+        name: LLM(model, max_num_seqs=8, num_scheduler_steps=steps)
+        for name, steps in LAUNCHES.items()
+    }
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    answers = set()
+    for _ in range(repeats):
+        for name, llm in engines.items():
+            started = time.perf_counter()
+            [output] = llm.generate(PROMPT, sampling, use_tqdm=False)
+            speeds[name].append(tokens / (time.perf_counter() - started))
+            answers.add(tuple(output.outputs[0].token_ids))
+    assert len(answers) == 1, "the answers differ"
+    for name, llm in engines.items():
+        llm.close()
+        least, middle, most = min(speeds[name]), statistics.median(speeds[name]), max(speeds[name])
+        print(f"{name:<28} {middle:8.0f} tokens/s ({least:.0f} to {most:.0f})")
+    single, many = (statistics.median(found) for found in speeds.values())
+    print(f"{many / single:.2f} times as fast (gate 2)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.offline", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--batch", type=at_most(1024), default=16)
+    parser.add_argument("--requests", type=positive_integer, default=512)
+    parser.add_argument(
+        "--repeats", type=positive_integer, help="turns of each (default: 3; of launches, 5)"
+    )
+    parser.add_argument(
+        "--tokens", type=positive_integer, default=256, help="token budget of a step"
+    )
+    parser.add_argument("--parts", "--part", type=some_of(PARTS), default="step,schedules")
+    launches = parser.add_argument_group("launches")
+    launches.add_argument("--model", type=checkpoint, help="(default: the bundled model)")
+    launches.add_argument("--output-tokens", type=positive_integer, default=600)
+    parser.add_argument(
+        "--json", type=results_file, help="write the results here, and a plot beside it"
+    )
+    arguments = parser.parse_args()
+    if arguments.tokens < 2 * arguments.batch:
+        parser.error(
+            f"--tokens {arguments.tokens}: must be at least {2 * arguments.batch}, twice --batch, "
+            "which padding may need"
+        )
+    if "launches" in arguments.parts:
+        length = arguments.output_tokens
+        check_room(parser, arguments.model, MOST_PROMPT, length, "--output-tokens")
+        compare_launches(arguments.model, length, arguments.repeats or 5)
+    if arguments.parts != ["launches"]:
+        measure(arguments)
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure and print the parts "step" and "schedules", and write their results."""
+    rows = read_trace(arguments.requests)
+    about = about_run() | {"jax": jax.__version__, "model": COMMON | SHAPES[arguments.shape]}
+    loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
+    about["start_seconds"] = loaded.start.stages
+    if "step" in arguments.parts:
+        mean = int(np.mean([row.input_tokens + row.output_tokens / 2 for row in rows]) / SCALE)
+        steps = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
+        if arguments.json:
+            keep(arguments.json, {"step": steps}, about)
+        for one in steps:
+            print(
+                f"step / its matrix products at B={one['batch']}: {one['over_all_products']:.2f} "
+                f"(gate {STEP_GATE}); over the weights' products alone {one['over_weights']:.2f} "
+                f"(CPU time {one['over_weights_cpu']:.2f}), by XLA {one['over_xla_weights']:.2f}; "
+                f"context {one['context']}"
+            )
+    if "schedules" in arguments.parts:
+        result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats or 3)
+        gate = GAIN_GATES.get(arguments.batch)
+        for name in ("S1", "S0"):
+            one = result["schedules"][name]
+            print(
+                f"continuous over {name} at B={arguments.batch}: {one['gain_of_continuous']:.2f}"
+                + (f" (gate {gate})" if name == "S0" and gate else "")
+                + f"; in CPU time {one['gain_in_cpu_seconds']:.2f}"
+            )
+        if arguments.json:
+            plot(result, arguments.json.with_suffix(".png"))
+            kept = {name: value for name, value in result.items() if name != "busy"}
+            keep(arguments.json, {"schedules": kept}, about)
+
+
+if __name__ == "__main__":
+    run_main(main)

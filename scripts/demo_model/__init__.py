@@ -1,0 +1,1 @@
+"""The bundled model: its tasks, its training, and the checkpoint's files."""

@@ -1,0 +1,1 @@
+"""Reports, tuning and profiles of GPUs, and compilation for one without having it."""

@@ -1,0 +1,181 @@
+"""Compile every kernel configuration, and a model step, for an H200 on a machine without a GPU.
+
+    python -m scripts.gpu.compile_offline [--env DIR] [--only REGEX] [--out DIR]
+
+Makes its own Python 3.12 environment (jax 0.11.2 with its CUDA 13 plugin, about 1 GB; triton's
+wheel for its disassembler), compiles there, and writes a table of registers, spills, shared memory,
+instruction counts, launches, command buffers, copies of KV and temporary memory to
+compile_offline.json and .txt. Exits with 1 if a required case spills registers or copies KV, or
+a decode step is more than one graph. Needs ptxas of CUDA 13 on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from scripts.lib.argument_types import new_folder, pattern
+from scripts.lib.paths import IN_CHECKOUT, RESULTS
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run
+
+JAX = "0.11.2"
+REQUIRED = (
+    r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
+    r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
+)
+"""Cases that may not spill and may not copy KV."""
+ONE_GRAPH = "step 8b decode"
+"""Cases that the host launches at once, and waits for nothing in."""
+
+
+def make_environment(folder: pathlib.Path, python: str) -> pathlib.Path:
+    """Create the environment if it is not there; returns its interpreter."""
+    interpreter, done = folder / "bin/python", folder / "complete"
+    if done.is_file() and done.read_text() == JAX:
+        return interpreter
+    print(f"making {folder} (about 1 GB)", file=sys.stderr)
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    pip = [str(interpreter), "-m", "pip", "install", "-q"]
+    plugins = [f"jax-cuda13-pjrt=={JAX}", f"jax-cuda13-plugin=={JAX}"]
+    subprocess.run([*pip, f"jax=={JAX}", "flax", "jaxtyping"], check=True)
+    subprocess.run([*pip, "--no-deps", *plugins, "triton==3.6.0"], check=True)
+    done.write_text(JAX)
+    return interpreter
+
+
+def find_python() -> str:
+    """Find a Python 3.12 to make the environment with."""
+    if sys.version_info[:2] == (3, 12):
+        return sys.executable
+    found = shutil.which("python3.12")
+    if found is None:
+        raise SystemExit("no python3.12 on the PATH; name one with --python")
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return kernels one a line, then what holds for whole calls."""
+    columns = ("registers", "spill_bytes", "shared_memory", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
+    lines = ["case | kernel | " + " | ".join(columns)]
+    for row in rows:
+        for kernel in row.get("kernels", []):
+            values = " | ".join(str(kernel.get(c, "-")) for c in columns)
+            lines.append(f"{row['name']} | {kernel['name'].split('_mosaic')[0]} | {values}")
+        if "error" in row:
+            lines.append(f"{row['name']} | FAILED: {row['error'][:150]}")
+    whole = (
+        "launches",
+        "command_buffers",
+        "launches_outside",
+        "kv_copies",
+        "temp_mib",
+        "alias_mib",
+    )
+    lines += ["", "case | " + " | ".join(whole)]
+    for row in rows:
+        if "error" not in row:
+            lines.append(f"{row['name']} | " + " | ".join(str(row[c]) for c in whole))
+    return "\n".join(lines)
+
+
+def faults(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the faults of required cases."""
+    found = [f"{row['name']}: {row['error'][:200]}" for row in rows if "error" in row]
+    for row in rows:
+        if "error" in row or not re.search(REQUIRED, row["name"]):
+            continue
+        is_graph = row["command_buffers"] == 1 and not row["launches_outside"]
+        if row["name"].startswith(ONE_GRAPH) and not is_graph:
+            found.append(f"{row['name']}: is not one graph")
+        spills = sum(kernel["spill_bytes"] for kernel in row["kernels"])
+        if not row["kernels"] or spills or row["kv_copies"]:
+            found.append(f"{row['name']}: {spills} bytes spilled, {row['kv_copies']} copies of KV")
+    return found
+
+
+def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the rows of an earlier report in its order, replaced by these or followed by them."""
+    new = {row["name"]: row for row in rows}
+    kept = json.loads(report.read_text())["rows"] if report.is_file() else []
+    return [new.pop(row["name"], row) for row in kept] + list(new.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.gpu.compile_offline", description=__doc__.splitlines()[0]
+    )
+    default = pathlib.Path.home() / ".cache/jaxserve/offline"
+    parser.add_argument(
+        "--env", type=pathlib.Path, default=default, help="environment to use or make"
+    )
+    parser.add_argument("--python", help="a Python 3.12; default: this one or python3.12")
+    parser.add_argument(
+        "--only",
+        type=pattern,
+        default="",
+        help="regular expression: only these cases; others stay as recorded",
+    )
+    parser.add_argument("--out", type=new_folder, default=str(RESULTS))
+    arguments, command = parser.parse_args(), about_run()["command"]
+    if arguments.python and shutil.which(arguments.python) is None:
+        parser.error(f"--python: there is no {arguments.python}")
+    if shutil.which("ptxas") is None:
+        raise SystemExit("ptxas is not on the PATH; install CUDA 13's nvcc")
+    interpreter = make_environment(arguments.env, arguments.python or find_python())
+    with tempfile.TemporaryDirectory() as work:
+        partial = pathlib.Path(work) / "rows.json"
+        partial.write_text("[]")
+        (pathlib.Path(work) / "mosaic").mkdir()
+        environment = {
+            **os.environ,
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            # Dumping everything the emitters make, not only PTX, takes ten times as long.
+            "XLA_FLAGS": f"--xla_dump_to={work}/xla --xla_dump_hlo_as_text"
+            " --xla_dump_emitter_re=ptx",
+            "MOSAIC_GPU_DUMP_TO": f"{work}/mosaic",
+            **IN_CHECKOUT,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONWARNINGS": "ignore",
+        }
+        inside = ["-m", "scripts.gpu.offline_worker", arguments.only, work, str(partial)]
+        subprocess.run([str(interpreter), *inside], env=environment, check=True)
+        rows = json.loads(partial.read_text())
+    if arguments.only:
+        rows = with_kept(rows, arguments.out / "compile_offline.json")
+    versions = subprocess.run(
+        [str(interpreter), "-m", "pip", "freeze"], capture_output=True, text=True, check=True
+    ).stdout
+    ptxas = subprocess.run(
+        ["ptxas", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    wrong = faults(rows)
+    about = {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "target": "NVIDIA H200, sm_90a, compiled without a GPU: nothing here was run or timed",
+        "versions": re.findall(r"^(?:jax|triton|flax)\S*==\S+", versions, re.MULTILINE),
+        "ptxas": re.findall(r"V[\d.]+", ptxas)[0],
+        "faults": wrong,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = json.dumps({"about": about, "rows": rows}, indent=1)
+    (arguments.out / "compile_offline.json").write_text(report + "\n")
+    head = "\n".join(f"{key}: {value}" for key, value in about.items())
+    text = f"{head}\n\n{table(rows)}\n"
+    (arguments.out / "compile_offline.txt").write_text(text)
+    print(text)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

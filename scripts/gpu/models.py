@@ -1,0 +1,194 @@
+"""Models that the GPU scripts measure and compile: shapes, floors, and the engine's own step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.execution.batch import StepBatch, pack, unpack
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.state import make_state
+from jaxserve.execution.step import decode_steps, model_step
+from jaxserve.models import ModelConfig
+from jaxserve.models.registry import abstract_model
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.slot_table import SlotTable
+
+PAGE_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A decoder; letters as in pallas_kernels; L layers, D hidden, F mlp, V vocabulary."""
+
+    architecture: str
+    L: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+    tied: bool = False
+
+    @property
+    def step_weights(self) -> int:
+        """Parameters a step reads: all but the rows of the embedding that no token names."""
+        attention = self.D * (2 * self.N + 2 * self.K) * self.H
+        return self.L * (attention + 3 * self.D * self.F) + self.D * self.V
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache per token in bfloat16."""
+        return 2 * 2 * self.L * self.K * self.H
+
+    def floor(self, rows: int, tokens: int, context: int, copy: float, matmul: float) -> float:
+        """Return least seconds of a step: bytes at ``copy`` B/s or products at ``matmul`` FLOP/s.
+
+        Args:
+            rows: sequences, each of ``tokens`` new tokens that end at position ``context``.
+        """
+        seen = tokens * context - tokens * (tokens - 1) // 2
+        moved = 2 * self.step_weights + rows * context * self.kv_bytes
+        head = self.D * self.V
+        products = 2 * (self.step_weights - head) * rows * tokens + 2 * head * rows
+        products += 4 * self.L * self.N * self.H * rows * seen
+        return max(moved / copy, products / matmul)
+
+    def config(self) -> dict[str, Any]:
+        """Return contents of a config.json."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+            "hidden_size": self.D,
+            "intermediate_size": self.F,
+            "num_hidden_layers": self.L,
+            "num_attention_heads": self.N,
+            "num_key_value_heads": self.K,
+            "head_dim": self.H,
+            "vocab_size": self.V,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+        }
+
+
+LLAMA, QWEN = "LlamaForCausalLM", "Qwen3ForCausalLM"
+MODELS = {
+    "8b": ModelShape(LLAMA, 32, 4096, 32, 8, 128, 14336, 128256),
+    "1b": ModelShape(LLAMA, 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+    "0.6b": ModelShape(QWEN, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+    "tiny": ModelShape(LLAMA, 2, 64, 4, 2, 16, 128, 256),
+}
+
+
+def empty_batch(T: int, R: int, context: int) -> StepBatch:
+    """Return a batch of padding with the shapes of a bucket.
+
+    Tables for ``context`` positions a row.
+    """
+    none = np.zeros(0, np.int32)
+    plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
+    words = pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
+    return unpack(words, T, R)
+
+
+def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> StepBatch:
+    """Return a batch of R rows of T / R tokens each.
+
+    Args:
+        context: tokens of each row after the last step.
+        draws: with top_k 50 and top_p 0.9; else greedy.
+        num_steps: of a launch.
+    """
+    each, rng = T // R, np.random.default_rng(0)
+    batch = empty_batch(T, R, context)
+    pages = batch.page_table.shape[1]
+    known = context - num_steps + 1
+    start = known - each + np.tile(np.arange(each, dtype=np.int32), R)
+    return dataclasses.replace(
+        batch,
+        tokens=rng.integers(0, 200, T, dtype=np.int32),
+        positions=start.astype(np.int32),
+        row_of_token=np.repeat(np.arange(R, dtype=np.int32), each),
+        query_start=(np.arange(R + 1) * each).astype(np.int32),
+        kv_len=np.full(R, known, np.int32),
+        page_table=1 + rng.permutation(R * pages).astype(np.int32).reshape(R, pages),
+        slots=np.arange(R, dtype=np.int32),
+        sample_index=((np.arange(R) + 1) * each - 1).astype(np.int32),
+        sample_slots=np.arange(R, dtype=np.int32),
+        temperature=np.full(R, 1.0 if draws else 0.0, np.float32),
+        top_k=np.full(R, 50 if draws else 0, np.int32),
+        top_p=np.full(R, 0.9 if draws else 1.0, np.float32),
+        stop_length=np.full(R, 2 * context, np.int32),
+        num_steps=np.int32(num_steps),
+    )
+
+
+def step_call(
+    model: ModelShape,
+    T: int,
+    R: int,
+    context: int,
+    dtype: Any,
+    implementation: str = "auto",
+    draws: bool = False,
+    num_steps: int = 1,
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
+    """Return the engine's compiled program of one bucket, as a function of arrays alone.
+
+    Args:
+        draws: of a decode step, take the program that holds the sampler. Others always do.
+        num_steps: of a launch; more than one of decodes alone.
+
+    Returns:
+        (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
+        donate its first argument, and the rest are shapes of its arguments.
+    """
+    config = ModelConfig.from_dict(model.config())
+    graphdef, weights = nnx.split(abstract_model(config, dtype))
+    leaves, treedef = jax.tree.flatten(weights)
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_batch(T, R, context)
+    )
+    pages = R * -(-context // PAGE_SIZE) + 1
+    state = jax.eval_shape(functools.partial(make_state, config, pages, PAGE_SIZE, R, dtype))
+
+    options = {"greedy": T == R and not draws, "implementation": implementation}
+    if num_steps == 1:
+        program = functools.partial(model_step, decode_only=T == R, **options)
+    else:
+        program = functools.partial(decode_steps, most=num_steps, **options)
+
+    def step(state, leaves, batch):
+        return program(graphdef, treedef, leaves, state, batch)
+
+    return step, (state, leaves, batch)
+
+
+def random_arrays(shapes: Any, scale: float = 0.02) -> Any:
+    """Return arrays of the given shapes on the device: normal floats, zero integers."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    make = jax.jit(
+        lambda key, shape, dtype: scale * jax.random.normal(key, shape, dtype),
+        static_argnums=(1, 2),
+    )
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    arrays = [
+        make(key, leaf.shape, leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, arrays)

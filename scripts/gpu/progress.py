@@ -1,0 +1,165 @@
+"""The file of a report that many runs fill: what is done, what is in progress, what did not end."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+TRIES = 2
+"""Runs that an item may fail to end in before it is given up."""
+UNENDED = "did not end"
+SAME = ("device", "jax", "dry_run")
+"""What of a report's "about" must be the same in every run that fills it."""
+
+
+class ReportError(Exception):
+    """A report that cannot be gone on with; says why in a line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """An item of a part, and the seconds after which it is held to hang."""
+
+    part: str
+    name: str
+    job: Callable[[], dict[str, Any]]
+    patience: float = 600.0
+
+
+def interruptible(main: Callable[[], int]) -> int:
+    """Return the status of ``main``, or 130 with a word when it is interrupted."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def save_text(path: pathlib.Path, text: str) -> None:
+    """Write a file so that whoever is killed meanwhile leaves the old one or the new one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def save(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Write a report."""
+    save_text(path, json.dumps(report, indent=1) + "\n")
+
+
+def read_report(path: pathlib.Path) -> dict[str, Any]:
+    """Read a report that an earlier run left.
+
+    Raises:
+        ReportError: the file holds anything else.
+    """
+    try:
+        report = json.loads(path.read_text())
+        items = [item for part in report["parts"].values() for item in part.values()]
+        known = isinstance(report["about"], dict) and all(isinstance(i, dict) for i in items)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise ReportError(f"{path} is no report")
+    return report
+
+
+def open_report(path: pathlib.Path, resume: bool, about: dict[str, Any]) -> dict[str, Any]:
+    """Open the report to fill: a new one, or with ``resume`` that in the file, if any.
+
+    Args:
+        about: what this run is done with, as the report has it.
+
+    Raises:
+        ReportError: it would be lost, or mixed with what was not measured as it was.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return {"about": about, "parts": {}}
+    if not resume:
+        raise ReportError(f"{path} is there: go on with it with --resume, or name another by --out")
+    report = read_report(path)
+    before, now = (_made_with(known) for known in (report["about"], about))
+    if before != now:
+        raise ReportError(f"--resume: {path} was made with {before}, and this is {now}")
+    return {**report, "about": about}
+
+
+def _made_with(about: dict[str, Any]) -> str:
+    device, version, dry = (about.get(name) for name in SAME)
+    return f"{device} and jax {version}{', a dry run' if dry else ''}"
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    report: dict[str, Any],
+    path: pathlib.Path,
+    until: float,
+    alive: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Do what the report lacks; False if time ran out, or an item took the device with it.
+
+    New items come first, then those that failed, and last those that earlier runs did not survive,
+    which are given up after `TRIES`. An item is in the file from before it begins.
+
+    Args:
+        until: of the monotonic clock; no item is begun later.
+        alive: whether the device still works; asked after an item that failed.
+    """
+
+    def known(task: Task) -> dict[str, Any]:
+        return report["parts"].get(task.part, {}).get(task.name, {})
+
+    def turn(task: Task) -> int:
+        return 2 if "tries" in known(task) else int("error" in known(task))
+
+    for task in sorted(tasks, key=turn):
+        before = known(task)
+        if before and "error" not in before:
+            continue
+        if before.get("tries", 0) >= TRIES:
+            print(f"{task.part} / {task.name}: given up, {UNENDED} {TRIES} times", flush=True)
+            continue
+        if time.monotonic() > until:
+            print(f"out of time before {task.part} / {task.name}; go on with --resume", flush=True)
+            return False
+        _run(task, before, report, path)
+        if "error" in known(task) and not alive():
+            known(task)["tries"] = before.get("tries", 0) + 1
+            save(path, report)
+            print(f"{task.part} / {task.name}: the device is lost; go on with --resume", flush=True)
+            return False
+    return True
+
+
+def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathlib.Path) -> None:
+    """Do one item, and write what came of it."""
+    items = report["parts"].setdefault(task.part, {})
+    items[task.name] = {"error": UNENDED, "tries": before.get("tries", 0) + 1}
+    save(path, report)
+    begin = time.monotonic()
+    # A kernel that hangs holds the interpreter: only a thread outside of it can end the process.
+    faulthandler.dump_traceback_later(task.patience, exit=True, file=2)
+    try:
+        result = task.job()
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    except KeyboardInterrupt:  # says nothing about the item
+        items[task.name] = before or {"error": "interrupted"}
+        save(path, report)
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    items[task.name] = {**result, "took_s": round(time.monotonic() - begin, 1)}
+    save(path, report)
+    gc.collect()  # before the next item takes memory
+    print(f"{task.part} / {task.name}: {items[task.name]}", flush=True)

@@ -1,0 +1,156 @@
+"""Reader of a profiler's trace of compiled steps: how long each kind of operation ran."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = "products with weights"
+GATHER = "attention: gather of pages"
+PRODUCTS = "attention: products"
+ATTENTION = "attention: the rest"
+WRITE = "write of K and V"
+SAMPLER = "sampler"
+REST = "the rest"
+CLASSES = (WEIGHTS, PRODUCTS, GATHER, ATTENTION, WRITE, SAMPLER, REST)
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+ATTENTION_KERNELS = ("paged_decode", "ragged_paged", "jaxserve_decode", "jaxserve_tiles")
+# Operations that only run others, which have events of their own.
+_CONTAINERS = ("while", "conditional", "call")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of a program's operations.
+
+    Attributes:
+        opcodes: its own, and those of the computation that it fuses.
+        op_name: where in the model it comes from.
+        target: what a custom call runs.
+    """
+
+    opcodes: frozenset[str]
+    op_name: str
+    target: str = ""
+
+
+def instructions(hlo: str) -> dict[str, Instruction]:
+    """Return every instruction of a compiled program's text, by name."""
+    bodies: dict[str, list[str]] = defaultdict(list)
+    inside: dict[str, set[str]] = defaultdict(set)
+    current = ""
+    for line in hlo.splitlines():
+        if begins := _COMPUTATION.match(line):
+            current = begins[1]
+        elif found := _INSTRUCTION.match(line):
+            bodies[current].append(line)
+            inside[current].add(found[2])
+    result = {}
+    for line in (line for body in bodies.values() for line in body):
+        found = _INSTRUCTION.match(line)
+        assert found is not None
+        called = _CALLED.findall(line) if found[2] in ("fusion", "custom-call") else []
+        opcodes = {found[2]}.union(*(inside[name] for name in called))
+        path, target = _OP_NAME.search(line), _TARGET.search(line)
+        result[found[1]] = Instruction(
+            frozenset(opcodes), path[1] if path else "", target[1] if target else ""
+        )
+    return result
+
+
+def class_of(name: str, instruction: Instruction) -> str:
+    """Return which of `CLASSES` an operation belongs to.
+
+    The path says which part of the model it is in, the opcodes what it does there. Products of
+    attention run in its loops over chunks, those with its weights outside them.
+    """
+    path, codes = f"/{instruction.op_name}/", instruction.opcodes
+    if "/sample/" in path or "/scores/" in path:
+        return SAMPLER
+    # A launch of several steps is itself a loop: only those within attention count.
+    _, attends, within = path.partition("/attention/")
+    kernel = f"{name} {instruction.target}"
+    in_kernel = any(word in kernel for word in ATTENTION_KERNELS)
+    is_product = "dot" in codes or any(word in kernel for word in ("gemm", "matmul", "_product_"))
+    if in_kernel or (attends and is_product and "while/" in within):
+        return PRODUCTS
+    if is_product:
+        return WEIGHTS
+    if attends:
+        if (
+            "kv_write" in name
+            or "scatter" in codes
+            or path.endswith(("/scatter/", "_update_slice/"))
+        ):
+            return WRITE
+        return GATHER if "gather" in codes or "dynamic-slice" in codes else ATTENTION
+    return REST
+
+
+def read_events(trace: Path) -> list[dict[str, Any]]:
+    """Complete events of a trace in Chrome's form."""
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
+    """Return microseconds and runs of each operation, without what ran inside it."""
+    threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if "hlo_op" in event.get("args", {}) and not event["name"].startswith("end: "):
+            threads[event["pid"], event["tid"]].append(event)
+    spent: dict[str, float] = defaultdict(float)
+    runs: dict[str, int] = defaultdict(int)
+    for thread in threads.values():
+        stack: list[Mapping[str, Any]] = []
+        for event in sorted(thread, key=lambda one: (one["ts"], -one["dur"])):
+            while stack and event["ts"] >= stack[-1]["ts"] + stack[-1]["dur"]:
+                stack.pop()
+            name = event["args"]["hlo_op"]
+            if stack:
+                spent[stack[-1]["args"]["hlo_op"]] -= event["dur"]
+            spent[name] += event["dur"]
+            runs[name] += 1
+            stack.append(event)
+    return {name: (max(micros, 0.0), runs[name]) for name, micros in spent.items()}
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Time of a step on the device.
+
+    Attributes:
+        micros: class -> microseconds of a step.
+        operations: (microseconds of a step, runs a step, name, class, where from), longest first.
+    """
+
+    micros: dict[str, float]
+    operations: list[tuple[float, float, str, str, str]]
+
+
+def device_time(events: list[dict[str, Any]], hlo: str, steps: int) -> DeviceTime:
+    """Add up the operations of a trace of `steps` runs of one program."""
+    known = instructions(hlo)
+    micros: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    operations = []
+    for name, (spent, runs) in self_times(events).items():
+        one = known.get(name)
+        kind = REST if one is None else class_of(name, one)
+        if one is not None and one.opcodes & set(_CONTAINERS):
+            kind = ATTENTION if "/attention/" in f"/{one.op_name}/" else REST
+        micros[kind] += spent / steps
+        path = "" if one is None else one.op_name
+        operations.append((spent / steps, runs / steps, name, kind, path))
+    return DeviceTime(micros, sorted(operations, reverse=True))

@@ -1,0 +1,27 @@
+"""Transformers' continuous batching as both comparisons start it; imported where torch is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def start_batching(network: Any, longest: int, **settings: Any) -> Any:
+    """Start what `generate_batch` runs on; that method takes one length for all requests.
+
+    Args:
+        network: a causal model of Transformers.
+        longest: most tokens that a request generates.
+        settings: of `ContinuousBatchingConfig`, where its guesses from GPU memory do not fit.
+    """
+    # Imported here: it is not installed wherever this module is.
+    import transformers
+
+    generation = transformers.GenerationConfig(
+        max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    config = transformers.ContinuousBatchingConfig(**settings)
+    batching = network.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=config
+    )
+    batching.start()
+    return batching

@@ -1,0 +1,96 @@
+"""The requests of the live demo: lengths and arrivals of a real trace, tasks with known answers."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.demo_model import tasks as demo_tasks
+from scripts.demo_model.tasks import Task
+from scripts.lib.trace_rows import read_trace
+
+# Prompts of at least so many tokens are documents, about which several questions are asked.
+DOCUMENT_TOKENS = 100
+WORDS_PER_TOKEN = 0.8
+TEMPLATE_TOKENS = 12
+LONGEST_ANSWER = 112
+
+
+@dataclass
+class Ask:
+    """One request of the scene, and what has become of it.
+
+    `arrival` is in seconds of the trace; times are on the clock of `time.perf_counter`.
+    """
+
+    number: int
+    arrival: float
+    task: Task
+    token_ids: list[int]
+    output_tokens: int
+    text: str = ""
+    num_generated: int = 0
+    num_cached: int = 0
+    added: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    error: str | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.ended > 0 and demo_tasks.check(self.task, self.text)
+
+
+def follow_ups(task: Task) -> list[Task]:
+    """Return the other questions that a document of codes answers, those of training left out."""
+    codes = dict(re.findall(r"The code of (\w+) is (\d+)\.", task.prompt))
+    document, question, asked = task.prompt.rpartition("What is the code of ")
+    others = (name for name in codes if name != asked.rstrip("?"))
+    tasks = (Task(task.name, f"{document}{question}{name}?", codes[name]) for name in others)
+    return [other for other in tasks if demo_tasks.split(other) == "held_out"]
+
+
+def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Task]) -> Task:
+    """Choose a task of about these token counts; `questions` are open ones of earlier documents."""
+    words = max(1, round((prompt - TEMPLATE_TOKENS) * WORDS_PER_TOKEN))
+    if prompt >= DOCUMENT_TOKENS:
+        if questions and rng.random() < 0.5:
+            return questions.pop(0)
+        name = rng.choice(("recall_code", "recall_code", "remember"))
+        tasks = demo_tasks.stream(name, rng, "held_out", (words, words))
+        if name == "remember":
+            return next(tasks)
+        task = next(task for task in tasks if follow_ups(task))
+        questions += follow_ups(task)
+        return task
+    fitting = [name for name in demo_tasks.TASKS if name not in demo_tasks.STRETCHABLE]
+    fitting += 2 * ["facts", "key_value"] if words > 20 else []
+    fitting += 3 * ["copy"] if output >= 8 else []
+    name = rng.choice(fitting)
+    # What is copied is what is answered: there the output's length is ours to choose.
+    length = min(output, words) + 3 if name == "copy" else words
+    return next(demo_tasks.stream(name, rng, "held_out", (length, length)))
+
+
+def make_asks(
+    tokenizer: Any, max_model_len: int, count: int, seed: int = 0
+) -> tuple[list[Ask], float]:
+    """Make the requests; return also the factor that fits the trace's lengths to the model."""
+    trace, rng = read_trace(count), random.Random(seed)
+    longest = max_model_len - LONGEST_ANSWER
+    scale = min(1.0, longest / max(one.input_tokens + one.output_tokens for one in trace))
+    asks: list[Ask] = []
+    questions: list[Task] = []
+    for number, row in enumerate(trace, 1):
+        wanted, output = round(row.input_tokens * scale), round(row.output_tokens * scale)
+        while True:
+            task = choose_task(rng, wanted, output, questions)
+            messages = [{"role": "user", "content": task.prompt}]
+            token_ids = tokenizer.render_chat(messages)
+            if len(token_ids) <= longest:
+                break
+            wanted = wanted * 9 // 10
+        asks.append(Ask(number, row.arrival_s, task, token_ids, max(2, output)))
+    return asks, scale

@@ -1,0 +1,1 @@
+"""A load generator for OpenAI-compatible servers, and scenes that it plays."""

@@ -1,0 +1,189 @@
+"""Scenes of bench_serving: each starts its own server and writes results and a plot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from scripts.lib.paths import RESULTS, ROOT
+from scripts.lib.run_record import about_run
+from scripts.lib.server_process import Server, ask, free_port
+from scripts.serving.load import (
+    Prompts,
+    Run,
+    Target,
+    Work,
+    poisson_arrivals,
+    random_works,
+    run_load,
+)
+from scripts.serving.report import plot, show, summarize
+
+PERCENTILES = (50, 90, 99)
+# Every token is an event of its own, and seen as such also where its bytes are not yet text.
+EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+STREAMS, STREAM_TOKENS, STREAM_PROMPT = 512, 256, 64
+OVERLOAD, OVERLOAD_S, INPUT, OUTPUT = 10, 60.0, 128, 128
+SLOTS, CLOSED, CAPACITY_S = 32, 448, 30.0
+ITL_GATE, REFUSAL_GATE_MS = 1.2, 50.0
+
+
+def _target(server: Server) -> Target:
+    model = ask(server.url + "/v1/models")["data"][0]["id"]
+    return Target(server.url + "/v1/completions", model, extra=EXTRA)
+
+
+def _load(server: Server, works: Sequence[Work], arrivals: Sequence[float], **options: Any) -> Run:
+    """Run a load; print the server's CPU time beside the client's."""
+    cpu = server.cpu_seconds()
+    run = asyncio.run(run_load(_target(server), works, arrivals, **options))
+    cores = (server.cpu_seconds() - cpu) / run.duration
+    print(f"server: {cores:.2f} cores, client: {run.cpu_seconds / run.duration:.2f} cores")
+    return run
+
+
+def _save(name: str, result: dict[str, Any], runs: dict[str, Run], title: str) -> None:
+    path = RESULTS / f"bench_serving_{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    plot(runs, path.with_suffix(".png"), title)
+    print(f"written: {path.name}, {path.with_suffix('.png').name}")
+
+
+def streams() -> int:
+    """Hold 512 streams at once to the end; compare some with the same request alone."""
+    about = about_run()
+    rng = np.random.default_rng(0)
+    prompts = Prompts(False, None, rng)
+    works = random_works(prompts, STREAMS, (STREAM_PROMPT, STREAM_TOKENS), 0.0, rng)
+    arguments = (
+        *("--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", "1024"),
+        *("--decode-sizes", f"1,32,128,{STREAMS}", "--token-sizes", "128,1024"),
+    )
+    with Server(*arguments) as server:
+        run = _load(server, works, [0.0] * STREAMS)
+        alone = _load(server, works[::64], [0.0] * 8, max_concurrency=1)
+        healthy = ask(server.url + "/health")["status"] == "ok"
+    whole = [
+        one.is_success and len(one.token_ids) == STREAM_TOKENS and one.finish_reason == "length"
+        for one in run.outcomes
+    ]
+    pairs = zip(run.outcomes[::64], alone.outcomes, strict=True)
+    result = about | {
+        "server": " ".join(arguments),
+        "streams": STREAMS,
+        "held_to_the_end": sum(whole),
+        "lost": STREAMS - sum(whole),
+        "equal_to_the_same_request_alone": [a.token_ids == b.token_ids for a, b in pairs],
+        "healthy_after": healthy,
+        **summarize(run, percentiles=PERCENTILES),
+    }
+    show(result)
+    print(f"streams held to the end: {sum(whole)} of {STREAMS}")
+    title = f"{STREAMS} streams of {STREAM_TOKENS} tokens, bundled model"
+    _save("streams", result, {"streams": run}, title)
+    return 0 if all(whole) and healthy else 1
+
+
+def _works(count: int, rng: np.random.Generator) -> list[Work]:
+    return random_works(Prompts(False, None, rng), count, (INPUT, OUTPUT), 0.5, rng)
+
+
+def overload() -> int:
+    """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute."""
+    about = about_run()
+    rng = np.random.default_rng(0)
+    with Server("--max-num-seqs", str(SLOTS)) as server:
+        _load(server, _works(64, rng), [0.0] * 64)  # warm-up
+        # As many at once as run together, refilled at once: no queue, no empty slot.
+        closed = _load(server, _works(CLOSED, rng), [0.0] * CLOSED, max_concurrency=SLOTS)
+        capacity = CLOSED / closed.duration
+        print(f"capacity: {capacity:.1f} requests/s")
+        runs = {}
+        for name, times, seconds in (
+            ("at capacity", 1, CAPACITY_S),
+            (f"{OVERLOAD} times capacity", OVERLOAD, OVERLOAD_S),
+        ):
+            count = math.ceil(capacity * times * seconds)
+            arrivals = poisson_arrivals(count, capacity * times, 1.0, rng)
+            runs[name] = _load(server, _works(count, rng), arrivals)
+        time.sleep(1)
+        healthy = ask(server.url + "/health")["status"] == "ok"
+    at, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
+    ratio = over["p99_itl_ms"] / at["p99_itl_ms"]
+    refusal = over.get("p99_refused_ms", 0.0)
+    result = about | {
+        "capacity_requests_per_s": capacity,
+        "offered_requests_per_s": capacity * OVERLOAD,
+        "input_tokens": f"{INPUT} +- 50%",
+        "output_tokens": f"{OUTPUT} +- 50%",
+        "p99_itl_ratio": ratio,
+        "p99_itl_ratio_gate": ITL_GATE,
+        "p99_tpot_ratio": over["p99_tpot_ms"] / at["p99_tpot_ms"],
+        "median_tpot_ratio": over["median_tpot_ms"] / at["median_tpot_ms"],
+        "p99_refused_ms": refusal,
+        "p99_refused_gate_ms": REFUSAL_GATE_MS,
+        "healthy_after": healthy,
+        "closed_loop": summarize(closed, percentiles=PERCENTILES),
+        "at_capacity": at,
+        "overload": over,
+    }
+    for one in (at, over):
+        show(one)
+    print(
+        f"p99 inter-token latency, {OVERLOAD} times capacity over capacity: {ratio:.2f} (gate "
+        f"{ITL_GATE}); time per output token: p99 {result['p99_tpot_ratio']:.2f}, median "
+        f"{result['median_tpot_ratio']:.2f}; refused in {refusal:.1f} ms at p99 (gate "
+        f"{REFUSAL_GATE_MS})"
+    )
+    title = f"bundled model; capacity {capacity:.0f} requests/s; two shared cores with the client"
+    _save("overload", result, runs, title)
+    return 0 if not over["failed"] and healthy else 1
+
+
+def client() -> int:
+    """Measure the client against a server that computes nothing: events a second, and CPU."""
+    about = about_run()
+    table = []
+    for streams_at_once, milliseconds in ((32, 10), (512, 100), (512, 50), (512, 25)):
+        port = free_port()
+        command = [sys.executable, "-m", "scripts.serving.canned", str(port), str(milliseconds)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(url)
+            tokens = 10_000 // milliseconds
+            works = [Work([1], 1, tokens)] * streams_at_once
+            run = asyncio.run(run_load(Target(url, "canned"), works, [0.0] * streams_at_once))
+        finally:
+            process.kill()
+            process.wait()
+        result = summarize(run, percentiles=PERCENTILES)
+        keys = ("client_cpu_cores", "client_cpu_us_per_event", "median_itl_ms", "p99_itl_ms")
+        table.append({"streams": streams_at_once, "tick_ms": milliseconds})
+        table[-1] |= {key: round(result[key], 2) for key in keys}
+        table[-1]["events_per_s"] = round(result["output_throughput"])
+        print(table[-1])
+    path = RESULTS / "bench_serving_client.json"
+    path.write_text(json.dumps(about | {"runs": table}, indent=1) + "\n")
+    return 0
+
+
+def _wait(url: str) -> None:
+    for _ in range(100):
+        try:
+            ask(url)
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("the canned server did not come up")
+
+
+SCENES: dict[str, Callable[[], int]] = {"streams": streams, "overload": overload, "client": client}

