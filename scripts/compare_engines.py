@@ -373,7 +373,7 @@ def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
     """Write and print the report; the exit status, 1 for failed parts and missed goals."""
     report.write(data, options.json)
     if options.write_readme:
-        readme = ROOT / "README.md"
+        readme = RESULTS.parent / "README.md"
         section = report.section_of(report.stored(RESULTS.parent), ROOT)
         readme.write_text(report.replaced(readme.read_text(), section))
     print(report.table(data))

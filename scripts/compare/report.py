@@ -319,7 +319,7 @@ def section_of(json_paths: list[Path], root: Path) -> str:
         lines += readme_part(data, str(markdown.relative_to(root)))
         image = images["slots"]
         if json_path == json_paths[0] and image.exists():
-            lines += [f"![{image.stem}]({image.relative_to(root)})", ""]
+            lines += [f"![{image.stem}]({image.name})", ""]
     lines.append('"-": no goal there, or not measured.')
     return "\n".join([*lines, END])
 
