@@ -13,15 +13,12 @@ async def stream(llm: AsyncLLM, prompt: str) -> None:
 
 async def main() -> None:
     """Serve two streams to their ends, and leave the third early."""
-    llm = AsyncLLM(EngineConfig())
-    try:
+    async with AsyncLLM(EngineConfig()) as llm:
         await asyncio.gather(stream(llm, "The quick brown fox"), stream(llm, "Once upon a time"))
         endless = SamplingParams(max_tokens=500, ignore_eos=True)
         async for output in llm.generate("Say the words", endless):
             print(f"left after {len(output.outputs[0].token_ids)} tokens")
             break  # ends the request: its slot and pages are free again
-    finally:
-        await llm.close()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ SCHEMA = {
 FORMS = {
     "schema": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     "choice": StructuredOutputsParams(choice=["yes", "no"]),
-    "regex": StructuredOutputsParams(regex=r"[A-F]{2}-\d{3}"),
+    "regex": StructuredOutputsParams(regex=r"[A-F]{2}-[0-9]{3}"),
 }
 
 
