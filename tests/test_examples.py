@@ -18,7 +18,7 @@ FOLDER = ROOT / "scripts/examples"
 PRINTS = {
     "offline": r"(greedy: .+\n){3}(drawn: .+\n){3}",
     "async_stream": r"((The quick brown fox|Once upon a time): \+'.*'\n)+left after \d+ tokens\n",
-    "chat": r"The code .+\n  \d+  \(0 prompt.+\n.+\n  \d+  \([1-9]\d* prompt tokens were cached\)\n",
+    "chat": r"The code .+\n  \d+  \(0 prompt.+\n.+\n  \d+  \([1-9]\d* prompt.+ cached\)\n",
     "structured_output": (
         r'schema: \{"animal":"(fox|hen|owl)","legs":\d\d?\}\nchoice: (yes|no)\n'
         r"regex: [A-F]{2}-\d{3}\nlegs: \d+\n"

@@ -81,10 +81,15 @@ def docstring_faults(tree: ast.Module) -> Iterator[str]:
             continue
         first = text.split()[0].strip(".,:;`'\"()")
         where = f"{getattr(node, 'lineno', 1)}: docstring begins with {first!r}"
-        if isinstance(node, Function) and not is_property(node):
+        is_function = isinstance(node, Function)
+        if is_function and not is_property(node):
             if first not in VERBS:
                 yield f"{where}, no verb"
-        elif first in NO_NOUNS - ({"Whether"} if isinstance(node, Function) else set()) or (isinstance(node, ast.ClassDef) and first in VERBS - ALSO_NOUNS):
+            continue
+        no_nouns = NO_NOUNS - {"Whether"} if is_function else NO_NOUNS
+        if isinstance(node, ast.ClassDef):
+            no_nouns = no_nouns | (VERBS - ALSO_NOUNS)
+        if first in no_nouns:
             yield f"{where}, no noun"
 
 
