@@ -7,6 +7,7 @@ with a noun. BUILD.md has the rest of the style.
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
