@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxserve.request import FinishReason, SamplingParams
     from jaxserve.structured import StructuredOutputsParams
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
@@ -68,9 +68,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _version() -> str:
+    """Return the version that was installed; "0+unknown" where a checkout was not."""
+    # Imported here, since it takes longer than all of this module.
+    metadata = import_module("importlib.metadata")
+    try:
+        return metadata.version("jaxserve")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""EngineConfig: what an engine may be told, and the only reader of the environment."""
+"""EngineConfig: the settings of an engine; and the only reader of the environment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineConfig:
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
             in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
             checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs
-            no such word.
+            none of these.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter
             of the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together.
@@ -74,8 +74,7 @@ class EngineConfig:
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
         async_scheduling: submit step n+1 before step n is read.
         num_scheduler_steps: most decode steps of one launch, taken where nobody waits, or only
-            for a slot while none is free; None lets each launch be as long as it can be without
-            anybody noticing.
+            for a slot while none is free; None lets each launch take as many as fit into 20 ms.
         seed: of requests that bring none, and of dummy weights.
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         decode_sizes: padded row counts compiled for steps of one token a row.
@@ -160,7 +159,7 @@ class EngineConfig:
             )
 
     def resolve(self, platform: str, model_max_len: int) -> EngineConfig:
-        """The same settings with every None that concerns sizes filled in.
+        """Fill in every setting of a size that is None, in a copy.
 
         Args:
             platform: "cpu" or "gpu".
@@ -187,7 +186,7 @@ class EngineConfig:
         return resolved
 
     def cpu_page_budget(self, page_bytes: int) -> int:
-        """Pages of KV cache on CPU, the null page included.
+        """Return the number of pages of KV cache on CPU, the null page included.
 
         The default stops at what all slots can hold at once, with the page to spare that admission
         leaves each, and with prefix caching at twice that.
@@ -204,7 +203,7 @@ class EngineConfig:
 
 
 def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
-    """What the setting `model` stands for: "hub" if it could be a name there, None for nothing."""
+    """Classify the setting `model`: "hub" if it could be a name there, None for nothing."""
     path = Path(name)
     if path.is_dir():
         return "folder"
@@ -214,23 +213,23 @@ def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether this could be a name on the hub."""
+    """Return whether this could be a name on the hub."""
     return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def bundled_model() -> Path:
-    """Folder of the checkpoint that comes with the package."""
+    """Return the folder of the checkpoint that comes with the package."""
     return Path(__file__).parent / "demo_model"
 
 
 def api_keys_from_environment() -> tuple[str, ...]:
-    """Keys in JAXSERVE_API_KEY, separated by commas."""
+    """Return the keys in JAXSERVE_API_KEY, which commas separate."""
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
 @dataclass(frozen=True)
 class HubAccess:
-    """How the Hugging Face hub is reached, under the names of its own library.
+    """Access to the Hugging Face hub, under the names of its own library.
 
     Attributes:
         endpoint: HF_ENDPOINT, another server than the hub itself.
@@ -242,13 +241,13 @@ class HubAccess:
 
 
 def hub_access() -> HubAccess:
-    """What the environment says about the hub."""
+    """Read the variables of the environment that concern the hub."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return HubAccess(os.environ.get("HF_ENDPOINT") or None, offline)
 
 
 def user_cache_dir() -> Path | None:
-    """`jaxserve` in the user's cache folder; None where the user has no home."""
+    """Return `jaxserve` in the user's cache folder; None where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
@@ -257,7 +256,7 @@ def user_cache_dir() -> Path | None:
 
 
 def compiler_settings() -> dict[str, str]:
-    """Variables of the environment that change what XLA compiles."""
+    """Return the variables of the environment that change what XLA compiles."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
     values = {name: os.environ.get(name, "") for name in names}
     # How many devices there are changes no program of one of them.
@@ -268,7 +267,7 @@ def compiler_settings() -> dict[str, str]:
 
 
 def cpu_threads() -> int:
-    """Cores that this process may use; XLA divides a program's work by their number."""
+    """Return the cores that this process may use; XLA divides a program's work by them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -292,7 +291,7 @@ def _allocate_from_heap() -> None:
 
 
 def prepare_process(**environment: Any) -> None:
-    """Settle what must be settled before JAX is imported; later calls change nothing.
+    """Prepare what must be set before JAX is imported; later calls change nothing.
 
     Variables that the user has set win over ours.
     """

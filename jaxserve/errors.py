@@ -1,4 +1,4 @@
-"""What can go wrong, as types a caller can catch.
+"""Errors that callers can catch.
 
 Every message says what was wrong, where, and what is allowed.
 """

@@ -1,4 +1,4 @@
-"""What is answered: the types that callers get, with vLLM's names."""
+"""Outputs of the engine: the types that callers receive, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Logprob:
     """A token's natural log-probability, its rank (1 is the most likely) and its text.
 
-    The text is None where there is no tokenizer, or the request wants no text.
+    The text is None where there is no tokenizer, or with `detokenize=False`.
     """
 
     logprob: float

@@ -1,7 +1,7 @@
-"""What is asked and what is answered: the types that callers hold.
+"""SamplingParams and Request: sampling settings, and a prompt that has been checked.
 
-Field names and defaults are those of vLLM's `SamplingParams`, `RequestOutput` and
-`CompletionOutput`, so that code written for it reads the same here.
+Names and defaults of fields are those of vLLM's `SamplingParams`, so that code written for it
+reads the same here. Results are in `outputs.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplerFeature(enum.IntFlag):
-    """What a request asks of the sampler beyond the settings that every row has."""
+    """Features of the sampler that a request uses beyond the settings that every row has."""
 
     PENALTIES = 1
     ALLOWED = 2
@@ -66,7 +66,7 @@ class SamplerFeature(enum.IntFlag):
 
 
 def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
-    """`value` as an int if it is one exactly (numpy's too, bool never) and within [low, high].
+    """Return `value` as an int if it is one (numpy's too, never bool) and within [low, high].
 
     Raises:
         InvalidRequest: naming `name` and the range; about `parameter`, or else `name`.
@@ -85,13 +85,17 @@ def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None 
 
 
 def is_listing(value: Any) -> bool:
-    """Whether it may be a list of numbers: a list, an array, no text and no single number."""
+    """Return whether it may be a list of numbers: a list or array, no text, no single number."""
     sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
     return sized and not isinstance(value, str | bytes)
 
 
 def finite_float(value: Any, name: str) -> float:
-    """`value` as a finite float; raises InvalidRequest naming `name`."""
+    """Return `value` as a finite float.
+
+    Raises:
+        InvalidRequest: naming `name`.
+    """
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
     try:
@@ -111,7 +115,7 @@ def _flag(value: Any, name: str) -> bool:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end.
+    """Settings of how the tokens of one request are chosen and when they end.
 
     Args:
         n: independent completions of the prompt, 1 to 16; choice i uses `seed + i`.
@@ -148,7 +152,7 @@ class SamplingParams:
             think before it answers; None for no bound.
 
     Attributes:
-        asks: what of this costs extra work, as flags of `SamplerFeature` (all but PROMPT_LOGPROBS).
+        features: flags of `SamplerFeature` for settings of extra cost (all but PROMPT_LOGPROBS).
 
     Raises:
         InvalidRequest: on construction, naming the first bad field.

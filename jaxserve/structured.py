@@ -82,20 +82,20 @@ class StructuredOutputsParams:
 
 
 def plain_schema(schema: Any, closes: bool = False) -> Any:
-    """A schema as the compiler of grammars wants it: a format that it does not know says nothing
-    about a value, as JSON Schema has it.
+    """Drop formats that the compiler of grammars does not support: by JSON Schema, an unknown
+    format does not limit a value.
 
     Args:
         closes: objects that name properties hold no others.
     """
     if isinstance(schema, list):
-        return [plain_schema(one, closes) for one in schema]
+        return [plain_schema(item, closes) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _OF_NAMES and isinstance(value, dict):
-            made[name] = {key: plain_schema(one, closes) for key, one in value.items()}
+            made[name] = {key: plain_schema(item, closes) for key, item in value.items()}
         elif name in _VALUES:
             made[name] = value
         elif name != "format" or not isinstance(value, str) or value in _FORMATS:
@@ -110,7 +110,7 @@ def _problem(form: str, message: str) -> InvalidRequest:
 
 
 def _schema(value: Any) -> str:
-    """The schema as canonical text, once it is known to be small."""
+    """Check that the schema is small, and return it as canonical text."""
     text = value
     if not isinstance(value, str):
         try:
@@ -134,11 +134,11 @@ def _check_size(schema: Any) -> None:
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict | list):
-                if len(one) > MAX_SCHEMA_ITEMS:
+        for node in level:
+            if isinstance(node, dict | list):
+                if len(node) > MAX_SCHEMA_ITEMS:
                     raise _problem("json", f"takes at most {MAX_SCHEMA_ITEMS} entries at one place")
-                below.extend(one.values() if isinstance(one, dict) else one)
+                below.extend(node.values() if isinstance(node, dict) else node)
         if not below:
             return
         level = below
@@ -155,11 +155,11 @@ def _text(form: str, most: int) -> Any:
 
 
 def _choices(value: Any) -> str:
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(choice, str) for choice in value):
         raise _problem("choice", "must be a list of texts")
     if not 1 <= len(value) <= MAX_CHOICES:
         raise _problem("choice", f"takes 1 to {MAX_CHOICES} texts")
-    if not all(1 <= len(one) <= MAX_CHOICE_CHARS for one in value):
+    if not all(1 <= len(choice) <= MAX_CHOICE_CHARS for choice in value):
         raise _problem("choice", f"takes texts of 1 to {MAX_CHOICE_CHARS} characters")
     if sum(map(len, value)) > MAX_SCHEMA_BYTES:
         raise _problem("choice", f"takes at most {MAX_SCHEMA_BYTES} characters in all")

@@ -12,7 +12,7 @@ class Unserved(NamedTuple):
     """An argument that is not served.
 
     Attributes:
-        neutral: values that ask for nothing, and pass.
+        neutral: values that change nothing, and pass.
         instead: what to do where another was given.
     """
 
@@ -110,17 +110,18 @@ def refuse_unsupported(
 
 
 def served(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those of `UNSERVED` that ask for nothing, None included.
+    """Return the settings without those of `UNSERVED` that change nothing, None included.
 
     Raises:
-        InvalidRequest: naming one that asks for something, and what to do instead.
+        InvalidRequest: naming one that would change something, and what to do instead.
     """
     for name, value in settings.items():
         row = UNSERVED.get(name)
         if row is None or value is None:
             continue
         if not any(
-            isinstance(value, bool) == isinstance(one, bool) and value == one for one in row.neutral
+            isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+            for neutral in row.neutral
         ):
             raise InvalidRequest(f"{name}={value!r} is not supported: {row.instead}", name)
     return {name: value for name, value in settings.items() if name not in UNSERVED}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts import find_device, try_cuda
 
@@ -251,6 +255,31 @@ def test_a_machine_without_a_gpu_installs_for_cpu_until_it_gains_one(copy: Copy)
     play(copy.played, "nvidia-smi", "exit 9")
     out, err = copy.run(f'install ""; {TELL}')
     assert out == ["cpu "]
+
+
+def test_python_3_11_gets_the_versions_of_the_tests(copy: Copy) -> None:
+    play(copy.played, "nvidia-smi", "exit 9")
+    copy.run('install ""')
+    versions = copy.folder / "scripts/constraints.txt"
+    versions.write_bytes((ROOT / "scripts/constraints.txt").read_bytes())
+    is_pair = sys.version_info[:2] == (3, 11)
+    # New versions are installed over older ones, once.
+    options = " -c scripts/constraints.txt --editable" if is_pair else ""
+    assert copy.run('install ""')[0] == [f"install{options} ."]
+    assert copy.run('install ""')[0] == []
+    versions.write_text("")
+    assert len(copy.run('install ""')[0]) == 1
+
+
+def test_the_versions_of_the_tests_are_exact_and_allowed() -> None:
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    exact = {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in (*project["dependencies"], *project["optional-dependencies"]["test"]):
+        needed = Requirement(line)
+        if needed.name != "jaxserve":
+            assert needed.specifier.contains(exact[canonicalize_name(needed.name)]), line
 
 
 def test_a_new_driver_changes_the_build_and_removes_the_other(copy: Copy) -> None:

@@ -24,6 +24,7 @@ from pallas_kernels.implementation import limit
 from scripts.gpu import models as gpu_models
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu import tune_kernels
+from scripts.lib.attention_arrays import attention_arrays
 
 Item = tuple[str, Callable[[], dict[str, Any]]]
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3fn": 3e-2}
@@ -92,7 +93,7 @@ def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def _check(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
     """Return the largest error against the reference, relative to the largest value."""
-    arrays = list(gpu_timing.attention_arrays(made, _spread_lengths(made.R, made.M * made.S)))
+    arrays = list(attention_arrays(made, _spread_lengths(made.R, made.M * made.S)))
     if made.op != "decode":
         starts, lengths = _mixed_rows(made)
         arrays[4:] = [jnp.asarray(starts), jnp.asarray(lengths)]
@@ -213,7 +214,7 @@ def _time_attention(
     starts: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Time, bytes and products of an attention call, against the measured ceilings."""
-    arrays = list(gpu_timing.attention_arrays(made, kv_len))
+    arrays = list(attention_arrays(made, kv_len))
     if starts is not None:
         arrays[4] = jnp.asarray(starts)
     scales = {}

@@ -34,6 +34,7 @@ from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuni
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.progress import ReportError, interruptible, read_report, save_text
 from scripts.lib.argument_types import existing_file, positive, some_of
+from scripts.lib.attention_arrays import attention_arrays
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -259,7 +260,7 @@ def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> d
     """
     op = target.op
     case = case_of(op, target.dtype, target.head_dim, target.tokens, target.rows, target.pages)
-    arrays = gpu_timing.attention_arrays(case)
+    arrays = attention_arrays(case)
     configs = ordered(op, case)[: 2 if tiny else None]
     found = sweep_one(configs, lambda config: runner(op, config, tiny), arrays, budget)
     base = tuning.defaults(tuning.CONFIGS[op], case)
