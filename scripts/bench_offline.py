@@ -31,7 +31,7 @@ from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -50,7 +50,7 @@ GAIN_GATES = {16: 2.4, 32: 3.1}
 
 def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
     """Random weights, and steps compiled for 1 row to twice `batch`, which padding may need."""
-    model_config = ModelConfig.from_dict(COMMON | SHAPES[shape])
+    model_config = parse_model_config(COMMON | SHAPES[shape])
     config = EngineConfig(
         max_num_seqs=2 * batch,
         max_num_batched_tokens=tokens,

@@ -43,7 +43,7 @@ from jaxserve.engine.request_factory import Limits  # noqa: E402
 from jaxserve.engine.text.tokenizer import Tokenizer  # noqa: E402
 from jaxserve.execution.buckets import Bucket  # noqa: E402
 from jaxserve.execution.runner import Runner  # noqa: E402
-from jaxserve.models import Decoder, ModelConfig, read_model_config  # noqa: E402
+from jaxserve.models import Decoder, parse_model_config, read_model_config  # noqa: E402
 from jaxserve.models.quantized import QuantizedWeight  # noqa: E402
 from jaxserve.request import SamplingParams  # noqa: E402
 from jaxserve.weights import load_weights, random_weights  # noqa: E402
@@ -183,7 +183,7 @@ def batches(
 def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
     """A random model for speed, compiled."""
     shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
-    model_config = ModelConfig.from_dict(shape)
+    model_config = parse_model_config(shape)
     config = EngineConfig(
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=max(ROWS),

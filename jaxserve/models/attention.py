@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import YarnScaling
-from jaxserve.models.layers import LLAMA, FamilyTraits, Norm
+from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
+from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from jaxserve.models.rope import CosSin
@@ -32,13 +33,13 @@ class Attention(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         window: int | None = None,
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         self.group = group = config.num_attention_heads // kv_heads
         self.window, self.scale = window, config.scales.attention
-        self.soft_cap, self.interleaved = config.scales.attention_cap, design.interleaved
+        self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
         scaling = config.rope.scaling
         self.growth = None
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
@@ -64,13 +65,13 @@ class Attention(nnx.Module):
         # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
-        if design.qk_norm == "head":
+        if traits.qk_norm == "head":
             query = key = shape[2:], axes[2:]
-        over = None if design.qk_norm == "all" else 1
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if design.sinks else None
-        normed, eps = design.qk_norm is not None, config.rms_norm_eps
-        self.query_norm = Norm(*query, eps, dtype, design, over) if normed else None
-        self.key_norm = Norm(*key, eps, dtype, design, over) if normed else None
+        over = None if traits.qk_norm == "all" else 1
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if traits.sinks else None
+        normed, eps = traits.qk_norm is not None, config.rms_norm_eps
+        self.query_norm = Norm(*query, eps, dtype, traits, over) if normed else None
+        self.key_norm = Norm(*key, eps, dtype, traits, over) if normed else None
 
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages

@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.experts import SparseMLP
+from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import LLAMA, Embedding, FamilyTraits, GatedMLP, Norm
+from jaxserve.models.layers import Embedding, GatedMLP, Norm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin, rope_cos_sin
@@ -35,27 +36,27 @@ class DecoderLayer(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         index: int = 0,
     ) -> None:
         def norm() -> Norm:
-            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
-        before, after = design.norms != "after", design.norms != "before"
+        before, after = traits.norms != "after", traits.norms != "before"
         self.residual = config.scales.residual
         self.attention_norm = norm() if before else None
         if config.latent is None:
             window = config.layers.windows[index]
-            self.attention = Attention(config, dtype, rngs, design, window)
+            self.attention = Attention(config, dtype, rngs, traits, window)
         else:
-            self.attention = LatentAttention(config, config.latent, dtype, rngs, design)
+            self.attention = LatentAttention(config, config.latent, dtype, rngs, traits)
         self.attention_out_norm = norm() if after else None
-        self.parallel = design.parallel
-        self.mlp_norm = norm() if before and not design.parallel else None
+        self.parallel = traits.parallel
+        self.mlp_norm = norm() if before and not traits.parallel else None
         if config.experts is not None and config.experts.layers[index]:
-            self.mlp = SparseMLP(config, config.experts, dtype, rngs, design)
+            self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
         else:
-            self.mlp = GatedMLP(config, dtype, rngs, design)
+            self.mlp = GatedMLP(config, dtype, rngs, traits)
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
@@ -93,15 +94,19 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: FamilyTraits = LLAMA
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        traits: FamilyTraits = LLAMA_TRAITS,
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
         self.layers = nnx.List(
-            DecoderLayer(config, dtype, rngs, design, index)
+            DecoderLayer(config, dtype, rngs, traits, index)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.layers import FamilyTraits, GatedMLP
+from jaxserve.models.family import FamilyTraits
+from jaxserve.models.layers import GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
@@ -38,17 +39,17 @@ class SparseMLP(nnx.Module):
         experts: Experts,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits,
+        traits: FamilyTraits,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
         self.experts = experts
-        self.kind: Router = design.router
+        self.kind: Router = traits.router
         self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
         self.gate_up = _stacked(
             rngs, (count, embed, 2, mlp), ("experts", "embed", "gate_up", "mlp"), dtype
         )
         self.down = _stacked(rngs, (count, mlp, embed), ("experts", "mlp", "embed"), dtype)
-        if design.router == "chosen":
+        if traits.router == "chosen":
             self.router_bias = constant(0.0, (count,), ("experts",), dtype)
             axes: LogicalAxes = ("experts", "gate_up", "mlp")
             self.gate_up_bias = constant(0.0, (count, 2, mlp), axes, dtype)
@@ -57,8 +58,8 @@ class SparseMLP(nnx.Module):
             self.router_bias = self.gate_up_bias = self.down_bias = None
         # Scores are compared in float32 whatever the model's dtype.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
-        self.correction = correction if design.router == "sigmoid" else None
-        shared = GatedMLP(config, dtype, rngs, design, experts.shared) if experts.shared else None
+        self.correction = correction if traits.router == "sigmoid" else None
+        shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
         self.shared = shared
 
     def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:

@@ -19,7 +19,8 @@ from jaxserve.models.attention import rotate
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import Rope, YarnScaling
-from jaxserve.models.layers import FamilyTraits, Norm
+from jaxserve.models.family import FamilyTraits
+from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import CosSin
@@ -40,7 +41,7 @@ class LatentAttention(nnx.Module):
         latent: Latent,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits,
+        traits: FamilyTraits,
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads
         self.latent, self.scale = latent, softmax_scale(latent, config.rope)
@@ -50,7 +51,7 @@ class LatentAttention(nnx.Module):
         else:
             self.query_down = weight(rngs, (embed, rank), ("embed", "latent"), dtype)
             self.query_down_bias = constant(0.0, (rank,), ("latent",), dtype) if biased else None
-            self.query_norm = Norm((rank,), ("latent",), NORM_EPS, dtype, design)
+            self.query_norm = Norm((rank,), ("latent",), NORM_EPS, dtype, traits)
         self.query = weight(
             rngs,
             (rank or embed, heads, latent.key),
@@ -59,7 +60,7 @@ class LatentAttention(nnx.Module):
         )
         joint = latent.rank + latent.rotary
         self.down = weight(rngs, (embed, joint), ("embed", "latent"), dtype)
-        self.norm = Norm((latent.rank,), ("latent",), NORM_EPS, dtype, design)
+        self.norm = Norm((latent.rank,), ("latent",), NORM_EPS, dtype, traits)
         self.up = weight(
             rngs,
             (latent.rank, heads, latent.plain + latent.value),

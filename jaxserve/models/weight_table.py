@@ -1,8 +1,8 @@
 """How a family's parameters are laid out in a Hugging Face checkpoint, as data."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
 
@@ -125,34 +125,3 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         sizes |= {"L": latent.query_rank or 0, "C": latent.rank, "J": latent.rank + latent.rotary}
         sizes |= {"A": latent.key, "B": latent.plain + latent.value, "U": latent.value}
     return sizes
-
-
-def embedding_weights(config: ModelConfig) -> list[WeightName]:
-    """Where the embedding and the output projection come from."""
-    embedding = "model.embed_tokens.weight"
-    if config.tie_word_embeddings:
-        return [WeightName(embedding, "V D -> D V", "embedding.project")]
-    return [
-        WeightName(embedding, "V D -> V D", "embedding.table"),
-        WeightName("lm_head.weight", "V D -> D V", "embedding.project"),
-    ]
-
-
-def every_layer(
-    layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
-) -> list[WeightName]:
-    """One layer's tensors, repeated for every layer under its prefix.
-
-    Args:
-        layer: the tensors of one layer.
-        config: of the model.
-        sparse: only for the layers with experts (True) or those without (False).
-    """
-    return [
-        replace(
-            tensor, name=f"model.layers.{index}.{tensor.name}", path=f"layers.{index}.{tensor.path}"
-        )
-        for index in range(config.num_hidden_layers)
-        if sparse in (None, config.experts is not None and config.experts.layers[index])
-        for tensor in layer
-    ]
