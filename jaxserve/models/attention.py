@@ -14,11 +14,12 @@ from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
-from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
+
+    from jaxserve.models.rope import CosSin
 
 
 class Attention(nnx.Module):
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
     def _attend(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
     ) -> Float[Array, "T N H"]:
-        """Causal attention of each token over its row's pages, or the window's part of them."""
+        """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales()
         options["implementation"] = step.implementation
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
 def _growth(
     scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
 ) -> Float[Array, "T 1 1"]:
-    """What multiplies queries, so that attention stays sharp in long contexts."""
+    """Return what multiplies queries, so that attention stays sharp in long contexts."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 
@@ -131,7 +132,7 @@ def _growth(
 def rotate(
     x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
 ) -> Float[Array, "T N H"]:
-    """Rotary embedding that pairs dimension i with i + pairs, the order Llama's weights have.
+    """Rotate pairs of dimensions i and i + pairs, the order that Llama's weights have.
 
     Where fewer dimensions than H are rotated they are the first; the rest stays as it is. In
     weights that are `interleaved` neighbours are pairs. They leave as halves all the same: scores

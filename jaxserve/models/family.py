@@ -1,4 +1,4 @@
-"""What a family of models declares, all of it in its one file in `jaxserve.models.families`."""
+"""Declarations of a family of models; all stand in its file in `jaxserve.models.families`."""
 
 from __future__ import annotations
 

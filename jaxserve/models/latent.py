@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -23,11 +22,12 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
-from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+    from jaxserve.models.rope import CosSin
 
 NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 
@@ -112,7 +112,7 @@ class LatentAttention(nnx.Module):
 
 
 def softmax_scale(latent: Latent, rope: Rope) -> float:
-    """What multiplies the scores: under YaRN also the square of its factor for `mscale_all_dim`."""
+    """Return the factor of the scores: under YaRN also its square for `mscale_all_dim`."""
     scale = latent.key**-0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         growth = 0.1 * math.log(max(rope.scaling.factor, 1.0))
@@ -120,5 +120,5 @@ def softmax_scale(latent: Latent, rope: Rope) -> float:
     return scale
 
 
-def _padded(x: Float[Array, "T N H"], size: int) -> jax.Array:
+def _padded(x: Float[Array, "T N H"], size: int) -> Float[Array, "T N padded"]:
     return x if x.shape[-1] == size else jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))

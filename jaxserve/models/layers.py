@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Norm(nnx.Module):
     """RMSNorm, x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019).
 
-    Where the traits centers norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
+    Where the traits center norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
     et al. 2016). All of the scale's dimensions are normalised together, or only its last `over`.
     """
 
@@ -41,7 +41,7 @@ class Norm(nnx.Module):
         self.eps, self.traits, self.over = eps, traits, over or len(shape)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Normalise in at least float32; then, as Llama does, round to x's dtype, then scale."""
+        """Divide by rms(x) in at least float32, round to x's dtype as Llama does, then scale."""
         scale, exact = self.scale[...], accumulator(x.dtype)
         y = x.astype(exact)
         if self.traits.norm_centered:
@@ -55,11 +55,11 @@ class Norm(nnx.Module):
         return scale * y.astype(x.dtype)
 
     def _mean(
-        self, x: Float[Array, "... D"], of: Literal["numbers", "squares"] = "numbers"
+        self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
     ) -> Float[Array, "... 1"]:
-        """Over the last dimensions, in at least float32."""
+        """Return the mean over the last dimensions, in at least float32."""
         size = prod(x.shape[-self.over :])
-        sums = row_sums(x.reshape(*x.shape[: -self.over], size), of)
+        sums = row_sums(x.reshape(*x.shape[: -self.over], size), kind)
         return sums.reshape(*sums.shape, *(1,) * self.over) / size
 
 
@@ -92,7 +92,7 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Scores of every token, in at least float32; for the rows that count, where told."""
+        """Return every token's logits, in at least float32; undefined from row `num_rows` on."""
         project = self.project[...]
         if num_rows is not None:
             project = with_num_rows(project, num_rows)

@@ -4,10 +4,12 @@ A field that changes what the model computes is read, or refused. A field nobody
 refused too: it may be the one that matters.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
@@ -92,7 +94,9 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
 
     @classmethod
-    def from_fields(cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str) -> Self:
+    def from_fields(
+        cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str
+    ) -> ModelConfig:
         """Read the contents of a config.json by the rules of its architecture.
 
         Args:
@@ -166,7 +170,7 @@ class ModelConfig:
         positions = self.max_position_embeddings
         return positions if self.local_rope is not None else self.rope.reach(positions)
 
-    def for_length(self, length: int) -> Self:
+    def for_length(self, length: int) -> ModelConfig:
         """The same model for sequences of at most `length` positions.
 
         LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
