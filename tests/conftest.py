@@ -66,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--published", metavar="DIR", help="where packages with published tokenizers are kept"
     )
+    parser.addoption(
+        "--check-shapes",
+        action="store_true",
+        help="check arrays against the shapes in the signatures of models and execution",
+    )
     group = parser.getgroup("models with real weights (tests/real)")
     group.addoption("--real-long", action="store_true", help="their long forms: some 40 minutes")
     group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
@@ -99,6 +104,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for key, name in ((DOOR, "door"), (TURNS, "turns")):
         file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
         config.add_cleanup(file.close)
+    if config.getoption("--check-shapes"):
+        # Imported here: JAX reads the variables above when it is imported.
+        from tests.support.shape_checks import check_shapes
+
+        check_shapes()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,7 +41,7 @@ from jaxserve.engine.request_factory import Limits, bad_words_token_ids
 from jaxserve.engine.text.grammars import grammar_source
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.structured import StructuredOutputsParams
@@ -149,7 +149,7 @@ class Bench:
         kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         dtype: Literal["float64", "float32", "bfloat16"] = "float64",
     ) -> None:
-        model_config = ModelConfig.from_dict(dict(fields))
+        model_config = parse_model_config(dict(fields))
         model = random_weights(model_config, jnp.dtype(dtype), seed=3)
         self.oracle = Oracle(model_config, model, kv_cache_dtype) if dtype == "float64" else None
         use_panels(model)

@@ -1,10 +1,16 @@
 """Model families as pure Flax modules over ragged tokens and a paged cache."""
 
-from jaxserve.models.config.model_config import ModelConfig, read_model_config
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import Llama3Scaling, Rope
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.paged import KVPages, PagedStep, logical_axes
-from jaxserve.models.registry import abstract_model, build_model, checkpoint_weights
+from jaxserve.models.registry import (
+    abstract_model,
+    build_model,
+    checkpoint_weights,
+    parse_model_config,
+    read_model_config,
+)
 
 __all__ = [
     "Decoder",
@@ -17,5 +23,6 @@ __all__ = [
     "build_model",
     "checkpoint_weights",
     "logical_axes",
+    "parse_model_config",
     "read_model_config",
 ]

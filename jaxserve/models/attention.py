@@ -10,14 +10,16 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import YarnScaling
-from jaxserve.models.layers import LLAMA, FamilyTraits, Norm
+from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
+from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
-from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
+
+    from jaxserve.models.rope import CosSin
 
 
 class Attention(nnx.Module):
@@ -32,13 +34,13 @@ class Attention(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         window: int | None = None,
     ) -> None:
         embed, kv_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         self.group = group = config.num_attention_heads // kv_heads
         self.window, self.scale = window, config.scales.attention
-        self.soft_cap, self.interleaved = config.scales.attention_cap, design.interleaved
+        self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
         scaling = config.rope.scaling
         self.growth = None
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
@@ -64,13 +66,13 @@ class Attention(nnx.Module):
         # f32[2, K], what stored keys and values are multiplied by; of a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
-        if design.qk_norm == "head":
+        if traits.qk_norm == "head":
             query = key = shape[2:], axes[2:]
-        over = None if design.qk_norm == "all" else 1
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if design.sinks else None
-        normed, eps = design.qk_norm is not None, config.rms_norm_eps
-        self.query_norm = Norm(*query, eps, dtype, design, over) if normed else None
-        self.key_norm = Norm(*key, eps, dtype, design, over) if normed else None
+        over = None if traits.qk_norm == "all" else 1
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if traits.sinks else None
+        normed, eps = traits.qk_norm is not None, config.rms_norm_eps
+        self.query_norm = Norm(*query, eps, dtype, traits, over) if normed else None
+        self.key_norm = Norm(*key, eps, dtype, traits, over) if normed else None
 
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
@@ -100,7 +102,7 @@ class Attention(nnx.Module):
     def _attend(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
     ) -> Float[Array, "T N H"]:
-        """Causal attention of each token over its row's pages, or the window's part of them."""
+        """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales()
         options["implementation"] = step.implementation
@@ -122,7 +124,7 @@ class Attention(nnx.Module):
 def _growth(
     scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
 ) -> Float[Array, "T 1 1"]:
-    """What multiplies queries, so that attention stays sharp in long contexts."""
+    """Return what multiplies queries, so that attention stays sharp in long contexts."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 
@@ -130,7 +132,7 @@ def _growth(
 def rotate(
     x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
 ) -> Float[Array, "T N H"]:
-    """Rotary embedding that pairs dimension i with i + pairs, the order Llama's weights have.
+    """Rotate pairs of dimensions i and i + pairs, the order that Llama's weights have.
 
     Where fewer dimensions than H are rotated they are the first; the rest stays as it is. In
     weights that are `interleaved` neighbours are pairs. They leave as halves all the same: scores

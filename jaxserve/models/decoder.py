@@ -13,14 +13,17 @@ from jax.typing import DTypeLike
 from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.experts import SparseMLP
+from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import LLAMA, Embedding, FamilyTraits, GatedMLP, Norm
+from jaxserve.models.layers import Embedding, GatedMLP, Norm
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages, PagedStep
-from jaxserve.models.rope import CosSin, rope_cos_sin
+from jaxserve.models.rope import rope_cos_sin
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
+
+    from jaxserve.models.rope import CosSin
 
 
 class DecoderLayer(nnx.Module):
@@ -35,33 +38,33 @@ class DecoderLayer(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         index: int = 0,
     ) -> None:
         def norm() -> Norm:
-            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
-        before, after = design.norms != "after", design.norms != "before"
+        before, after = traits.norms != "after", traits.norms != "before"
         self.residual = config.scales.residual
         self.attention_norm = norm() if before else None
         if config.latent is None:
             window = config.layers.windows[index]
-            self.attention = Attention(config, dtype, rngs, design, window)
+            self.attention = Attention(config, dtype, rngs, traits, window)
         else:
-            self.attention = LatentAttention(config, config.latent, dtype, rngs, design)
+            self.attention = LatentAttention(config, config.latent, dtype, rngs, traits)
         self.attention_out_norm = norm() if after else None
-        self.parallel = design.parallel
-        self.mlp_norm = norm() if before and not design.parallel else None
+        self.parallel = traits.parallel
+        self.mlp_norm = norm() if before and not traits.parallel else None
         if config.experts is not None and config.experts.layers[index]:
-            self.mlp = SparseMLP(config, config.experts, dtype, rngs, design)
+            self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
         else:
-            self.mlp = GatedMLP(config, dtype, rngs, design)
+            self.mlp = GatedMLP(config, dtype, rngs, traits)
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T D"], KVPages]:
-        """The residual stream after this layer, and its pages with this step's K and V written."""
+        """Return the residual stream after this layer, and its pages with this step's K and V."""
         with jax.named_scope("attention"):
             normed = _normed(self.attention_norm, x)
             y, kv = self.attention(normed, cos_sin, step, kv)
@@ -77,8 +80,8 @@ def _normed(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x if norm is None else norm(x)
 
 
-def scaled(x: Float[Array, ...], factor: float | Array) -> Float[Array, ...]:
-    """x times a factor, in at least float32, rounded once."""
+def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
+    """Multiply x by a factor, in at least float32, rounded once."""
     if isinstance(factor, float) and factor == 1.0:
         return x
     return (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype)
@@ -93,20 +96,26 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, design: FamilyTraits = LLAMA
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        traits: FamilyTraits = LLAMA_TRAITS,
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
         self.layers = nnx.List(
-            DecoderLayer(config, dtype, rngs, design, index)
+            DecoderLayer(config, dtype, rngs, traits, index)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, design)
+        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages]]:
-        """Hidden states after the final norm, and the pages with this step's K and V written.
+        """Return hidden states after the final norm, and the pages with this step's K and V.
+
+        The pages are one pair a layer.
 
         The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
         each step.
@@ -134,16 +143,16 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Scores of every token after the given hidden states, in at least float32.
+        """Return the logits of every token after the given hidden states, in at least float32.
 
-        What rows from `num_rows` on get, where that is given, means nothing.
+        Rows from `num_rows` on are padding; their logits are undefined.
         """
         with jax.named_scope("logits"):
-            scores, scales = self.embedding.logits(hidden, num_rows), self.config.scales
+            logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales
             if scales.logit_divisor != 1.0:
-                scores = scores / scales.logit_divisor
+                logits = logits / scales.logit_divisor
             if scales.logit_factor != 1.0:
-                scores = scores * scales.logit_factor
+                logits = logits * scales.logit_factor
             if scales.logit_cap is not None:
-                scores = jnp.tanh(scores / scales.logit_cap) * scales.logit_cap
-            return scores
+                logits = jnp.tanh(logits / scales.logit_cap) * scales.logit_cap
+            return logits

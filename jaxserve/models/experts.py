@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.layers import FamilyTraits, GatedMLP
+from jaxserve.models.family import FamilyTraits
+from jaxserve.models.layers import GatedMLP
 from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
@@ -26,7 +27,7 @@ from jaxserve.models.routing import Router, route
 from pallas_kernels import grouped_matmul
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Bool, Float, Int32
 
 
 class SparseMLP(nnx.Module):
@@ -38,17 +39,17 @@ class SparseMLP(nnx.Module):
         experts: Experts,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits,
+        traits: FamilyTraits,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
         self.experts = experts
-        self.kind: Router = design.router
+        self.kind: Router = traits.router
         self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
         self.gate_up = _stacked(
             rngs, (count, embed, 2, mlp), ("experts", "embed", "gate_up", "mlp"), dtype
         )
         self.down = _stacked(rngs, (count, mlp, embed), ("experts", "mlp", "embed"), dtype)
-        if design.router == "chosen":
+        if traits.router == "chosen":
             self.router_bias = constant(0.0, (count,), ("experts",), dtype)
             axes: LogicalAxes = ("experts", "gate_up", "mlp")
             self.gate_up_bias = constant(0.0, (count, 2, mlp), axes, dtype)
@@ -57,12 +58,12 @@ class SparseMLP(nnx.Module):
             self.router_bias = self.gate_up_bias = self.down_bias = None
         # Scores are compared in float32 whatever the model's dtype.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
-        self.correction = correction if design.router == "sigmoid" else None
-        shared = GatedMLP(config, dtype, rngs, design, experts.shared) if experts.shared else None
+        self.correction = correction if traits.router == "sigmoid" else None
+        shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
         self.shared = shared
 
     def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
-        """Experts of every real token; padding's rows hold anything finite."""
+        """Apply its experts to every real token; rows of padding hold anything finite."""
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
             scores = matmul(x, self.router[...], bias=value_of(self.router_bias), out_dtype=exact)
@@ -77,25 +78,25 @@ class SparseMLP(nnx.Module):
         x: Float[Array, "T D"],
         weights: Float[Array, "T C"],
         chosen: Int32[Array, "T C"],
-        real: Array,
+        real: Bool[Array, " T"],
         implementation: str,
     ) -> Float[Array, "T D"]:
-        count, each = self.experts.count, chosen.shape[1]
+        count, fanout = self.experts.count, chosen.shape[1]
         expert = jnp.where(real[:, None], chosen, count).reshape(-1)
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         sizes = (expert[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
         owner = expert[order]
-        rows = _product(x[order // each], self.gate_up[...], sizes, implementation)
-        hidden = self._activated(_biased(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
+        rows = _product(x[order // fanout], self.gate_up[...], sizes, implementation)
+        hidden = self._activate(_add_bias(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
-        rows = _biased(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
+        rows = _add_bias(rows, self.down_bias, owner)[place].reshape(*chosen.shape, -1)
         # One after the other: in bfloat16 what is added to XLA's sum over this axis has other bits
         # for few tokens than for many.
-        weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(each))
+        weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
         return reduce(jnp.add, weighted).astype(x.dtype)
 
-    def _activated(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
+    def _activate(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
         gate, up = rows[:, 0], rows[:, 1]
         if self.kind != "chosen":
             return jax.nn.silu(gate) * up
@@ -110,9 +111,9 @@ def _product(
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
-    """Rows sorted by expert, each times the matrix of its own; see `grouped_matmul`.
+    """Multiply rows sorted by expert, each by its expert's matrix; see `grouped_matmul`.
 
-    In x's dtype; in panels in at least float32.
+    The result has x's dtype, that of panels at least float32.
     """
     if isinstance(w, PanelWeight | QuantizedPanels):
         return w.grouped(x, sizes)
@@ -123,17 +124,17 @@ def _product(
     return y.reshape(-1, *w.shape[2:])
 
 
-def _biased(
+def _add_bias(
     rows: Float[Array, "A ..."], bias: nnx.Param[Array] | None, owner: Int32[Array, " A"]
 ) -> Float[Array, "A ..."]:
-    """Each row with the bias of its expert."""
+    """Add to each row the bias of its expert."""
     return rows if bias is None else rows + bias[...].at[owner].get(mode="clip")
 
 
 def _stacked(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
 ) -> nnx.Param[Array]:
-    """Every expert's matrix, with normal values of variance 1 / inputs."""
+    """Create every expert's matrix, with normal values of variance 1 / inputs."""
     initial = Normal(shape[1] ** -0.5)
     values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
     return nnx.Param(values.astype(dtype), axes=axes, initial=initial)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -19,14 +18,16 @@ from jaxserve.models.attention import rotate
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import Rope, YarnScaling
-from jaxserve.models.layers import FamilyTraits, Norm
+from jaxserve.models.family import FamilyTraits
+from jaxserve.models.layers import Norm
 from jaxserve.models.linear import constant, matmul, value_of, weight
 from jaxserve.models.paged import KVPages, PagedStep
-from jaxserve.models.rope import CosSin
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+    from jaxserve.models.rope import CosSin
 
 NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 
@@ -40,7 +41,7 @@ class LatentAttention(nnx.Module):
         latent: Latent,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits,
+        traits: FamilyTraits,
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads
         self.latent, self.scale = latent, softmax_scale(latent, config.rope)
@@ -50,7 +51,7 @@ class LatentAttention(nnx.Module):
         else:
             self.query_down = weight(rngs, (embed, rank), ("embed", "latent"), dtype)
             self.query_down_bias = constant(0.0, (rank,), ("latent",), dtype) if biased else None
-            self.query_norm = Norm((rank,), ("latent",), NORM_EPS, dtype, design)
+            self.query_norm = Norm((rank,), ("latent",), NORM_EPS, dtype, traits)
         self.query = weight(
             rngs,
             (rank or embed, heads, latent.key),
@@ -59,7 +60,7 @@ class LatentAttention(nnx.Module):
         )
         joint = latent.rank + latent.rotary
         self.down = weight(rngs, (embed, joint), ("embed", "latent"), dtype)
-        self.norm = Norm((latent.rank,), ("latent",), NORM_EPS, dtype, design)
+        self.norm = Norm((latent.rank,), ("latent",), NORM_EPS, dtype, traits)
         self.up = weight(
             rngs,
             (latent.rank, heads, latent.plain + latent.value),
@@ -111,7 +112,7 @@ class LatentAttention(nnx.Module):
 
 
 def softmax_scale(latent: Latent, rope: Rope) -> float:
-    """What multiplies the scores: under YaRN also the square of its factor for `mscale_all_dim`."""
+    """Return the factor of the scores: under YaRN also its square for `mscale_all_dim`."""
     scale = latent.key**-0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         growth = 0.1 * math.log(max(rope.scaling.factor, 1.0))
@@ -119,5 +120,5 @@ def softmax_scale(latent: Latent, rope: Rope) -> float:
     return scale
 
 
-def _padded(x: Float[Array, "T N H"], size: int) -> jax.Array:
+def _padded(x: Float[Array, "T N H"], size: int) -> Float[Array, "T N padded"]:
     return x if x.shape[-1] == size else jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, with_num_rows
@@ -21,46 +21,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
-@dataclass(frozen=True)
-class FamilyTraits:
-    """What distinguishes a family from Llama whatever its config.json says.
-
-    Attributes:
-        norms: of the residual stream "before" a block (attention, MLP), of the block's result
-            "after" it, or both ("around").
-        parallel: the MLP reads what attention reads, the one norm's result, and not what attention
-            has added to.
-        qk_norm: queries and keys are normalised before the rotation: each "head", with one scale
-            for all of them or with its "own", or "all" heads together; None for neither.
-        interleaved: the rotary embedding turns neighbours as pairs, not halves of a head.
-        norm_centered: norms subtract the mean first.
-        norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
-        norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
-        activation: of the gated MLP.
-        router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
-            and experts, and gpt-oss's activation.
-        sinks: a logit for each query head joins the softmax of attention.
-    """
-
-    norms: Literal["before", "after", "around"] = "before"
-    parallel: bool = False
-    qk_norm: Literal["head", "own", "all"] | None = None
-    interleaved: bool = False
-    norm_centered: bool = False
-    norm_offset: float = 0.0
-    norm_rounds_last: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
-    sinks: bool = False
-
-
-LLAMA = FamilyTraits()
-
-
 class Norm(nnx.Module):
     """RMSNorm, x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019).
 
-    Where the design centers norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
+    Where the traits center norms, x - mean(x) takes the place of x: LayerNorm without a bias (Ba
     et al. 2016). All of the scale's dimensions are normalised together, or only its last `over`.
     """
 
@@ -70,32 +34,32 @@ class Norm(nnx.Module):
         axes: LogicalAxes,
         eps: float,
         dtype: DTypeLike,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         over: int | None = None,
     ) -> None:
-        self.scale = constant(1.0 - design.norm_offset, shape, axes, dtype)
-        self.eps, self.design, self.over = eps, design, over or len(shape)
+        self.scale = constant(1.0 - traits.norm_offset, shape, axes, dtype)
+        self.eps, self.traits, self.over = eps, traits, over or len(shape)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Normalise in at least float32; then, as Llama does, round to x's dtype, then scale."""
+        """Divide by rms(x) in at least float32, round to x's dtype as Llama does, then scale."""
         scale, exact = self.scale[...], accumulator(x.dtype)
         y = x.astype(exact)
-        if self.design.norm_centered:
+        if self.traits.norm_centered:
             y = y - self._mean(x)
             squares = self._mean(y, "squares")
         else:
             squares = self._mean(x, "squares")
         y = y * jax.lax.rsqrt(squares + self.eps)
-        if self.design.norm_rounds_last:
-            return (y * (scale.astype(exact) + self.design.norm_offset)).astype(x.dtype)
+        if self.traits.norm_rounds_last:
+            return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
 
     def _mean(
-        self, x: Float[Array, "... D"], of: Literal["numbers", "squares"] = "numbers"
+        self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
     ) -> Float[Array, "... 1"]:
-        """Over the last dimensions, in at least float32."""
+        """Return the mean over the last dimensions, in at least float32."""
         size = prod(x.shape[-self.over :])
-        sums = row_sums(x.reshape(*x.shape[: -self.over], size), of)
+        sums = row_sums(x.reshape(*x.shape[: -self.over], size), kind)
         return sums.reshape(*sums.shape, *(1,) * self.over) / size
 
 
@@ -128,7 +92,7 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Scores of every token, in at least float32; for the rows that count, where told."""
+        """Return every token's logits, in at least float32; undefined from row `num_rows` on."""
         project = self.project[...]
         if num_rows is not None:
             project = with_num_rows(project, num_rows)
@@ -146,10 +110,10 @@ class GatedMLP(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        design: FamilyTraits = LLAMA,
+        traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:
-        self.activation = design.activation
+        self.activation = traits.activation
         embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)

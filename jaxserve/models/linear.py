@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype to accumulate in: at least float32, and float64 for float64."""
+    """Return the dtype to accumulate in: at least float32, and float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -46,7 +46,7 @@ class Constant:
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike, contract: int = 1
 ) -> nnx.Param[Array]:
-    """A parameter with normal values of variance 1 / (product of its first `contract` sizes)."""
+    """Create a parameter of normal values: variance 1 / product of its first `contract` sizes."""
     initial = Normal(prod(shape[:contract]) ** -0.5)
     values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
     return nnx.Param(values.astype(dtype), axes=axes, initial=initial)
@@ -55,26 +55,26 @@ def weight(
 def constant(
     value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
 ) -> nnx.Param[Array]:
-    """A parameter filled with one value: a norm's scale or a bias."""
+    """Create a parameter filled with one value: a norm's scale or a bias."""
     return nnx.Param(jnp.full(shape, value, dtype), axes=axes, initial=Constant(value))
 
 
-def value_of(parameter: nnx.Param[Array] | None) -> Array | None:
-    """The array of a parameter that a model may lack."""
+def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
+    """Return the array of a parameter that a model may lack."""
     return None if parameter is None else parameter[...]
 
 
 def matmul(
-    x: Float[Array, ...],
-    w: Float[Array, ...] | Quantized | PanelWeight | QuantizedPanels,
+    x: Float[Array, " T *inputs"],
+    w: Float[Array, " ..."] | Quantized | PanelWeight | QuantizedPanels,
     *,
-    bias: Float[Array, ...] | None = None,
+    bias: Float[Array, "*outputs"] | None = None,
     contract: int = 1,
     out_dtype: DTypeLike | None = None,
-) -> Float[Array, ...]:
-    """Contract the last `contract` dimensions of `x` with the first ones of `w`.
+) -> Float[Array, " T *outputs"]:
+    """Multiply: the last `contract` dimensions of `x` are contracted with the first ones of `w`.
 
-    `x` is `[T, in...]`, `w` is `[in..., out...]`, `bias` is `[out...]`; the result is `[T, out...]`
+    `w` is `[inputs..., outputs...]`; the result is `[T, outputs...]`
     in `out_dtype` (by default that of `x`). Products accumulate, and the bias is added, in at least
     float32. Dimensions stay apart up to the compiler, so that sharding one of them (the kv heads of
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never

@@ -1,4 +1,4 @@
-"""What a layer may know of a step: where its tokens are, and which cache cells are theirs.
+"""A step as a layer sees it: where its tokens are, and which cache cells are theirs.
 
 Also the logical axes that name the dimensions of parameters; `jaxserve.execution` maps them to mesh
 axes. A parameter carries its axes as metadata, set where it is created (`linear.weight`).
@@ -13,10 +13,12 @@ import jax
 from flax import nnx
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from jaxtyping import Array, Int32, Shaped
 
-# One layer's k_pages and v_pages, each [P, K, S, H].
-KVPages = tuple[jax.Array, jax.Array]
+    # One layer's k_pages and v_pages.
+    KVPages = tuple[Shaped[Array, "P K S H"], Shaped[Array, "P K S H"]]
+else:  # named by modules that run without jaxtyping
+    KVPages = tuple[jax.Array, jax.Array]
 
 # "group": the query heads that share a kv head (plus, in the fused projection, its k and its v).
 LogicalAxis = Literal[
@@ -48,7 +50,7 @@ class PagedStep:
 
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:
-    """Logical axes of every parameter by its path, such as "layers.0.attention.qkv".
+    """Return the logical axes of every parameter by its path, such as "layers.0.attention.qkv".
 
     The order is that of the leaves of `nnx.split(module)[1]`. Works on abstract modules.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from pallas_kernels import panel_product, quantized_panel_product
 from pallas_kernels.cpu.panels import columns, in_panels, panel_shape, rows_in_order
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, UInt8
+    from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 ALIGNMENT = 64  # JAX takes arrays over without a copy where they begin at such an address
 
@@ -40,18 +40,19 @@ class PanelWeight:
         dtype: the weights' own.
         outputs: the shape that the outputs have in the model; their product is O.
         inputs: I.
-        num_rows: i32[], how many rows of a product count, those behind are padding; None for all.
+        num_rows: how many rows of a product, or of each expert's, count; those behind are padding.
+            None for all.
     """
 
-    panels: Array
+    panels: Shaped[Array, " ..."]
     dtype: str = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
-    num_rows: Array | None = None
+    num_rows: Int32[Array, ""] | Int32[Array, " E"] | None = None
 
     @classmethod
     def of(cls, weight: np.ndarray, contract: int) -> PanelWeight:
-        """A weight [in..., out...], `contract` of them inputs."""
+        """Lay out a weight [in..., out...], whose first `contract` dimensions are inputs."""
         inputs, outputs = prod(weight.shape[:contract]), weight.shape[contract:]
         shape, stored = panel_shape(inputs, prod(outputs), weight.dtype)
         panels = in_panels(weight.reshape(inputs, prod(outputs)), aligned_empty(shape, stored))
@@ -59,7 +60,7 @@ class PanelWeight:
 
     @classmethod
     def of_experts(cls, weight: np.ndarray) -> PanelWeight:
-        """Every expert's weight, [E, in, out...]."""
+        """Lay out every expert's weight, [E, in, out...]."""
         count, inputs, *outputs = weight.shape
         shape, stored = panel_shape(inputs, prod(outputs), weight.dtype)
         panels = aligned_empty((count, *shape), stored)
@@ -67,26 +68,27 @@ class PanelWeight:
             in_panels(matrix, place)
         return cls(jax.device_put(panels), weight.dtype.name, tuple(outputs), inputs)
 
-    def __getitem__(self, index: EllipsisType) -> Self:
-        """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
+    def __getitem__(self, index: EllipsisType) -> PanelWeight:
+        """Return itself: a parameter's value is read as `parameter[...]`, whatever it is."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """x times the weight, in at least float32. A row's result depends on no other row."""
+        """Multiply x, in at least float32. A row's result depends on no other row."""
         y = panel_product(x, self.panels, self.dtype, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
     ) -> Float[Array, " A *outputs"]:
-        """Rows sorted by expert, each times the matrix of its own, in at least float32.
+        """Multiply rows sorted by expert, each by its expert's matrix, in at least float32.
 
-        A row's result depends on no other row; those behind the last expert's are zeros.
+        `sizes` counts each expert's rows. A row's result depends on no other row; those behind the
+        last expert's are zeros.
         """
         return replace(self, num_rows=sizes).dot(x)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """The weights of some outputs, in their own dtype; ids beyond the last one clamp."""
+        """Return the weights of some outputs, in their own dtype; ids beyond the last one clamp."""
         found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
         return columns(self.panels, found, self.inputs, self.dtype)
 
@@ -108,19 +110,19 @@ class QuantizedPanels:
         num_rows: as of a PanelWeight.
     """
 
-    codes: Array
-    scales: Array
+    codes: Shaped[Array, "... panels rows PANEL"]
+    scales: Shaped[Array, "... panels groups PANEL"]
     zeros: UInt8[Array, "... panels groups PANEL"] | None
     order: Int32[Array, " I"] | None
     form: str = field(metadata={"static": True})
     scales_dtype: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
-    num_rows: Array | None = None
+    num_rows: Int32[Array, ""] | Int32[Array, " E"] | None = None
 
     @classmethod
     def of(cls, weight: QuantizedWeight | QuantizedExperts) -> QuantizedPanels:
-        """The same weight."""
+        """Lay out a quantized weight."""
         scales = np.asarray(weight.scales)
         bits = scales.view(np.uint16) if scales.dtype.itemsize == 2 else scales
 
@@ -138,12 +140,12 @@ class QuantizedPanels:
             weight.outputs,
         )
 
-    def __getitem__(self, index: EllipsisType) -> Self:
-        """Itself, as of a PanelWeight."""
+    def __getitem__(self, index: EllipsisType) -> QuantizedPanels:
+        """Return itself, as a PanelWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """x times the weight, in at least float32. A row's result depends on no other row."""
+        """Multiply x, in at least float32. A row's result depends on no other row."""
         y = quantized_panel_product(
             *(in_order(x, self.order, self.codes.shape[-2], self.form), self.codes),
             *(self.scales, self.zeros),
@@ -156,12 +158,12 @@ class QuantizedPanels:
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
     ) -> Float[Array, " A *outputs"]:
-        """As of a PanelWeight."""
+        """Multiply rows sorted by expert, as a PanelWeight does."""
         return replace(self, num_rows=sizes).dot(x)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory JAX takes over as it is."""
+    """Allocate an array whose memory JAX takes over as it is."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -169,7 +171,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def with_panels(value: Any) -> Any:
-    """A parameter's value, its codes in panels where it is a quantized matrix, or experts'."""
+    """Lay a parameter's codes out in panels where it is a quantized matrix, or experts'."""
     if isinstance(value, QuantizedWeight | QuantizedExperts):
         return QuantizedPanels.of(value)
     if isinstance(value, SplitWeight):
@@ -177,8 +179,8 @@ def with_panels(value: Any) -> Any:
     return value
 
 
-def with_num_rows(tree: Any, num_rows: Array) -> Any:
-    """A tree of parameters whose panels multiply so many rows (i32[]) and leave padding alone."""
+def with_num_rows(tree: Any, num_rows: Int32[Array, ""]) -> Any:
+    """Return a tree of parameters whose panels multiply `num_rows` rows and leave padding alone."""
 
     def has_panels(leaf: Any) -> bool:
         return isinstance(leaf, PanelWeight | QuantizedPanels)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import EllipsisType, MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from pallas_kernels import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.quantized_codes import codes_a_row
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, UInt8
+    from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 # The parameters that may be quantized, by their axes, and how many of those are inputs.
 PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
@@ -60,7 +60,7 @@ class QuantizedWeight:
         outputs: the shape that the outputs have in the model; their product is O.
     """
 
-    values: Array
+    values: Shaped[Array, "codes O"]
     scales: Float[Array, "groups O"]
     zeros: UInt8[Array, "groups O"] | None
     order: Int32[Array, " I"] | None
@@ -68,12 +68,12 @@ class QuantizedWeight:
     inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def __getitem__(self, index: EllipsisType) -> Self:
-        """Itself: a parameter's value is read as `parameter[...]`, whatever it is."""
+    def __getitem__(self, index: EllipsisType) -> QuantizedWeight:
+        """Return itself: a parameter's value is read as `parameter[...]`, whatever it is."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """x times the weight, in at least float32."""
+        """Multiply x, in at least float32."""
         x = in_order(x, self.order, self.values.shape[0], self.form)
         y = quantized_matmul(x, self.values, self.scales, self.zeros, form=self.form)
         return y.reshape(x.shape[0], *self.outputs)
@@ -82,9 +82,9 @@ class QuantizedWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitWeight:
-    """One fused projection whose parts are stored differently, each with its share of the outputs.
+    """A fused projection whose parts are stored apart, each with its share of the outputs.
 
-    So it is where each of them has its own order of inputs.
+    They are apart where each has an order of inputs of its own.
     """
 
     weights: tuple[Any, ...]  # QuantizedWeight, or the same in panels
@@ -92,12 +92,12 @@ class SplitWeight:
     places: tuple[tuple[tuple[int, int], ...], ...] = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def __getitem__(self, index: EllipsisType) -> Self:
-        """Itself, as of a QuantizedWeight."""
+    def __getitem__(self, index: EllipsisType) -> SplitWeight:
+        """Return itself, as a QuantizedWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """x times the weight, in at least float32."""
+        """Multiply x, in at least float32."""
         parts = [weight.dot(x) for weight in self.weights]
         out = jnp.zeros((x.shape[0], *self.outputs), parts[0].dtype)
         for part, place in zip(parts, self.places, strict=True):
@@ -121,21 +121,21 @@ class QuantizedExperts:
         outputs: the shape that the outputs have in the model; their product is O.
     """
 
-    values: Array
+    values: Shaped[Array, "E codes O"]
     scales: Float[Array, "E groups O"]
     zeros: UInt8[Array, "E groups O"] | None
     form: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def __getitem__(self, index: EllipsisType) -> Self:
-        """Itself, as of a QuantizedWeight."""
+    def __getitem__(self, index: EllipsisType) -> QuantizedExperts:
+        """Return itself, as a QuantizedWeight does."""
         return self
 
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"], implementation: str
     ) -> Float[Array, " A *outputs"]:
-        """Rows sorted by expert, each times the matrix of its own, in x's dtype."""
+        """Multiply rows sorted by expert, each by its expert's matrix, in x's dtype."""
         x = _padded(x, self.values.shape[1] * codes_a_row(self.form))
         y = quantized_grouped_matmul(
             *(x, self.values, self.scales, self.zeros, sizes),
@@ -151,16 +151,16 @@ Quantized = QuantizedWeight | SplitWeight
 def in_order(
     x: Float[Array, "T I"], order: Int32[Array, " I"] | None, rows: int, form: str
 ) -> Float[Array, "T J"]:
-    """Inputs in the order of so many rows of codes, zeros for rows that are padding."""
+    """Return inputs in the order of the rows of codes, with zeros for rows that are padding."""
     if order is not None:
         x = jnp.take(x, order, axis=1)
     return _padded(x, rows * codes_a_row(form))
 
 
-def _padded(x: Array, inputs: int) -> Array:
+def _padded(x: Float[Array, "T I"], inputs: int) -> Float[Array, "T J"]:
     return x if x.shape[1] == inputs else jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
 
 
 def flat_shape(shape: tuple[int, ...], contract: int) -> tuple[int, int]:
-    """Inputs and outputs of a parameter whose first `contract` dimensions are inputs."""
+    """Count inputs and outputs of a parameter whose first `contract` dimensions are inputs."""
     return prod(shape[:contract]), prod(shape[contract:])

@@ -1,87 +1,98 @@
-"""Which code computes which architecture."""
+"""Every family in one table, and what is looked up in it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.fields import shown
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.cohere import build_cohere, cohere_weights
-from jaxserve.models.families.deepseek import (
-    build_deepseek_v3,
-    deepseek_v2_weights,
-    deepseek_v3_weights,
-)
-from jaxserve.models.families.gemma import (
-    build_gemma2,
-    build_gemma3,
-    gemma2_weights,
-    gemma3_weights,
-)
-from jaxserve.models.families.gpt_oss import build_gpt_oss, gpt_oss_weights
-from jaxserve.models.families.llama import build_llama, llama_weights
-from jaxserve.models.families.mixtral import mixtral_weights
-from jaxserve.models.families.olmo import build_olmo, olmo_weights
-from jaxserve.models.families.phi3 import phi3_weights
-from jaxserve.models.families.qwen import build_qwen3, qwen3_moe_weights, qwen3_weights
+from jaxserve.models.families.cohere import COHERE
+from jaxserve.models.families.deepseek import DEEPSEEK
+from jaxserve.models.families.gemma import GEMMA
+from jaxserve.models.families.gpt_oss import GPT_OSS
+from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mistral import MISTRAL
+from jaxserve.models.families.mixtral import MIXTRAL
+from jaxserve.models.families.olmo import OLMO
+from jaxserve.models.families.phi3 import PHI3
+from jaxserve.models.families.qwen import QWEN
+from jaxserve.models.families.smollm3 import SMOLLM3
+from jaxserve.models.family import Architecture
+from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_table import WeightName
 
+MAX_CONFIG_BYTES = 1 << 20
 
-@dataclass(frozen=True)
-class Family:
-    """How to build a model of one architecture, and how its checkpoints are laid out."""
-
-    build: Callable[[ModelConfig, DTypeLike, nnx.Rngs], Decoder]
-    weights: Callable[[ModelConfig], list[WeightName]]
-
-
-LLAMA = Family(build_llama, llama_weights)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "LlamaForCausalLM": LLAMA,
-        "MistralForCausalLM": LLAMA,
-        "MinistralForCausalLM": LLAMA,
-        "Ministral3ForCausalLM": LLAMA,
-        "MixtralForCausalLM": Family(build_llama, mixtral_weights),
-        "Qwen2ForCausalLM": LLAMA,
-        "Qwen3ForCausalLM": Family(build_qwen3, qwen3_weights),
-        "Qwen3MoeForCausalLM": Family(build_qwen3, qwen3_moe_weights),
-        "GptOssForCausalLM": Family(build_gpt_oss, gpt_oss_weights),
-        "DeepseekV2ForCausalLM": Family(build_llama, deepseek_v2_weights),
-        "DeepseekV3ForCausalLM": Family(build_deepseek_v3, deepseek_v3_weights),
-        "Phi3ForCausalLM": Family(build_llama, phi3_weights),
-        "SmolLM3ForCausalLM": LLAMA,
-        "Olmo2ForCausalLM": Family(build_olmo, olmo_weights),
-        "Olmo3ForCausalLM": Family(build_olmo, olmo_weights),
-        "GraniteForCausalLM": LLAMA,
-        "CohereForCausalLM": Family(build_cohere, cohere_weights),
-        "Cohere2ForCausalLM": Family(build_cohere, cohere_weights),
-        "Gemma2ForCausalLM": Family(build_gemma2, gemma2_weights),
-        "Gemma3ForCausalLM": Family(build_gemma3, gemma3_weights),
-    }
+FAMILIES = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN, GPT_OSS, DEEPSEEK, PHI3, SMOLLM3, OLMO, GRANITE, COHERE),
+    GEMMA,
 )
+# By the name in config.json.
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {name: rules for family in FAMILIES for name, rules in family.architectures.items()}
+)
+# By llama.cpp's name.
+GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
+    {name: rules for family in FAMILIES for name, rules in family.gguf.items()}
+)
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Read `config.json` in a checkpoint's folder.
+
+    Raises:
+        CheckpointError: the file is absent or not a JSON object.
+        UnsupportedModel: see `parse_model_config`.
+    """
+    path = Path(directory) / "config.json"
+    return parse_model_config(read_object(path, MAX_CONFIG_BYTES), str(path))
+
+
+def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Read the contents of a config.json.
+
+    Args:
+        raw: the parsed object.
+        where: names the source in errors.
+
+    Raises:
+        UnsupportedModel: an unknown architecture, or else one error that lists every field that is
+            malformed, out of bounds, unknown, or not computed by jaxserve.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ModelConfig.from_fields(raw, name, ARCHITECTURES[name].config, where)
+    got = f"is {shown(names)}" if "architectures" in raw else "is missing"
+    supported = ", ".join(ARCHITECTURES)
+    raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
 
 
 def build_model(
     config: ModelConfig, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None = None
 ) -> Decoder:
-    """A model with random weights.
+    """Build a model with random weights.
 
     Under `nnx.eval_shape` nothing is allocated; `abstract_model` does that.
     """
-    rngs = nnx.Rngs(0) if rngs is None else rngs
-    return FAMILIES[config.architecture].build(config, dtype, rngs)
+    traits = ARCHITECTURES[config.architecture].traits_of(config)
+    return Decoder(config, dtype, nnx.Rngs(0) if rngs is None else rngs, traits)
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
-    """The model's structure, with shapes and dtypes in place of arrays."""
+    """Build a model's structure, with shapes and dtypes in place of arrays."""
     return nnx.eval_shape(lambda: build_model(config, dtype))
 
 
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor that a checkpoint of this model holds."""
-    return FAMILIES[config.architecture].weights(config)
+    """List every tensor that a checkpoint of this model holds."""
+    return ARCHITECTURES[config.architecture].weights(config)

@@ -23,12 +23,12 @@ from jaxserve.models.linear import accumulator
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
-# Cosines and sines of each token's rotary angles, each [T, pairs].
-CosSin = tuple[jnp.ndarray, jnp.ndarray]
+    # Cosines and sines of each token's rotary angles.
+    CosSin = tuple[Float[Array, "T pairs"], Float[Array, "T pairs"]]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotated pair, float64: theta ** (-2i / d), then stretched.
+    """Return each rotated pair's angle per position, float64: theta ** (-2i / d), then stretched.
 
     d is the number of rotated dimensions, `head_dim` unless the rotation is partial. A dynamic
     scaling has these frequencies within the original context; see `rope_cos_sin` beyond it.
@@ -49,7 +49,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Slow pairs turn `factor` times slower, fast ones as before, those between interpolated.
+    """Slow down slow pairs by `factor`, keep fast ones, interpolate those between.
 
     A pair is slow if its wavelength exceeds the original context over `low_freq_factor`, and fast
     if it is below the original context over `high_freq_factor` (llama-models, `apply_scaling`).
@@ -62,14 +62,14 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
-    """Like Llama 3's, but interpolated over the index of the pair (Peng et al. 2023, section 3.2).
+    """Scale as Llama 3 does, but interpolate over the pair's index (Peng et al. 2023, section 3.2).
 
     Pairs that make more than `beta_fast` turns over the original context keep their frequency,
     those that make fewer than `beta_slow` are slowed down (arXiv:2309.00071).
     """
 
     def index_with(turns: float) -> float:
-        """The (fractional) index of the pair that makes so many turns."""
+        """Return the (fractional) index of the pair that makes so many turns."""
         wavelength = scaling.original_max_position_embeddings / turns
         return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -87,7 +87,7 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int
 def rope_cos_sin(
     positions: Int32[Array, " T"], rope: Rope, head_dim: int, dtype: DTypeLike
 ) -> CosSin:
-    """Cosines and sines for one step, in at least float32; computed once for all layers.
+    """Compute cosines and sines for one step, in at least float32, once for all layers.
 
     YaRN and LongRoPE multiply both by an attention factor. Under dynamic scaling the token at
     position p is rotated as the last of p + 1 tokens: what a model that reads one token at a time
@@ -105,7 +105,7 @@ def rope_cos_sin(
         case _:
             factor = 1.0
 
-    def compute(angles: Array) -> CosSin:
+    def compute(angles: Float[Array, "T pairs"]) -> CosSin:
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
     # XLA on CPU would compute them anew in every layer, for every head: it fuses them into whatever
@@ -121,7 +121,7 @@ def rope_cos_sin(
 def _growth(
     positions: Int32[Array, " T"], scaling: DynamicScaling, size: int, dtype: DTypeLike
 ) -> Float[Array, "T pairs"]:
-    """What multiplies the frequencies at each position: 1 within the original context.
+    """Return what multiplies the frequencies at each position: 1 within the original context.
 
     The base grows by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), that is,
     frequency i by g ** (-2i / (d - 2)) (NTK-aware scaling; Peng et al. 2023, appendix B).

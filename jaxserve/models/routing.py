@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights: what each family's router computes."""
+"""Routers: the experts that a token goes to, and their weights, as each family computes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def route(
     kind: Router,
     correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "T C"], Int32[Array, "T C"]]:
-    """Weights of the C chosen experts of each token, and their numbers: by its own scores alone.
+    """Return the weights and numbers of each token's C chosen experts, by its own scores alone.
 
     Args:
         scores: of the router, in at least float32.
@@ -53,7 +53,7 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "T E"], experts: Experts, best: int
 ) -> Float[Array, "T E"]:
-    """-inf outside the groups kept: those with the largest sum of their `best` largest values."""
+    """Replace by -inf all but the groups with the largest sums of their `best` largest values."""
     if experts.groups == 1:
         return choice
     grouped = choice.reshape(choice.shape[0], experts.groups, -1)

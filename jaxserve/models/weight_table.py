@@ -1,8 +1,8 @@
-"""How a family's parameters are laid out in a Hugging Face checkpoint, as data."""
+"""Tensors of a Hugging Face checkpoint and their places in a model's parameters, as data."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
 
@@ -15,22 +15,22 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Some of a tensor's rows and where they go.
+    """Rows of a tensor, and the part of a parameter that they fill.
 
     Attributes:
-        rows: from and to, along the tensor's first dimension.
-        sizes: of the rows' dimensions once those fused into one are apart.
+        rows: first and end, along the tensor's first dimension.
+        sizes: of the rows' dimensions once those that are fused into one are split.
         order: of these dimensions in the parameter.
-        at: which of the tensor's part of the parameter these rows fill.
+        index: of what these rows fill, within the tensor's part of the parameter.
     """
 
     rows: tuple[int, int]
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    at: Index
+    index: Index
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
-        """A view of the rows in the parameter's order of dimensions."""
+        """Return a view of the rows in the parameter's order of dimensions."""
         return rows.reshape(self.sizes).transpose(self.order)
 
 
@@ -44,30 +44,30 @@ class WeightName:
             the dimensions that are fused into one in brackets; the right side their order here.
             Bars divide a bracket in front into parts that are stacked: "(K G H | K H | K H) D".
         path: the parameter it belongs to.
-        at: the part of the parameter that it fills; all of it unless several tensors are fused.
+        index: the part of the parameter that it fills; all of it unless several tensors are fused.
         part: which part of a stacked tensor this is; each has a WeightName of its own.
     """
 
     name: str
     layout: str
     path: str
-    at: Index = (...,)
+    index: Index = (...,)
     part: int = 0
 
     def shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """The tensor's shape in the checkpoint."""
+        """Return the tensor's shape in the checkpoint."""
         return tuple(sum(part) for part in self._sizes(dims))
 
     def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
-        """A view of the tensor, or of its part, in the parameter's order of dimensions."""
+        """Return a view of the tensor, or of its part, in the parameter's order of dimensions."""
         whole = next(self.blocks(dims, tensor.size))
         return whole.arrange(tensor[slice(*whole.rows)])
 
-    def blocks(self, dims: Mapping[str, int], most: int) -> Iterator[Block]:
-        """The tensor, or its part, cut along its first dimension.
+    def blocks(self, dims: Mapping[str, int], max_values: int) -> Iterator[Block]:
+        """Cut the tensor, or its part, along its first dimension.
 
-        Blocks have at most `most` values, but at least one entry of the outermost of the dimensions
-        that are fused into the first.
+        Blocks have at most `max_values` values, but at least one entry of the outermost of the
+        dimensions that are fused into the first.
         """
         sizes = self._sizes(dims)
         names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
@@ -76,7 +76,7 @@ class WeightName:
         shape = tuple(dims[name] for name in source)
         first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
         step = prod(dims[name] for name in names[0][1:])  # rows to an entry of the outermost
-        count = max(1, most // max(1, prod(shape[1:])))
+        count = max(1, max_values // max(1, prod(shape[1:])))
         outer = (slice(None),) * order.index(0)
         for start in range(0, shape[0], count):
             stop = min(start + count, shape[0])
@@ -84,15 +84,15 @@ class WeightName:
                 rows=(first + start * step, first + stop * step),
                 sizes=(stop - start, *shape[1:]),
                 order=order,
-                at=(*outer, slice(start, stop)),
+                index=(*outer, slice(start, stop)),
             )
 
     def _sizes(self, dims: Mapping[str, int]) -> list[list[int]]:
-        """Of each dimension of the tensor, the sizes of its parts."""
+        """Return the sizes of the parts of each dimension of the tensor."""
         return [[prod(dims[name] for name in part) for part in parts] for parts in self._source()]
 
     def _source(self) -> list[list[list[str]]]:
-        """Of each dimension of the tensor, of each of its parts, the names fused in it."""
+        """Return the names that are fused in each part of each dimension of the tensor."""
         dimensions = re.findall(r"\(([^)]*)\)|(\S+)", self._side(0))
         return [
             [part.split() for part in (fused or single).split("|")] for fused, single in dimensions
@@ -103,7 +103,7 @@ class WeightName:
 
 
 def dimensions(config: ModelConfig) -> dict[str, int]:
-    """Sizes of the letters in `WeightName.layout`.
+    """Return the sizes of the letters in `WeightName.layout`.
 
     G is the number of query heads per kv head. E experts of width M and a shared one of width S;
     gates and upward projections are a pair P. Latent attention has latents of ranks L (queries) and
@@ -125,34 +125,3 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         sizes |= {"L": latent.query_rank or 0, "C": latent.rank, "J": latent.rank + latent.rotary}
         sizes |= {"A": latent.key, "B": latent.plain + latent.value, "U": latent.value}
     return sizes
-
-
-def embedding_weights(config: ModelConfig) -> list[WeightName]:
-    """Where the embedding and the output projection come from."""
-    embedding = "model.embed_tokens.weight"
-    if config.tie_word_embeddings:
-        return [WeightName(embedding, "V D -> D V", "embedding.project")]
-    return [
-        WeightName(embedding, "V D -> V D", "embedding.table"),
-        WeightName("lm_head.weight", "V D -> D V", "embedding.project"),
-    ]
-
-
-def every_layer(
-    layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
-) -> list[WeightName]:
-    """One layer's tensors, repeated for every layer under its prefix.
-
-    Args:
-        layer: the tensors of one layer.
-        config: of the model.
-        sparse: only for the layers with experts (True) or those without (False).
-    """
-    return [
-        replace(
-            tensor, name=f"model.layers.{index}.{tensor.name}", path=f"layers.{index}.{tensor.path}"
-        )
-        for index in range(config.num_hidden_layers)
-        if sparse in (None, config.experts is not None and config.experts.layers[index])
-        for tensor in layer
-    ]

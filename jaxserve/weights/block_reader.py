@@ -232,7 +232,7 @@ def _jobs(
         for part in parts:
             entry = entries[part.name]
             if plan is None:
-                goals = list(_strided(part, entry, parameter[part.at], dims))
+                goals = list(_strided(part, entry, parameter[part.index], dims))
             else:
                 goals = list(_in_panels(plan, part, entry, parameter, dims))
             for into in goals:
@@ -245,7 +245,7 @@ def _strided(
     part: WeightName, entry: TensorEntry, whole: np.ndarray, dims: Mapping[str, int]
 ) -> Iterator[Strided]:
     for block in part.blocks(dims, BLOCK_BYTES // entry.dtype.itemsize):
-        yield Strided(block, whole[block.at])
+        yield Strided(block, whole[block.index])
 
 
 def _in_panels(

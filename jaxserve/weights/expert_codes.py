@@ -40,12 +40,12 @@ def fused_experts(
     """
 
     def expert_of(part: Part) -> int:
-        index = part[0].at[0]
+        index = part[0].index[0]
         assert isinstance(index, int)
         return index
 
     experts = [
-        [(replace(part, at=part.at[1:] or (...,)), codes) for part, codes in own]
+        [(replace(part, index=part.index[1:] or (...,)), codes) for part, codes in own]
         for _, own in groupby(sorted(parts, key=expert_of), key=expert_of)
     ]
     every = [codes for _, codes in parts]

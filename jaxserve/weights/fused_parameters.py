@@ -37,7 +37,7 @@ def dequantized(
     """The parameter in full, for those that are not kept quantized."""
     parameter = np.empty(shape, dtype)
     for part, codes in parts:
-        parameter[part.at] = part.arrange(codes.dequantized().T, dims)
+        parameter[part.index] = part.arrange(codes.dequantized().T, dims)
     return parameter
 
 
@@ -64,8 +64,8 @@ def joined(
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
         whole = np.empty((len(arrays[0]), *outputs), arrays[0].dtype)
         for (part, _), array in zip(parts, arrays, strict=True):
-            target = whole[part.at]
-            whole[part.at] = array.reshape(target.shape)
+            target = whole[part.index]
+            whole[part.index] = array.reshape(target.shape)
         return whole.reshape(len(whole), -1)
 
     first = pieces[0]
@@ -84,7 +84,7 @@ def joined(
 
 def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The corner and the sizes of the part of the outputs that a tensor fills."""
-    numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.at]
+    numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.index]
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)
     return tuple((int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True))

@@ -87,7 +87,7 @@ def panel_plan(
     def plan(rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None) -> PanelPlan:
         return PanelPlan((*lead, *panels), stored, dtype, prod(inputs), outputs, rows)
 
-    if lead and parts[0].at == (...,):
+    if lead and parts[0].index == (...,):
         return plan(None)
     rows = {}
     known: dict[str, list[PanelRows] | None] = {}  # experts' tensors are alike
@@ -111,9 +111,9 @@ def panel_plan(
 
 def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
     """The expert that a tensor belongs to, and its place in that one's matrix."""
-    expert, *place = part.at
+    expert, *place = part.index
     assert isinstance(expert, int)
-    return expert, replace(part, at=tuple(place) or (...,))
+    return expert, replace(part, index=tuple(place) or (...,))
 
 
 def _output_of_rows(
@@ -134,7 +134,7 @@ def _output_of_rows(
         whole.arrange(np.broadcast_to(numbers, (last - first, stored[1])))
         for numbers in (np.arange(last - first)[:, None], np.arange(stored[1])[None])
     )
-    input_, output = (_numbered(shape, some)[part.at] for some in axes)
+    input_, output = (_numbered(shape, some)[part.index] for some in axes)
     if row.shape != output.shape:
         return None
     lines = _along(row, column, output, input_)

@@ -46,7 +46,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models import ModelConfig, checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
 from scripts.lib.argument_types import positive, positive_integer, results_file, writable_folder
@@ -82,7 +82,7 @@ def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> N
         layers += 1
     raw = CONFIG | {"num_hidden_layers": layers, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(raw))
-    config = ModelConfig.from_dict(raw)
+    config = parse_model_config(raw)
     generator, weight_map = np.random.default_rng(0), {}
     shard: dict[str, np.ndarray] = {}
     shards: list[tuple[str, int]] = []
@@ -108,7 +108,7 @@ def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> N
 
 def num_bytes(layers: int, dtype: str) -> int:
     """Return bytes of a checkpoint with so many layers."""
-    config = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": layers})
+    config = parse_model_config(CONFIG | {"num_hidden_layers": layers})
     dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
     return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
 

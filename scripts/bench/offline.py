@@ -33,7 +33,7 @@ from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -64,7 +64,7 @@ LAUNCHES = {"one step a launch": 1, "as many as nobody notices": None}
 
 def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
     """Load random weights; compile for 1 row to twice `batch`, which padding may need."""
-    model_config = ModelConfig.from_dict(COMMON | SHAPES[shape])
+    model_config = parse_model_config(COMMON | SHAPES[shape])
     config = EngineConfig(
         max_num_seqs=2 * batch,
         max_num_batched_tokens=tokens,

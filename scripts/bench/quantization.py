@@ -35,7 +35,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import Decoder, ModelConfig, read_model_config
+from jaxserve.models import Decoder, parse_model_config, read_model_config
 from jaxserve.models.quantized import QuantizedWeight
 from jaxserve.request import SamplingParams
 from jaxserve.weights import load_weights, random_weights
@@ -178,7 +178,7 @@ def batches(
 def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
     """Return a random model for speed, compiled."""
     shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
-    model_config = ModelConfig.from_dict(shape)
+    model_config = parse_model_config(shape)
     config = EngineConfig(
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=max(ROWS),

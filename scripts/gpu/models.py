@@ -16,7 +16,7 @@ from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
-from jaxserve.models import ModelConfig
+from jaxserve.models import parse_model_config
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.slot_table import SlotTable
@@ -155,7 +155,7 @@ def step_call(
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
         donate its first argument, and the rest are shapes of its arguments.
     """
-    config = ModelConfig.from_dict(model.config())
+    config = parse_model_config(model.config())
     graphdef, weights = nnx.split(abstract_model(config, dtype))
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -14,7 +14,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 from tests.engine.test_failures import CONFIG
@@ -81,7 +81,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(dtype: str) -> Loaded:
-    model_config = ModelConfig.from_dict(CONFIG)
+    model_config = parse_model_config(CONFIG)
     config = EngineConfig(
         dtype=dtype, max_num_seqs=16, max_num_batched_tokens=32, decode_sizes=(16,),
         token_sizes=(32,), num_gpu_blocks_override=40, max_model_len=64, check_invariants=True,
@@ -93,7 +93,7 @@ def loaded(dtype: str) -> Loaded:
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
-    model_config = ModelConfig.from_dict(CONFIG)
+    model_config = parse_model_config(CONFIG)
     return Oracle(model_config, random_weights(model_config, jnp.dtype("float32"), seed=0))
 
 

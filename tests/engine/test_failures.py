@@ -19,7 +19,7 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.warm_up import start_runner
-from jaxserve.models import ModelConfig
+from jaxserve.models import parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.weights import random_weights
 
@@ -46,7 +46,7 @@ def loaded() -> Loaded:
 
 
 def poisoned(**settings: Any) -> Loaded:
-    model_config = ModelConfig.from_dict(CONFIG)
+    model_config = parse_model_config(CONFIG)
     model = random_weights(model_config, np.float32, seed=0)
     table = nnx.state(model)["embedding"]["table"]
     model.embedding.table = nnx.Param(table[...].at[POISON].set(np.nan))

@@ -19,7 +19,7 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import addressable_pages
-from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.weights import random_weights
 
 # Every matrix of a block has several blocks of 256 outputs.
@@ -60,7 +60,7 @@ def weight_bytes(compiler: Compiler) -> int:
 
 
 def test_a_step_of_one_row_holds_no_weight_in_full_precision():
-    config = ModelConfig.from_dict(RAW)
+    config = parse_model_config(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int8")
     compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
@@ -72,7 +72,7 @@ def test_a_step_of_one_row_holds_no_weight_in_full_precision():
     ("form", "bucket"), [(None, Bucket(16, 4, False)), ("int8", Bucket(4, 4, True))], ids=str
 )
 def test_every_product_on_cpu_is_told_how_many_rows_count(form: str | None, bucket: Bucket) -> None:
-    config = ModelConfig.from_dict(RAW)
+    config = parse_model_config(RAW)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, form, panels=True)
     compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
@@ -103,7 +103,7 @@ EXPERTS: dict[str, Any] = RAW | {
 
 
 def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
-    config = ModelConfig.from_dict(EXPERTS)
+    config = parse_model_config(EXPERTS)
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=8)
     model = random_weights(config, np.float32, 0, "int4")
     compiler = WarmUp(settings.resolve("cpu", 64), config, model).compiler
@@ -118,7 +118,7 @@ def test_a_step_of_experts_and_latents_holds_no_weight_in_full_precision():
     ("form", "dtype"), [(None, "bfloat16"), ("int4", "bfloat16"), (None, "float16")]
 )
 def test_a_launch_of_several_steps_copies_and_widens_no_expert(form: str | None, dtype: str):
-    config = ModelConfig.from_dict(EXPERTS)
+    config = parse_model_config(EXPERTS)
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     settings = EngineConfig(dtype=dtype, num_gpu_blocks_override=8, **sizes)
     model = random_weights(config, jnp.dtype(dtype), 0, form, panels=True)
@@ -160,7 +160,7 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
 
 def test_a_form_that_the_checkpoint_is_not_in_is_refused():
     plain = read_model_config(bundled_model())
-    awq = ModelConfig.from_dict(
+    awq = parse_model_config(
         RAW | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
     )
     assert choose_quantization("int8", plain) == "int8"

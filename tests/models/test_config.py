@@ -8,10 +8,9 @@ import pytest
 import transformers
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import Llama3Scaling, ModelConfig, Rope, read_model_config
-from jaxserve.models.config.architectures import ARCHITECTURES
+from jaxserve.models import Llama3Scaling, Rope, parse_model_config, read_model_config
 from jaxserve.models.config.rope import LinearScaling, YarnScaling
-from jaxserve.models.registry import FAMILIES
+from jaxserve.models.registry import ARCHITECTURES, FAMILIES, GGUF_RULES
 from tests.models.cases import FULL, LLAMA3_SCALING, LONGROPE, SLIDING, YARN
 
 LLAMA: dict[str, Any] = {
@@ -44,8 +43,14 @@ QWEN3 = LLAMA | {
 SCALING = {key: value for key, value in LLAMA3_SCALING.items() if key != "rope_theta"}
 
 
-def test_every_architecture_has_a_family():
-    assert set(ARCHITECTURES) == set(FAMILIES)
+def test_no_two_families_declare_the_same_architecture():
+    declared = [name for family in FAMILIES for name in family.architectures]
+    assert declared == list(ARCHITECTURES)
+    assert [name for family in FAMILIES for name in family.gguf] == list(GGUF_RULES)
+
+
+def test_gguf_files_are_read_as_architectures_that_exist():
+    assert {rules.name for rules in GGUF_RULES.values()} <= ARCHITECTURES.keys()
 
 
 # What latent attention, and experts, have no default for.
@@ -68,7 +73,7 @@ def test_what_transformers_writes_is_read(architecture, tmp_path):
     assert config.architecture == architecture
     for field in ("hidden_size", "num_hidden_layers", "tie_word_embeddings"):
         assert getattr(config, field) == getattr(written, field)
-    assert config.rms_norm_eps == getattr(written, ARCHITECTURES[architecture].norm_eps)
+    assert config.rms_norm_eps == getattr(written, ARCHITECTURES[architecture].config.norm_eps)
     assert config.dtype == "bfloat16"
     if config.local_rope is None:
         assert config.rope.theta == written.rope_parameters["rope_theta"]
@@ -91,7 +96,7 @@ def test_what_transformers_writes_is_read(architecture, tmp_path):
 )
 def test_both_spellings_of_rope_mean_the_same(change):
     want = Rope(500.0, Llama3Scaling(8.0, 1.0, 4.0, 16))
-    assert ModelConfig.from_dict(LLAMA | change).rope == want
+    assert parse_model_config(LLAMA | change).rope == want
 
 
 def older_kinds():
@@ -109,19 +114,19 @@ def older_kinds():
 def test_every_kind_means_the_same_in_both_spellings(scaling):
     older = {"rope_theta": 500.0, "rope_scaling": scaling}
     newer = {"rope_theta": None, "rope_parameters": scaling | {"rope_theta": 500.0}}
-    rope = ModelConfig.from_dict(LLAMA | older).rope
+    rope = parse_model_config(LLAMA | older).rope
     assert rope.theta == 500.0 and rope.scaling is not None
-    assert ModelConfig.from_dict(LLAMA | newer).rope == rope
+    assert parse_model_config(LLAMA | newer).rope == rope
 
 
 def test_defaults():
     without = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "torch_dtype")}
-    config = ModelConfig.from_dict(without | {"num_key_value_heads": None, "eos_token_id": [2, 5]})
+    config = parse_model_config(without | {"num_key_value_heads": None, "eos_token_id": [2, 5]})
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
     assert (config.rope, config.dtype) == (Rope(10000.0), "float32")
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 5), 1)
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
-    none = ModelConfig.from_dict(LLAMA | {"eos_token_id": None, "bos_token_id": None})
+    none = parse_model_config(LLAMA | {"eos_token_id": None, "bos_token_id": None})
     assert (none.eos_token_ids, none.bos_token_id) == ((), None)
 
 
@@ -229,7 +234,7 @@ BAD_FIELDS = [
 def test_a_bad_field_is_refused_by_name(field, value):
     started = time.monotonic()
     with pytest.raises(UnsupportedModel) as caught:
-        ModelConfig.from_dict(LLAMA | {field: value}, "some/config.json")
+        parse_model_config(LLAMA | {field: value}, "some/config.json")
     assert field in str(caught.value) or field == "dtype"
     assert "some/config.json" in str(caught.value) and "allowed" in str(caught.value)
     assert len(str(caught.value)) < 2000
@@ -247,9 +252,9 @@ def test_a_bad_field_is_refused_by_name(field, value):
     ],
 )
 def test_a_bad_field_of_qwen3_is_refused(field, value):
-    ModelConfig.from_dict(QWEN3)
+    parse_model_config(QWEN3)
     with pytest.raises(UnsupportedModel, match=field.removeprefix("use_")):
-        ModelConfig.from_dict(QWEN3 | {field: value})
+        parse_model_config(QWEN3 | {field: value})
 
 
 OLMO3 = LLAMA | {
@@ -396,17 +401,17 @@ LINEAR_FACTORS = {"type": "linear", "factor": 2.0}
 )
 def test_a_bad_field_of_a_family_is_refused(raw, change, named):
     with pytest.raises(UnsupportedModel, match=named):
-        ModelConfig.from_dict(raw | change)
+        parse_model_config(raw | change)
 
 
 def test_what_changes_nothing_is_left_aside():
     """Code that ships with a checkpoint is not run; loaders' settings are nothing to this one."""
     code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
-    assert ModelConfig.from_dict(LLAMA | code) == ModelConfig.from_dict(LLAMA)
+    assert parse_model_config(LLAMA | code) == parse_model_config(LLAMA)
     stored = {"quant_method": "gptq", "bits": 4, "group_size": 64}
     settings = {"disable_exllama": True, "dataset": "c4", "model_seqlen": 2048}
     plain, other = (
-        ModelConfig.from_dict(LLAMA | {"quantization_config": each})
+        parse_model_config(LLAMA | {"quantization_config": each})
         for each in (stored, stored | settings)
     )
     assert plain == other and plain.quantization is not None
@@ -414,41 +419,41 @@ def test_what_changes_nothing_is_left_aside():
 
 def test_older_spellings_mean_what_they_meant():
     """Gemma 3 and OLMo 3 scale the layers without a window; Phi-3 called LongRoPE "su"."""
-    gemma = ModelConfig.from_dict(
+    gemma = parse_model_config(
         GEMMA3 | {"rope_scaling": LINEAR_FACTORS, "rope_local_base_freq": 20.0}
     )
     assert (gemma.rope, gemma.local_rope) == (Rope(500.0, LinearScaling(2.0)), Rope(20.0))
-    assert ModelConfig.from_dict(GEMMA3).local_rope == Rope(10_000.0)
-    olmo = ModelConfig.from_dict(OLMO3 | {"rope_scaling": YARN | {"rope_theta": None}})
+    assert parse_model_config(GEMMA3).local_rope == Rope(10_000.0)
+    olmo = parse_model_config(OLMO3 | {"rope_scaling": YARN | {"rope_theta": None}})
     assert isinstance(olmo.rope.scaling, YarnScaling) and olmo.local_rope == Rope(500.0)
     assert olmo.layers.windows == (8, 8)
     factors = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
     outside = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 32}
-    old = ModelConfig.from_dict(PHI3 | outside | {"rope_scaling": {"type": "su"} | factors})
+    old = parse_model_config(PHI3 | outside | {"rope_scaling": {"type": "su"} | factors})
     inside = LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
-    new = ModelConfig.from_dict(PHI3 | outside | {"rope_parameters": inside})
+    new = parse_model_config(PHI3 | outside | {"rope_parameters": inside})
     assert old.rope == new.rope and old.rope.dimensions(8) == 6
 
 
 def test_windows_of_cohere_2_alone_rotate():
     """In both spellings; every fourth layer has none where config.json says nothing."""
     raw = COHERE2 | {"num_hidden_layers": 5}
-    plain = ModelConfig.from_dict(raw)
+    plain = parse_model_config(raw)
     assert plain.layers.windows == (8, 8, 8, None, 8)
     assert plain.layers.rotary == (True, True, True, False, True)
-    two = ModelConfig.from_dict(raw | {"sliding_window_pattern": 2})
+    two = parse_model_config(raw | {"sliding_window_pattern": 2})
     kinds = [SLIDING, FULL, SLIDING, FULL, SLIDING]
-    assert two == ModelConfig.from_dict(raw | {"layer_types": kinds, "sliding_window_pattern": 3})
+    assert two == parse_model_config(raw | {"layer_types": kinds, "sliding_window_pattern": 3})
     assert [two.rope_of(layer) is None for layer in range(5)] == [False, True, False, True, False]
 
 
 def test_spellings_of_experts_mean_the_same():
-    want = ModelConfig.from_dict(QWEN3_MOE).experts
+    want = parse_model_config(QWEN3_MOE).experts
     other = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
-    assert ModelConfig.from_dict(other | {"num_local_experts": 8}).experts == want
+    assert parse_model_config(other | {"num_local_experts": 8}).experts == want
     for raw in (MIXTRAL, GPT_OSS, DEEPSEEK):
-        assert ModelConfig.from_dict(raw).experts is not None
-    config = ModelConfig.from_dict(DEEPSEEK)
+        assert parse_model_config(raw).experts is not None
+    config = parse_model_config(DEEPSEEK)
     assert (config.head_dim, config.rotary_dim, config.num_key_value_heads) == (20, 8, 4)
 
 
@@ -466,13 +471,13 @@ def test_spellings_of_experts_mean_the_same():
 )
 def test_a_scaled_embedding_reaches_further(scaling, length):
     raw = LLAMA | {"rope_theta": 500.0, "rope_scaling": scaling}
-    assert ModelConfig.from_dict(raw).context_length == length
+    assert parse_model_config(raw).context_length == length
 
 
 def test_all_bad_fields_are_listed_at_once():
     bad = {"hidden_size": -1, "vocab_size": "x", "quantization_config": {}, "unheard_of": 1}
     with pytest.raises(UnsupportedModel) as caught:
-        ModelConfig.from_dict(LLAMA | bad)
+        parse_model_config(LLAMA | bad)
     assert all(field in str(caught.value) for field in bad)
     assert "4 field(s)" in str(caught.value) or "5 field(s)" in str(caught.value)
 
@@ -482,7 +487,7 @@ def test_all_bad_fields_are_listed_at_once():
 )
 def test_an_unknown_architecture_names_the_known_ones(names):
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM, MistralForCausalLM"):
-        ModelConfig.from_dict(LLAMA | {"architectures": names})
+        parse_model_config(LLAMA | {"architectures": names})
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,16 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from jaxserve.models import (
     Decoder,
-    ModelConfig,
     PagedStep,
     abstract_model,
     build_model,
     logical_axes,
+    parse_model_config,
     read_model_config,
 )
 from jaxserve.models.families import cohere, gemma, olmo
-from jaxserve.models.layers import LLAMA, Norm
+from jaxserve.models.family import LLAMA_TRAITS
+from jaxserve.models.layers import Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
 from scripts.lib.paged_runner import PagedRunner
@@ -46,14 +47,14 @@ def leaves_of(model: Decoder) -> list[jax.Array]:
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return random_weights(ModelConfig.from_dict(RAW), jnp.float32)
+    return random_weights(parse_model_config(RAW), jnp.float32)
 
 
 def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     assert len(leaves_of(model)) == 3 * 6 + 3
-    built = build_model(ModelConfig.from_dict(RAW | {"num_hidden_layers": 1}), jnp.bfloat16)
+    built = build_model(parse_model_config(RAW | {"num_hidden_layers": 1}), jnp.bfloat16)
     assert [leaf.dtype for leaf in leaves_of(built)] == [jnp.bfloat16] * 9
-    huge = ModelConfig.from_dict(RAW | {"hidden_size": 1 << 17, "intermediate_size": 1 << 20})
+    huge = parse_model_config(RAW | {"hidden_size": 1 << 17, "intermediate_size": 1 << 20})
     leaves = leaves_of(abstract_model(huge, jnp.bfloat16))
     assert len(leaves) == 3 * 6 + 3
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
@@ -148,22 +149,22 @@ def test_sixteen_bit_models(checkpoints, case, dtype):
 
 
 @pytest.mark.parametrize(
-    ("design", "module"),
+    ("traits", "module"),
     [
-        (LLAMA, LlamaRMSNorm),
-        (olmo.DESIGN, Olmo2RMSNorm),
-        (gemma.GEMMA2, Gemma2RMSNorm),
-        (cohere.DESIGN, CohereLayerNorm),
+        (LLAMA_TRAITS, LlamaRMSNorm),
+        (olmo.TRAITS, Olmo2RMSNorm),
+        (gemma.TRAITS, Gemma2RMSNorm),
+        (cohere.TRAITS, CohereLayerNorm),
     ],
 )
-def test_norms_round_where_those_of_transformers_do(design, module):
+def test_norms_round_where_those_of_transformers_do(traits, module):
     """To the bit but for sums in another order; scaled before or after, half would differ."""
     x, scale = torch.randn(200, 64) * 3 + 1, torch.randn(64)
     reference = module(64, eps=1e-5).bfloat16()
     with torch.no_grad():
         reference.weight.copy_(scale)
         want = reference(x.bfloat16()).float().numpy()
-    norm = Norm((64,), ("embed",), 1e-5, jnp.bfloat16, design)
+    norm = Norm((64,), ("embed",), 1e-5, jnp.bfloat16, traits)
     norm.scale[...] = jnp.asarray(scale.numpy(), jnp.bfloat16)
     got = np.asarray(norm(jnp.asarray(x.numpy(), jnp.bfloat16)), np.float32)
     assert (got == want).mean() > 0.99
@@ -203,7 +204,7 @@ def test_matmul_contracts_and_accumulates_in_float32(rows, dtype):
 
 
 def test_random_weights_give_logits_of_unit_size_and_follow_the_seed():
-    config = ModelConfig.from_dict(RAW | {"hidden_size": 64, "num_hidden_layers": 4})
+    config = parse_model_config(RAW | {"hidden_size": 64, "num_hidden_layers": 4})
     models = [random_weights(config, jnp.float32, seed) for seed in (0, 0, 1)]
     first, again, other = (leaves_of(model) for model in models)
     assert all(map(np.array_equal, first, again))

@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import attention, experts, latent, read_model_config
-from jaxserve.models.config.architectures import ARCHITECTURES
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
+from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
 from scripts.lib.paged_runner import FAST, PagedRunner
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
@@ -352,7 +352,9 @@ def test_every_field_read_is_changed_once(checkpoints):
         for case in cases:
             raw = json.loads((checkpoints[case][0] / "config.json").read_text())
             written |= leaves(raw)
-            unread |= IGNORED | NEUTRAL.keys() | ARCHITECTURES[raw["architectures"][0]].ignored
+            unread |= (
+                IGNORED | NEUTRAL.keys() | ARCHITECTURES[raw["architectures"][0]].config.ignored
+            )
         asked = {key for case, change in CHANGES if case in cases for key in change}
         assert without_rope(written) - unread - NO_OUTPUT - asked == set(), family
         rope_read |= {name.split(".")[-1] for name in written - without_rope(written)}

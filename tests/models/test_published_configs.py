@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.models import ModelConfig
+from jaxserve.models import parse_model_config
 from jaxserve.models.config.rope import LongRopeScaling, YarnScaling
 
 Raw = dict[str, Any]
@@ -434,7 +434,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_read(name):
     raw, positions = deepcopy(PUBLISHED[name])
-    config = ModelConfig.from_dict(raw, name)
+    config = parse_model_config(raw, name)
     assert config.context_length == positions
     assert config.vocab_size == raw["vocab_size"]
     assert config.num_hidden_layers == len(config.layers.windows) == raw["num_hidden_layers"]
@@ -444,17 +444,17 @@ def test_a_published_config_is_read(name):
 
 def test_what_the_unusual_ones_say():
     """Of the fields that one family only has, or that mean nothing."""
-    devstral = ModelConfig.from_dict(PUBLISHED["Devstral-2-123B-Instruct-2512"][0])
+    devstral = parse_model_config(PUBLISHED["Devstral-2-123B-Instruct-2512"][0])
     scaling = devstral.rope.scaling
     assert isinstance(scaling, YarnScaling)
     assert (scaling.query_beta, scaling.mscale_all_dim) == (0.0, 0.0)
     assert scaling.attention_factor == pytest.approx(1.0 + 0.1 * 4.158883, rel=1e-6)  # log 64
-    mini = ModelConfig.from_dict(PUBLISHED["Phi-4-mini-instruct"][0])
+    mini = parse_model_config(PUBLISHED["Phi-4-mini-instruct"][0])
     assert isinstance(mini.rope.scaling, LongRopeScaling) and mini.rope.dimensions(128) == 96
-    gemma = [ModelConfig.from_dict(PUBLISHED[f"gemma-2-{size}-it"][0]) for size in ("9b", "27b")]
+    gemma = [parse_model_config(PUBLISHED[f"gemma-2-{size}-it"][0]) for size in ("9b", "27b")]
     assert all(config.layers.windows[:2] == (4096, None) for config in gemma)
     plus, small = (
-        ModelConfig.from_dict(PUBLISHED[f"c4ai-command-{name}"][0])
+        parse_model_config(PUBLISHED[f"c4ai-command-{name}"][0])
         for name in ("r-plus", "r7b-12-2024")
     )
     assert plus.use_qk_norm and plus.tie_word_embeddings and not small.use_qk_norm
@@ -462,6 +462,6 @@ def test_what_the_unusual_ones_say():
     assert small.layers.windows[:5] == (4096, 4096, 4096, None, 4096)
     assert small.layers.rotary[:5] == (True, True, True, False, True)
     plain, powers = (
-        ModelConfig.from_dict(PUBLISHED[name][0]) for name in ("DeepSeek-V3", "DeepSeek-V3.1")
+        parse_model_config(PUBLISHED[name][0]) for name in ("DeepSeek-V3", "DeepSeek-V3.1")
     )
     assert plain == powers and plain.extra_layers == 1

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from jaxserve.models import ModelConfig, checkpoint_weights
+from jaxserve.models import checkpoint_weights, parse_model_config
 from jaxserve.models.weight_table import dimensions
 from tests.support.gguf_metadata import add_metadata
 
@@ -207,7 +207,7 @@ def raw_config(case: str) -> dict[str, Any]:
 
 def random_tensors(raw: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Float32 tensors under the names and shapes of a Hugging Face checkpoint."""
-    config, generator = ModelConfig.from_dict(raw), np.random.default_rng(seed)
+    config, generator = parse_model_config(raw), np.random.default_rng(seed)
     return {
         weight.name: generator.normal(size=weight.shape(dimensions(config))).astype(np.float32)
         for weight in checkpoint_weights(config)

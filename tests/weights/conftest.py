@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.models import ModelConfig, checkpoint_weights
+from jaxserve.models import checkpoint_weights, parse_model_config
 from jaxserve.models.weight_table import dimensions
 
 RAW: dict[str, Any] = {
@@ -28,7 +28,7 @@ RAW: dict[str, Any] = {
 @pytest.fixture
 def tensors() -> dict[str, np.ndarray]:
     """Random float32 tensors under the names and shapes of the checkpoint."""
-    generator, config = np.random.default_rng(0), ModelConfig.from_dict(RAW)
+    generator, config = np.random.default_rng(0), parse_model_config(RAW)
     return {
         weight.name: generator.normal(size=weight.shape(dimensions(config))).astype(np.float32)
         for weight in checkpoint_weights(config)

@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.weights import (
     load_converted,
     load_weights,
@@ -82,7 +82,7 @@ def write_quantized(directory: Path, kind: str) -> tuple[Path, dict[str, Any], i
     """
     if kind == "int4":
         raw = DEEPSEEK | {"torch_dtype": "float32"}
-        model = random_weights(ModelConfig.from_dict(raw), jnp.float32, 0, kind)
+        model = random_weights(parse_model_config(raw), jnp.float32, 0, kind)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(raw))
     else:
@@ -288,7 +288,7 @@ import os, signal, sys
 from pathlib import Path
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Mesh
-from jaxserve.models import read_model_config
+from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.weights import converted, load_converted, open_converted, parameter_values
 whole, quantized, to = map(Path, sys.argv[1:])
 mesh = Mesh(np.array(jax.devices()), ("x",))

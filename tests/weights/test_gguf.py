@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models import Decoder, parse_model_config
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.weights import gguf_config, gguf_fields, load_weights, read_gguf
 from tests.support.gguf_files import (
@@ -40,7 +40,7 @@ def leaves(model: Decoder) -> list[np.ndarray]:
 def hugging_face(folder: Path, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> Decoder:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    return load_weights(folder, ModelConfig.from_dict(raw), jnp.float32)
+    return load_weights(folder, parse_model_config(raw), jnp.float32)
 
 
 def assert_equal(one: Decoder, other: Decoder) -> None:
@@ -53,7 +53,7 @@ def test_every_architecture_is_what_it_was_made_from(tmp_path, case):
     """Value for value, permuted rows and norms included; and the same configuration."""
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
-    config, want = gguf_config(file), ModelConfig.from_dict(raw)
+    config, want = gguf_config(file), parse_model_config(raw)
     assert replace(config, dtype=want.dtype) == want
     if case.startswith("gemma"):  # 1 + w - 1 is not w in floating point
         for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def test_panels_are_the_same(tmp_path, monkeypatch, case):
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors))
     save_file(tensors, tmp_path / "model.safetensors")
     got = load_weights(file, gguf_config(file), jnp.float32, panels=True)
-    want = load_weights(tmp_path, ModelConfig.from_dict(raw), jnp.float32, panels=True)
+    want = load_weights(tmp_path, parse_model_config(raw), jnp.float32, panels=True)
     assert_equal(got, want)
 
 
@@ -94,7 +94,7 @@ def test_older_files(tmp_path, case):
     """Experts apart; one upward projection of latent attention, and a head's own sizes."""
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, older=True))
-    config, want = gguf_config(file), ModelConfig.from_dict(raw)
+    config, want = gguf_config(file), parse_model_config(raw)
     assert replace(config, dtype=want.dtype) == want
     got = load_weights(file, config, jnp.float32)
     assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
@@ -229,7 +229,7 @@ def test_llama3_scaling_is_a_divisor_of_each_pair(tmp_path):
         "original_max_position_embeddings": 64,
     }
     raw = raw_config("llama")
-    want = ModelConfig.from_dict(raw | {"rope_scaling": scaling})
+    want = parse_model_config(raw | {"rope_scaling": scaling})
     factors = []
     for pair in range(8):
         wave = 2 * math.pi * raw["rope_theta"] ** (pair / 8)
@@ -376,4 +376,4 @@ def test_config_json_of_a_file_reads_the_same(tmp_path, case):
     """As `jaxserve convert` writes it."""
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, random_tensors(raw_config(case))))
     fields = json.loads(json.dumps(gguf_fields(file)))
-    assert ModelConfig.from_dict(fields) == gguf_config(file)
+    assert parse_model_config(fields) == gguf_config(file)

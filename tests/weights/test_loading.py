@@ -272,5 +272,5 @@ def test_blocks_are_the_whole_in_pieces(single, tensors):
         whole = weight.arrange(tensor, dims)
         pieces = np.full(whole.shape, np.nan, np.float32)
         for block in weight.blocks(dims, 40):
-            pieces[block.at] = block.arrange(tensor[slice(*block.rows)])
+            pieces[block.index] = block.arrange(tensor[slice(*block.rows)])
         np.testing.assert_array_equal(pieces, whole)

@@ -16,7 +16,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models import checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights import load_weights, safetensors
 from jaxserve.weights.panel_rows import panel_plan
@@ -59,7 +59,7 @@ VARIANTS = {
 def checkpoint(folder: Path, changes: dict[str, Any], dtype: Any) -> Path:
     raw = RAW | changes
     (folder / "config.json").write_text(json.dumps(raw))
-    config, generator = ModelConfig.from_dict(raw), np.random.default_rng(0)
+    config, generator = parse_model_config(raw), np.random.default_rng(0)
     shapes = {one.name: one.shape(dimensions(config)) for one in checkpoint_weights(config)}
     tensors = {name: generator.normal(size=size).astype(dtype) for name, size in shapes.items()}
     save_file(tensors, folder / "model.safetensors")

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxserve.config import bundled_model
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import Decoder, ModelConfig, checkpoint_weights, read_model_config
+from jaxserve.models import Decoder, checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.linear import matmul
 from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName, dimensions
@@ -123,7 +123,7 @@ def checkpoint(
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """A quantized checkpoint, and all tensors of the one that it stands for."""
     quantization, write = FORMATS[form]
-    rng, config = np.random.default_rng(0), ModelConfig.from_dict(raw)
+    rng, config = np.random.default_rng(0), parse_model_config(raw)
     tensors, plain = {}, {}
     for weight in checkpoint_weights(config):
         if weight.name in plain:
@@ -340,14 +340,14 @@ def test_codes_without_a_quantization_config_are_refused(tmp_path):
     directory, _ = checkpoint(tmp_path / "quantized", "fp8_tensor")
     config = read_model_config(directory)
     with pytest.raises(CheckpointError, match="F8_E4M3"):
-        load_weights(directory, ModelConfig.from_dict(RAW), np.float32)
+        load_weights(directory, parse_model_config(RAW), np.float32)
     assert config.quantization is not None and config.quantization.method == "fp8"
 
 
 def test_every_field_that_is_not_understood_is_named():
     quantization = AWQ | {"bits": 3, "group_size": "all", "unheard_of": 1}
     with pytest.raises(UnsupportedModel) as caught:
-        ModelConfig.from_dict(RAW | {"quantization_config": quantization})
+        parse_model_config(RAW | {"quantization_config": quantization})
     for name in ("bits", "group_size", "unheard_of"):
         assert f"quantization_config.{name}" in str(caught.value)
 
@@ -391,7 +391,7 @@ def test_the_error_of_each_weight_is_within_the_bound(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("raw", [RAW, DEEPSEEK, COHERE], ids=["qwen2", "deepseek", "cohere"])
 def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
-    config = ModelConfig.from_dict(raw)
+    config = parse_model_config(raw)
     plain = parameters(random_weights(config, np.float32))
     matrices = (".qkv", ".out", ".gate_up", ".down", ".query", ".query_down", ".up")
     for path, value in parameters(random_weights(config, np.float32, 0, form)).items():
@@ -420,7 +420,7 @@ def test_each_expert_is_quantized_alone(form):
 
 def test_quantized_experts_and_latents_give_what_they_stand_for(logits):
     """In int4, with inputs that groups do not divide: as the same model in full does."""
-    model = random_weights(ModelConfig.from_dict(DEEPSEEK), np.float32, 0, "int4")
+    model = random_weights(parse_model_config(DEEPSEEK), np.float32, 0, "int4")
     plain = random_weights(model.config, np.float32)
     whole = {
         path: jnp.asarray(in_full(value)).reshape(parameters(plain)[path].shape)

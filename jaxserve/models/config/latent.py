@@ -45,33 +45,3 @@ ReadLatent = Callable[[Fields], Latent | None]
 def no_latent(fields: Fields) -> Latent | None:
     """Ordinary attention."""
     return None
-
-
-def deepseek_v2_latent(fields: Fields) -> Latent:
-    """Pairs are neighbours."""
-    return _latent(fields, True)
-
-
-def deepseek_v3_latent(fields: Fields) -> Latent:
-    """Pairs are neighbours unless `rope_interleave` is false."""
-    return _latent(fields, fields.flag("rope_interleave", default=True))
-
-
-def _latent(fields: Fields, interleaved: bool) -> Latent:
-    if not fields.mentions("q_lora_rank"):
-        fields.refuse("q_lora_rank", "a rank, or null for queries without one")
-    rank = fields.take("q_lora_rank")
-    latent = Latent(
-        query_rank=None if rank is None else fields.integer("q_lora_rank", 1, MAX_RANK),
-        rank=fields.integer("kv_lora_rank", 1, MAX_RANK),
-        plain=fields.integer("qk_nope_head_dim", 1, MAX_SIZE),
-        rotary=fields.integer("qk_rope_head_dim", 2, MAX_SIZE),
-        value=fields.integer("v_head_dim", 1, MAX_SIZE),
-        interleaved=interleaved,
-    )
-    # Both are derived; Transformers calls the rotated part the head.
-    for name, size in (("head_dim", latent.rotary), ("qk_head_dim", latent.key)):
-        if fields.has(name) and fields.take(name) != size:
-            fields.refuse(name, f"{size}, or nothing")
-        fields.take(name)
-    return latent

@@ -4,24 +4,23 @@ A field that changes what the model computes is read, or refused. A field nobody
 refused too: it may be the one that matters.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models.config.architectures import ARCHITECTURES, Architecture, Scales
 from jaxserve.models.config.experts import Experts
-from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.layers import MAX_LAYERS, LayerTable
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.rope import Rope, read_ropes
-from jaxserve.models.config.strict_json import read_object
+from jaxserve.models.config.rules import ConfigRules, Scales
 
-MAX_CONFIG_BYTES = 1 << 20
 MAX_HIDDEN = 1 << 17
 MAX_MLP = 1 << 20
 MAX_HEADS = 1 << 12
@@ -95,19 +94,21 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
-        """Read the contents of a config.json.
+    def from_fields(
+        cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str
+    ) -> ModelConfig:
+        """Read the contents of a config.json by the rules of its architecture.
 
         Args:
             raw: the parsed object.
+            name: the architecture.
+            rules: how its fields are read.
             where: names the source in errors.
 
         Raises:
-            UnsupportedModel: an unknown architecture, or else one error that lists every field
-                that is malformed, out of bounds, unknown, or not computed by jaxserve.
+            UnsupportedModel: lists every field that is malformed, out of bounds, unknown, or not
+                computed by jaxserve.
         """
-        name = _architecture(raw, where)
-        rules = ARCHITECTURES[name]
         fields = Fields(raw, problems=[])
         fields.take("architectures")
         fields.choice("model_type", [rules.model_type], default=rules.model_type)
@@ -169,7 +170,7 @@ class ModelConfig:
         positions = self.max_position_embeddings
         return positions if self.local_rope is not None else self.rope.reach(positions)
 
-    def for_length(self, length: int) -> Self:
+    def for_length(self, length: int) -> ModelConfig:
         """The same model for sequences of at most `length` positions.
 
         LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
@@ -182,28 +183,7 @@ class ModelConfig:
         )
 
 
-def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` in a checkpoint's folder.
-
-    Raises:
-        CheckpointError: the file is absent or not a JSON object.
-        UnsupportedModel: see `ModelConfig.from_dict`.
-    """
-    path = Path(directory) / "config.json"
-    return ModelConfig.from_dict(read_object(path, MAX_CONFIG_BYTES), str(path))
-
-
-def _architecture(raw: Mapping[str, Any], where: str) -> str:
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if isinstance(name, str) and name in ARCHITECTURES:
-        return name
-    got = f"is {shown(names)}" if "architectures" in raw else "is missing"
-    supported = ", ".join(ARCHITECTURES)
-    raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
-
-
-def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[str, int]:
+def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     for key in sorted(rules.explicit):
@@ -230,16 +210,16 @@ def _sizes(fields: Fields, rules: Architecture, latent: Latent | None) -> dict[s
     }
 
 
-def _quantization(fields: Fields, rules: Architecture) -> StoredQuantization | None:
+def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | None:
     """How the weights are stored, unless the architecture has a way of its own."""
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
-def _extra_layers(fields: Fields, rules: Architecture) -> int:
+def _extra_layers(fields: Fields, rules: ConfigRules) -> int:
     return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
 
 
-def _length(fields: Fields, rules: Architecture, positions: int) -> int:
+def _length(fields: Fields, rules: ConfigRules, positions: int) -> int:
     if rules.length is None:
         return positions
     return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)

@@ -4,11 +4,12 @@ The older is `rope_theta` beside `rope_scaling`; the newer (2025) holds everythi
 `rope_parameters`, once, or once for each type of layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Self
 
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 
@@ -101,7 +102,7 @@ class Rope:
             case _:
                 return positions
 
-    def for_length(self, length: int) -> Self:
+    def for_length(self, length: int) -> Rope:
         """The same for sequences of at most `length` positions; see `LongRopeScaling`."""
         scaling = self.scaling
         if not isinstance(scaling, LongRopeScaling):

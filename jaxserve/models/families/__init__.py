@@ -1,1 +1,1 @@
-"""One file for each family of models."""
+"""Families of models, one file each: config.json, traits, tensors and GGUF files."""

@@ -5,24 +5,109 @@ dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3ForCaus
 Face Transformers. The modules that predict further tokens are not used.
 """
 
-from flax import nnx
-from jax.typing import DTypeLike
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.models.config.experts import MAX_SCALE, Experts, expert_counts, expert_width
+from jaxserve.models.config.fields import Fields, shown
+from jaxserve.models.config.latent import MAX_RANK, MAX_SIZE, Latent
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import FINAL_NORM, GATE, PRE_NORMS, UP, mlp_projections
-from jaxserve.models.families.mixtral import expert_weights
-from jaxserve.models.layers import FamilyTraits
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.config.rules import ROUTING, ConfigRules
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules, Join, Shape
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    GATE,
+    PRE_NORMS,
+    UP,
+    embedding_weights,
+    every_layer,
+    expert_weights,
+    mlp_projections,
+)
+from jaxserve.models.weight_table import WeightName
+
+SOFTMAX, SIGMOID = 1, 2  # values of llama.cpp's expert_gating_func
 
 
-def build_deepseek_v3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-    """The shared decoder with V3's router."""
-    return Decoder(config, dtype, rngs, FamilyTraits(router="sigmoid"))
+def _v2_experts(fields: Fields, layers: int) -> Experts:
+    """Read the experts of the layers after the first few, in groups if `topk_method` says so."""
+    method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), default="greedy")
+    if method == "greedy":
+        fields.take("n_group")
+        fields.take("topk_group")
+    return _experts(fields, layers, method != "greedy", normalize=False)
 
 
-def deepseek_v2_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _v3_experts(fields: Fields, layers: int) -> Experts:
+    """Read the experts of the layers after the first few, in groups."""
+    normalize = fields.flag("norm_topk_prob", default=True)
+    return _experts(fields, layers, True, normalize=normalize)
+
+
+def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Experts:
+    count, chosen = expert_counts(fields, ("n_routed_experts",))
+    width = expert_width(fields, "moe_intermediate_size")
+    first = fields.integer("first_k_dense_replace", 0, 1 << 20)
+    groups = kept = 1
+    if grouped:
+        groups = fields.integer("n_group", 1, count)
+        kept = fields.integer("topk_group", 1, groups)
+        if count % groups:
+            fields.refuse("n_group", f"a divisor of n_routed_experts ({count})")
+        elif chosen > kept * (count // groups):
+            fields.refuse("num_experts_per_tok", "no more than the kept groups hold")
+        elif count // groups < 2:
+            fields.refuse("n_group", "groups of two experts or more")
+    return Experts(
+        count,
+        width,
+        chosen,
+        tuple(index >= first for index in range(layers)),
+        normalize=normalize,
+        scaling=fields.number("routed_scaling_factor", 0.0, MAX_SCALE),
+        groups=groups,
+        kept_groups=kept,
+        shared=width * fields.integer("n_shared_experts", 1, 64),
+    )
+
+
+def _v2_latent(fields: Fields) -> Latent:
+    """Read the sizes; rotated pairs are neighbours."""
+    return _latent(fields, True)
+
+
+def _v3_latent(fields: Fields) -> Latent:
+    """Read the sizes; rotated pairs are neighbours unless `rope_interleave` is false."""
+    return _latent(fields, fields.flag("rope_interleave", default=True))
+
+
+def _latent(fields: Fields, interleaved: bool) -> Latent:
+    if not fields.mentions("q_lora_rank"):
+        fields.refuse("q_lora_rank", "a rank, or null for queries without one")
+    rank = fields.take("q_lora_rank")
+    latent = Latent(
+        query_rank=None if rank is None else fields.integer("q_lora_rank", 1, MAX_RANK),
+        rank=fields.integer("kv_lora_rank", 1, MAX_RANK),
+        plain=fields.integer("qk_nope_head_dim", 1, MAX_SIZE),
+        rotary=fields.integer("qk_rope_head_dim", 2, MAX_SIZE),
+        value=fields.integer("v_head_dim", 1, MAX_SIZE),
+        interleaved=interleaved,
+    )
+    # Both are derived; Transformers calls the rotated part the head.
+    for name, size in (("head_dim", latent.rotary), ("qk_head_dim", latent.key)):
+        if fields.has(name) and fields.take(name) != size:
+            fields.refuse(name, f"{size}, or nothing")
+        fields.take(name)
+    return latent
+
+
+def _v2_weights(config: ModelConfig) -> list[WeightName]:
     return [
         *embedding_weights(config),
         *every_layer([*PRE_NORMS, *_attention(config)], config),
@@ -32,9 +117,8 @@ def deepseek_v2_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-def deepseek_v3_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
-    return [*deepseek_v2_weights(config), *every_layer([CORRECTION], config, sparse=True)]
+def _v3_weights(config: ModelConfig) -> list[WeightName]:
+    return [*_v2_weights(config), *every_layer([CORRECTION], config, sparse=True)]
 
 
 CORRECTION = WeightName("mlp.gate.e_score_correction_bias", "E -> E", "mlp.correction")
@@ -69,3 +153,151 @@ def _attention(config: ModelConfig) -> list[WeightName]:
         bias = WeightName("self_attn.q_a_proj.bias", "L -> L", "attention.query_down_bias")
         layer.append(bias)
     return [*layer, norm, down, up]
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of DeepSeek-V2, or of V3, whose router has sigmoids.
+
+    Older files hold the sizes of a head under the usual keys. In newer ones these keys hold the
+    sizes of the one head that latent attention amounts to where the upward projection is part of
+    the queries, and keys with `_mla` those of a head.
+    """
+    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
+    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
+    rotary = raw.get("qk_rope_head_dim")
+    if type(size) is not int or type(rotary) is not int or size <= rotary:
+        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
+    raw["qk_nope_head_dim"] = size - rotary
+    raw.pop("head_dim", None)
+    raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    raw.setdefault("q_lora_rank", None)
+    raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("routed_scaling_factor", 1.0)
+    raw.setdefault("norm_topk_prob", False)
+    _finish_router(gguf, raw)
+    read_rope_scaling(gguf, raw)
+    scaling = raw.get("rope_scaling", {})
+    if scaling.get("rope_type") == "yarn":
+        growth = gguf.get("rope.scaling.yarn_log_multiplier")
+        if type(growth) is not float or not growth > 0:
+            key = gguf.key("rope.scaling.yarn_log_multiplier")
+            raise UnsupportedModel(f"{gguf.path}: {key} is {shown(growth)}; allowed: above 0")
+        # Stored as a tenth. With both alike, cosines and sines are not scaled, but scores are.
+        scale = round(10 * growth, 6)
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
+    gating = gguf.get("expert_gating_func") or SOFTMAX
+    if gating not in (SOFTMAX, SIGMOID):
+        raise UnsupportedModel(
+            f"{gguf.path}: {gguf.key('expert_gating_func')} is {shown(gating)}; allowed: "
+            f"{SOFTMAX} (softmax), {SIGMOID} (sigmoid)"
+        )
+    raw["n_group"] = raw.get("n_group") or 1
+    raw["topk_group"] = raw.get("topk_group") or 1
+    if gating == SIGMOID:
+        raw["architectures"] = ["DeepseekV3ForCausalLM"]
+    else:
+        grouped = raw["n_group"] != 1
+        raw["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+
+
+def _latent_shape(shapes: Sequence[Shape]) -> Shape:
+    (heads, rank, plain), (others, value, width) = shapes
+    if others != heads or width != rank:
+        raise ValueError
+    return heads * (plain + value), rank
+
+
+def _join_latent(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return [N (A + U), C]: each head's keys, [N, C, A], and its values, [N, U, C]."""
+    keys, values = parts
+    rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+    return rows.reshape(-1, rows.shape[-1])
+
+
+_NEUTRAL: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
+_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
+GGUF = GgufRules(
+    "DeepseekV2ForCausalLM",
+    _finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **TENSORS,
+            **ROUTER,
+            "blk.{}.attn_q_a": "model.layers.{}.self_attn.q_a_proj",
+            "blk.{}.attn_q_b": "model.layers.{}.self_attn.q_b_proj",
+            "blk.{}.attn_q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
+            "blk.{}.attn_kv_a_mqa": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+            "blk.{}.attn_kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+            "blk.{}.attn_kv_b": "model.layers.{}.self_attn.kv_b_proj",
+            "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+            "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
+            "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
+            "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+            "attention.value_length": "v_head_dim",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        }
+    ),
+    read=frozenset({
+        "attention.key_length_mla", "attention.value_length_mla", "expert_gating_func",
+        "rope.scaling.yarn_log_multiplier",
+    }),
+    experts=EXPERTS,
+    joins=(
+        Join(
+            "self_attn.kv_b_proj.weight",
+            ("attn_k_b.weight", "attn_v_b.weight"),
+            _latent_shape,
+            _join_latent,
+        ),
+    ),
+    latent=True,
+)  # fmt: skip
+DEEPSEEK = Family(
+    architectures={
+        "DeepseekV2ForCausalLM": Architecture(
+            ConfigRules(
+                "deepseek_v2",
+                neutral=MappingProxyType(
+                    {**_NEUTRAL, "norm_topk_prob": False, "scoring_func": "softmax"}
+                ),
+                ignored=_IGNORED,
+                experts=_v2_experts,
+                latent=_v2_latent,
+            ),
+            _v2_weights,
+        ),
+        "DeepseekV3ForCausalLM": Architecture(
+            ConfigRules(
+                "deepseek_v3",
+                neutral=MappingProxyType(
+                    {**_NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+                ),
+                ignored=_IGNORED | {"num_nextn_predict_layers"},
+                extra_layers="num_nextn_predict_layers",
+                experts=_v3_experts,
+                latent=_v3_latent,
+            ),
+            _v3_weights,
+            FamilyTraits(router="sigmoid"),
+        ),
+    },
+    gguf={"deepseek2": GGUF},
+)

@@ -6,43 +6,49 @@ query and key heads instead, and rotates layers with a window by a base of their
 implementations: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in Hugging Face Transformers.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
-from flax import nnx
-from jax.typing import DTypeLike
-
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.layers import every
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import FINAL_NORM, projections
-from jaxserve.models.families.qwen import QK_NORMS
-from jaxserve.models.layers import FamilyTraits
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import HEADS, ConfigRules, Scales
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules, Names
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    QK_NORMS,
+    embedding_weights,
+    every_layer,
+    projections,
+)
+from jaxserve.models.weight_table import WeightName
 
-GEMMA2 = FamilyTraits(
+TRAITS = FamilyTraits(
     norms="around", norm_offset=1.0, norm_rounds_last=True, activation="gelu_tanh"
 )
-GEMMA3 = replace(GEMMA2, qk_norm="head")
 
 
-def build_gemma2(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-    """The shared decoder in Gemma's design."""
-    return Decoder(config, dtype, rngs, GEMMA2)
+def _scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales(
+        attention=fields.number("query_pre_attn_scalar", 0.0, 1e6) ** -0.5,
+        attention_cap=fields.optional("attn_logit_softcapping", 0.0, 1e6),
+        logit_cap=fields.optional("final_logit_softcapping", 0.0, 1e6),
+        embedding=hidden_size**0.5,
+    )
 
 
-def build_gemma3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-    """Gemma 2's with query and key norms."""
-    return Decoder(config, dtype, rngs, GEMMA3)
-
-
-def gemma2_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _gemma2_weights(config: ModelConfig) -> list[WeightName]:
     layer = [*NORMS, *projections(config)]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
 
-def gemma3_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
-    return [*gemma2_weights(config), *every_layer(QK_NORMS, config)]
+def _gemma3_weights(config: ModelConfig) -> list[WeightName]:
+    return [*_gemma2_weights(config), *every_layer(QK_NORMS, config)]
 
 
 NORMS = (
@@ -50,4 +56,80 @@ NORMS = (
     WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
     WeightName("pre_feedforward_layernorm.weight", "D -> D", "mlp_norm.scale"),
     WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+)
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add what llama.cpp's code fixes: the scale of attention scores, special in the 27B models."""
+    read_rope(gguf, raw)
+    raw["query_pre_attn_scalar"] = raw.get("head_dim")
+    if raw.get("num_hidden_layers") == LAYERS_OF_27B[gguf.architecture]:
+        heads = raw.get("num_attention_heads") or 1
+        raw["query_pre_attn_scalar"] = (raw.get("hidden_size") or 0) // heads
+
+
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_GGUF_TENSORS: Names = MappingProxyType(
+    {**TENSORS, **POST_NORMS, "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm"}
+)
+_GGUF_FIELDS: Names = MappingProxyType(
+    {
+        **WINDOW,
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+)
+_NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_act": "gelu_pytorch_tanh",  # Transformers reads the other
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": (None, False),
+    }
+)
+GEMMA = Family(
+    architectures={
+        "Gemma2ForCausalLM": Architecture(
+            ConfigRules(
+                "gemma2",
+                neutral=_NEUTRAL,
+                # The 9B and 27B repeat sliding_window as sliding_window_size; only the former is
+                # read.
+                ignored=frozenset({"cache_implementation", "sliding_window_size"}),
+                explicit=HEADS,
+                layers=every(2),
+                scales=_scales,
+                tied=True,
+            ),
+            _gemma2_weights,
+            TRAITS,
+        ),
+        "Gemma3ForCausalLM": Architecture(
+            ConfigRules(
+                "gemma3_text",
+                # Transformers reads no cap of the scores in Gemma 3 and applies none.
+                neutral=MappingProxyType({**_NEUTRAL, "attn_logit_softcapping": None}),
+                ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+                explicit=HEADS,
+                layers=every(6, field="sliding_window_pattern"),
+                rope=RopeRules(theta=1e6, by_layer_type=True, local_theta=1e4),
+                scales=_scales,
+                tied=True,
+            ),
+            _gemma3_weights,
+            replace(TRAITS, qk_norm="head"),
+        ),
+    },
+    gguf={
+        name: GgufRules(
+            architecture,
+            _finish_gguf,
+            tensors=_GGUF_TENSORS,
+            fields=_GGUF_FIELDS,
+            norm_offset=1.0,
+        )
+        for name, architecture in (
+            ("gemma2", "Gemma2ForCausalLM"),
+            ("gemma3", "Gemma3ForCausalLM"),
+        )
+    },
 )

@@ -1,15 +1,37 @@
 """Mixtral (Mistral AI 2024, arXiv:2401.04088): Llama with experts in place of the MLP.
 
-Reference implementation: `MixtralForCausalLM` in Hugging Face Transformers.
+Reference implementation: `MixtralForCausalLM` in Hugging Face Transformers. llama.cpp calls its
+files Llama's, so the rules of both are in `families.llama`, with the names below.
 """
 
+from types import MappingProxyType
+
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.layers import one_window
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.families.llama import FINAL_NORM, PRE_NORMS, attention_projections
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import KV_HEADS, ROUTING, ConfigRules
+from jaxserve.models.family import Architecture, Family
+from jaxserve.models.gguf.rules import TENSORS, Names
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    PRE_NORMS,
+    attention_projections,
+    embedding_weights,
+    every_layer,
+    expert_weights,
+)
+from jaxserve.models.weight_table import WeightName
 
 
-def mixtral_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _experts(fields: Fields, layers: int) -> Experts:
+    """Read the experts of every layer; `intermediate_size` is the width of each."""
+    count, chosen = expert_counts(fields, ("num_local_experts",))
+    return Experts(count, expert_width(fields, "intermediate_size"), chosen, (True,) * layers)
+
+
+def _weights(config: ModelConfig) -> list[WeightName]:
     layer = [
         *PRE_NORMS,
         *attention_projections(config),
@@ -18,29 +40,33 @@ def mixtral_weights(config: ModelConfig) -> list[WeightName]:
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
 
-def expert_weights(
-    config: ModelConfig,
-    block: str = "mlp",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[WeightName]:
-    """One layer's router and experts, each matrix a tensor of its own.
-
-    Args:
-        config: of a model with experts.
-        block: what the block is called in the checkpoint.
-        names: of an expert's gate, upward and downward projections.
-    """
-    gate, up, down = names
-    layer = [WeightName(f"{block}.gate.weight", "E D -> D E", "mlp.router")]
-    for index in range(config.experts.count if config.experts else 0):
-        one = f"{block}.experts.{index}"
-        layer += [
-            WeightName(
-                f"{one}.{gate}.weight", "M D -> D M", "mlp.gate_up", (index, ..., 0, slice(None))
+GGUF_TENSORS: Names = MappingProxyType(
+    {**TENSORS, "blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate"}
+)
+GGUF_FIELDS: Names = MappingProxyType(
+    {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+)
+GGUF_EXPERTS: Names = MappingProxyType(
+    {
+        "ffn_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+        "ffn_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+        "ffn_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+    }
+)
+MIXTRAL = Family(
+    architectures={
+        "MixtralForCausalLM": Architecture(
+            ConfigRules(
+                "mixtral",
+                ignored=ROUTING,
+                explicit=KV_HEADS,
+                layers=one_window,
+                rope=RopeRules(theta=1e6),
+                experts=_experts,
+                qkv_bias=False,
+                output_bias=False,
             ),
-            WeightName(
-                f"{one}.{up}.weight", "M D -> D M", "mlp.gate_up", (index, ..., 1, slice(None))
-            ),
-            WeightName(f"{one}.{down}.weight", "D M -> M D", "mlp.down", (index,)),
-        ]
-    return layer
+            _weights,
+        )
+    }
+)

@@ -5,25 +5,28 @@ four, which scaling of the rotary embedding leaves alone. Reference implementati
 `Olmo2ForCausalLM` and `Olmo3ForCausalLM` in Hugging Face Transformers.
 """
 
-from flax import nnx
-from jax.typing import DTypeLike
+from types import MappingProxyType
 
+from jaxserve.models.config.layers import every
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import FINAL_NORM, projections
-from jaxserve.models.layers import FamilyTraits
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import (
+    WINDOW_KEYS,
+    GgufMetadata,
+    Raw,
+    read_rope,
+    read_windows,
+)
+from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules
+from jaxserve.models.weight_names import FINAL_NORM, embedding_weights, every_layer, projections
+from jaxserve.models.weight_table import WeightName
 
-DESIGN = FamilyTraits(norms="after", qk_norm="all", norm_rounds_last=True)
+TRAITS = FamilyTraits(norms="after", qk_norm="all", norm_rounds_last=True)
 
 
-def build_olmo(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-    """The shared decoder with norms after the blocks."""
-    return Decoder(config, dtype, rngs, DESIGN)
-
-
-def olmo_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _weights(config: ModelConfig) -> list[WeightName]:
     layer = [
         *projections(config),
         WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
@@ -32,3 +35,34 @@ def olmo_weights(config: ModelConfig) -> list[WeightName]:
         WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
     ]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of OLMo 2, or of OLMo 3, which has windows."""
+    read_rope(gguf, raw)
+    if not raw.get("sliding_window"):
+        raw.pop("sliding_window", None)
+        return
+    raw["architectures"] = ["Olmo3ForCausalLM"]
+    read_windows(gguf, raw)
+
+
+OLMO = Family(
+    architectures={
+        "Olmo2ForCausalLM": Architecture(ConfigRules("olmo2"), _weights, TRAITS),
+        "Olmo3ForCausalLM": Architecture(
+            ConfigRules("olmo3", layers=every(4), rope=RopeRules(theta=5e5, by_layer_type=True)),
+            _weights,
+            TRAITS,
+        ),
+    },
+    gguf={
+        "olmo2": GgufRules(
+            "Olmo2ForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType({**TENSORS, **POST_NORMS}),
+            fields=WINDOW,
+            read=WINDOW_KEYS,
+        )
+    },
+)

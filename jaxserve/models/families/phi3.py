@@ -3,15 +3,32 @@
 Reference implementation: `Phi3ForCausalLM` in Hugging Face Transformers.
 """
 
+from types import MappingProxyType
+
+from jaxserve.models.config.layers import one_window
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.families.llama import FINAL_NORM, GATE, PRE_NORMS, UP, fused_qkv
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.family import Architecture, Family
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw
+from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    GATE,
+    PRE_NORMS,
+    UP,
+    embedding_weights,
+    every_layer,
+    fused_qkv,
+)
+from jaxserve.models.weight_table import WeightName
 
 QKV = "(K G H | K H | K H) D"
+# Divisors of each pair's frequency, for long contexts and for short ones.
+FACTORS = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 
 
-def phi3_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _weights(config: ModelConfig) -> list[WeightName]:
     q, k, v = fused_qkv(config)
     qkv, gate_up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
     layer = [
@@ -25,3 +42,63 @@ def phi3_weights(config: ModelConfig) -> list[WeightName]:
         WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
     ]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    heads = raw.get("num_attention_heads") or 1
+    size = (raw.get("hidden_size") or 0) // heads
+    rotated = gguf.get("rope.dimension_count", size)
+    if rotated != size and size:
+        raw["partial_rotary_factor"] = rotated / size
+    raw["sliding_window"] = raw.get("sliding_window") or None
+    original = gguf.get("rope.scaling.original_context_length")
+    if original is not None:
+        raw["original_max_position_embeddings"] = original
+    if gguf.tensors >= FACTORS:
+        raw["rope_scaling"] = {
+            "type": "longrope",
+            "long_factor": gguf.read_factors("rope_factors_long.weight"),
+            "short_factor": gguf.read_factors("rope_factors_short.weight"),
+        }
+        attention = gguf.get("rope.scaling.attn_factor")
+        if attention is not None:
+            raw["rope_scaling"]["attention_factor"] = attention
+
+
+PHI3 = Family(
+    architectures={
+        "Phi3ForCausalLM": Architecture(
+            ConfigRules(
+                "phi3",
+                neutral=MappingProxyType(
+                    {
+                        "attention_bias": False,
+                        "full_attn_mod": 1,
+                        "interpolate_factor": 1,
+                        "lm_head_bias": False,
+                        "mlp_bias": False,
+                    }
+                ),
+                ignored=frozenset({"embd_pdrop", "resid_pdrop"}),
+                layers=one_window,
+                rope=RopeRules(
+                    kinds=("default", "longrope", "su"), partial=True, original_outside=True
+                ),
+                qkv_bias=False,
+                output_bias=False,
+            ),
+            _weights,
+        )
+    },
+    gguf={
+        "phi3": GgufRules(
+            "Phi3ForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType(
+                {**TENSORS, "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj"}
+            ),
+            fields=WINDOW,
+            factors=FACTORS,
+        )
+    },
+)

@@ -5,35 +5,55 @@ key head before the rotation. Reference implementations: `Qwen2ForCausalLM`, `Qw
 `Qwen3MoeForCausalLM` in Hugging Face Transformers.
 """
 
-from flax import nnx
-from jax.typing import DTypeLike
+from types import MappingProxyType
 
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.layers import by_switch, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.llama import (
+from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
+from jaxserve.models.families.llama import llama_weights
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
+from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
+    QK_NORMS,
     attention_projections,
-    llama_weights,
+    embedding_weights,
+    every_layer,
+    expert_weights,
     mlp_projections,
 )
-from jaxserve.models.families.mixtral import expert_weights
-from jaxserve.models.layers import FamilyTraits
-from jaxserve.models.weight_table import WeightName, embedding_weights, every_layer
+from jaxserve.models.weight_table import WeightName
 
 
-def build_qwen3(config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> Decoder:
-    """The shared decoder with query and key norms."""
-    return Decoder(config, dtype, rngs, FamilyTraits(qk_norm="head"))
+def _experts(fields: Fields, layers: int) -> Experts:
+    """Read the experts of every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
+    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
+    dense = fields.take("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        type(index) is not int or not 0 <= index < layers for index in dense
+    ):
+        fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
+        dense = []
+    return Experts(
+        count,
+        expert_width(fields, "moe_intermediate_size"),
+        chosen,
+        tuple((index + 1) % step == 0 and index not in dense for index in range(layers)),
+        normalize=fields.flag("norm_topk_prob", default=False),
+    )
 
 
-def qwen3_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
     return [*llama_weights(config), *every_layer(QK_NORMS, config)]
 
 
-def qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
-    """Every tensor of a checkpoint and where it goes."""
+def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     layer = [*PRE_NORMS, *attention_projections(config), *QK_NORMS]
     return [
         *embedding_weights(config),
@@ -44,8 +64,64 @@ def qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-# Norms of each head, as in Gemma 3.
-QK_NORMS = (
-    WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
-    WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add what llama.cpp's code fixes: the chosen experts' weights sum to one."""
+    read_rope(gguf, raw)
+    raw["norm_topk_prob"] = True
+
+
+QWEN3_TRAITS = FamilyTraits(qk_norm="head")
+QWEN = Family(
+    architectures={
+        "Qwen2ForCausalLM": Architecture(
+            ConfigRules(
+                "qwen2",
+                neutral=MappingProxyType({"use_mrope": False}),
+                explicit=KV_HEADS,
+                layers=by_switch,
+                qkv_bias=True,
+                output_bias=False,
+            ),
+            llama_weights,
+        ),
+        "Qwen3ForCausalLM": Architecture(
+            ConfigRules(
+                "qwen3",
+                neutral=MappingProxyType({"mlp_bias": False}),
+                explicit=HEADS,
+                layers=by_switch,
+            ),
+            _qwen3_weights,
+            QWEN3_TRAITS,
+        ),
+        "Qwen3MoeForCausalLM": Architecture(
+            ConfigRules(
+                "qwen3_moe",
+                neutral=MappingProxyType({"mlp_bias": False}),
+                ignored=ROUTING | {"max_window_layers"},
+                explicit=KV_HEADS,
+                layers=one_switched_window,
+                experts=_experts,
+            ),
+            _qwen3_moe_weights,
+            QWEN3_TRAITS,
+        ),
+    },
+    gguf={
+        "qwen2": GgufRules("Qwen2ForCausalLM", read_rope),
+        "qwen3": GgufRules("Qwen3ForCausalLM", read_rope),
+        "qwen3moe": GgufRules(
+            "Qwen3MoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=MappingProxyType({**TENSORS, **ROUTER}),
+            fields=MappingProxyType(
+                {
+                    "expert_count": "num_experts",
+                    "expert_used_count": "num_experts_per_tok",
+                    "expert_feed_forward_length": "moe_intermediate_size",
+                }
+            ),
+            experts=EXPERTS,
+        ),
+    },
 )

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.gguf.rules import Join
 from jaxserve.weights.gguf.file import GgufTensor
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Join:
-    """How parts that have equally many rows become one tensor.
-
-    Attributes:
-        name: of the tensor, after its layer.
-        parts: their names, after the block.
-        shape: of the tensor, given those of its parts; raises ValueError where they do not fit.
-        arrange: rows of the parts as the tensor's rows.
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    shape: Callable[[Sequence[Shape]], Shape]
-    arrange: Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -87,60 +69,3 @@ def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:
         tuple(parts),
         join,
     )
-
-
-def _alternating_shape(shapes: Sequence[Shape]) -> Shape:
-    (experts, size, *rest), other = shapes
-    if len(rest) > 1 or other != shapes[0]:
-        raise ValueError
-    return (experts, *rest, 2 * size)
-
-
-def _alternating(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """[E, M, D] of gates and of upward projections as [E, D, 2 M]; biases, [E, M], as [E, 2 M]."""
-    stacked = np.stack(list(parts), axis=2)
-    return stacked.reshape(len(stacked), -1, *stacked.shape[3:]).swapaxes(1, -1)
-
-
-def _turned_shape(shapes: Sequence[Shape]) -> Shape:
-    [(experts, outputs, inputs)] = shapes
-    return experts, inputs, outputs
-
-
-def _turned(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0].swapaxes(1, 2)
-
-
-def _latent_shape(shapes: Sequence[Shape]) -> Shape:
-    (heads, rank, plain), (others, value, width) = shapes
-    if others != heads or width != rank:
-        raise ValueError
-    return heads * (plain + value), rank
-
-
-def _latent(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Each head's keys, [N, C, A], and values, [N, U, C], as [N (A + U), C]."""
-    keys, values = parts
-    rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
-
-
-GATE_UP = Join(
-    "mlp.experts.gate_up_proj",
-    ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    _alternating_shape,
-    _alternating,
-)
-GATE_UP_BIAS = Join(
-    "mlp.experts.gate_up_proj_bias",
-    ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    _alternating_shape,
-    _alternating,
-)
-DOWN = Join("mlp.experts.down_proj", ("ffn_down_exps.weight",), _turned_shape, _turned)
-KEYS_AND_VALUES = Join(
-    "self_attn.kv_b_proj.weight",
-    ("attn_k_b.weight", "attn_v_b.weight"),
-    _latent_shape,
-    _latent,
-)

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.config.fields import shown
+from jaxserve.models.gguf.metadata import PATTERN, GgufMetadata, Raw
+from jaxserve.models.gguf.rules import FIELDS, READ, GgufRules, Names
+from jaxserve.models.registry import GGUF_RULES
 from jaxserve.weights.checkpoint import Checkpoint, listed
-from jaxserve.weights.gguf.architectures import GgufArchitecture, Raw, rules_of
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.joined import joined
-from jaxserve.weights.gguf.tables import FIELDS, PATTERN, READ, Names
-from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
     """The model that a GGUF file holds. Raises like `gguf_fields`."""
-    return ModelConfig.from_dict(gguf_fields(file), str(file.path))
+    return parse_model_config(gguf_fields(file), str(file.path))
 
 
 def gguf_fields(file: GgufFile) -> Raw:
@@ -50,11 +51,39 @@ def gguf_fields(file: GgufFile) -> Raw:
     sizes = own.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
     if sizes[0] != sizes[1] and not rules.latent:
         raise UnsupportedModel(f"{file.path}: keys and values of different sizes")
-    rules.finish(file, raw)
+    rules.finish(_metadata(file), raw)
     return raw
 
 
-def _own(file: GgufFile, rules: GgufArchitecture) -> dict[str, Any]:
+def rules_of(file: GgufFile) -> GgufRules:
+    """Return the rules by which a file is read.
+
+    Raises:
+        UnsupportedModel: its architecture is none of those that are read.
+    """
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in GGUF_RULES:
+        allowed = ", ".join(GGUF_RULES)
+        raise UnsupportedModel(
+            f"{file.path}: general.architecture is {str(name)[:80]!r}; allowed: {allowed}"
+        )
+    return GGUF_RULES[name]
+
+
+def _metadata(file: GgufFile) -> GgufMetadata:
+    def read_factors(name: str) -> list[float]:
+        entry = file.tensors[name]
+        if len(entry.shape) != 1 or entry.shape[0] > 1 << 12:
+            shape = list(entry.shape)
+            raise CheckpointError(f"{file.path}: tensor {name!r} has the shape {shape}")
+        return [float(value) for value in read_tensor(entry)]
+
+    architecture = file.metadata["general.architecture"]
+    tensors = file.tensors.keys()
+    return GgufMetadata(file.path, architecture, file.metadata, tensors, read_factors)
+
+
+def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
     """The metadata of the architecture, each known and of the right kind."""
     prefix = f"{file.metadata['general.architecture']}."
     own = {
@@ -99,7 +128,7 @@ def named_tensors(file: GgufFile) -> Checkpoint:
 
 
 def _joined(
-    file: GgufFile, rules: GgufArchitecture, config: ModelConfig, left: dict[str, GgufTensor]
+    file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
     """What is made of several tensors, which are taken out of `left`."""
     for join in rules.joins:
@@ -111,7 +140,7 @@ def _joined(
 
 
 def _renamed(
-    entry: GgufTensor, file: GgufFile, rules: GgufArchitecture, config: ModelConfig
+    entry: GgufTensor, file: GgufFile, rules: GgufRules, config: ModelConfig
 ) -> Iterator[GgufTensor]:
     """A tensor under its name; one that is a stack of experts' matrices, as all of them."""
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)

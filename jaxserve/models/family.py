@@ -1,0 +1,82 @@
+"""Declarations of a family of models; all stand in its file in `jaxserve.models.families`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.gguf.rules import GgufRules
+from jaxserve.models.weight_table import WeightName
+
+
+@dataclass(frozen=True)
+class FamilyTraits:
+    """Differences between a family's computation and Llama's, whatever its config.json says.
+
+    Attributes:
+        norms: of the residual stream "before" a block (attention, MLP), of the block's result
+            "after" it, or both ("around").
+        parallel: the MLP reads what attention reads, the one norm's result, and not what attention
+            has added to.
+        qk_norm: queries and keys are normalised before the rotation: each "head", with one scale
+            for all of them or with its "own", or "all" heads together; None for neither.
+        interleaved: the rotary embedding turns neighbours as pairs, not halves of a head.
+        norm_centered: norms subtract the mean first.
+        norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
+        norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
+        activation: of the gated MLP.
+        router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
+            and experts, and gpt-oss's activation.
+        sinks: a logit for each query head joins the softmax of attention.
+    """
+
+    norms: Literal["before", "after", "around"] = "before"
+    parallel: bool = False
+    qk_norm: Literal["head", "own", "all"] | None = None
+    interleaved: bool = False
+    norm_centered: bool = False
+    norm_offset: float = 0.0
+    norm_rounds_last: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    sinks: bool = False
+
+
+LLAMA_TRAITS = FamilyTraits()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `architectures` in config.json.
+
+    Attributes:
+        config: rules for the fields of config.json.
+        weights: lists every tensor of a checkpoint and its place in the model.
+        traits: what its computation has other than Llama's.
+    """
+
+    config: ConfigRules
+    weights: Callable[[ModelConfig], list[WeightName]]
+    traits: FamilyTraits = LLAMA_TRAITS
+
+    def traits_of(self, config: ModelConfig) -> FamilyTraits:
+        """Return the traits of one model: norms of queries and keys may be switched off."""
+        if self.config.qk_norm is not None and not config.use_qk_norm:
+            return replace(self.traits, qk_norm=None)
+        return self.traits
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ little: their architectures and their GGUF files.
+
+    Attributes:
+        architectures: by their names in config.json.
+        gguf: rules by llama.cpp's names, which may stand for several architectures.
+    """
+
+    architectures: Mapping[str, Architecture]
+    gguf: Mapping[str, GgufRules] = field(default_factory=dict)

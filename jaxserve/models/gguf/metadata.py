@@ -1,0 +1,132 @@
+"""Metadata of a GGUF file, and the fields of config.json that several families find there alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.fields import shown
+from jaxserve.models.config.layers import FULL, SLIDING
+
+Raw = dict[str, Any]  # the fields of a config.json
+PATTERN = "attention.sliding_window_pattern"
+WINDOW_KEYS = frozenset({PATTERN, "rope.freq_base_swa"})  # which `read_windows` reads
+
+
+@dataclass(frozen=True)
+class GgufMetadata:
+    """Metadata of one model in a GGUF file.
+
+    Attributes:
+        path: of the file, for errors.
+        architecture: llama.cpp's name for it, with which its keys begin.
+        values: of all keys, those of other prefixes too.
+        tensors: their names.
+        read_factors: reads a tensor that is part of the configuration; raises CheckpointError where
+            it is no short vector.
+    """
+
+    path: Path
+    architecture: str
+    values: Mapping[str, Any]
+    tensors: Set[str]
+    read_factors: Callable[[str], list[float]]
+
+    def key(self, name: str) -> str:
+        """Return the whole key of a name, with the architecture in front."""
+        return f"{self.architecture}.{name}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of one of the architecture's keys."""
+        return self.values.get(self.key(name), default)
+
+
+def read_rope(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the rotary embedding of whole heads, scaled or not.
+
+    Raises:
+        UnsupportedModel: only part of each head is rotated; see also `read_rope_scaling`.
+    """
+    heads = raw.get("num_attention_heads") or 1
+    size = raw.get("head_dim") or (raw.get("hidden_size") or 0) // heads
+    if gguf.get("rope.dimension_count", size) != size:
+        raise UnsupportedModel(f"{gguf.path}: rotates only part of each head (of {size})")
+    read_rope_scaling(gguf, raw)
+
+
+def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add `rope_scaling` as `rope.scaling` has it, or Llama 3's factors of each pair.
+
+    Raises:
+        UnsupportedModel: another kind of scaling, or YaRN with an extrapolation factor.
+        CheckpointError: see `GgufMetadata.read_factors`.
+    """
+    raw.setdefault("rope_theta", 10_000.0)
+    kind, factor = gguf.get("rope.scaling.type", "none"), gguf.get("rope.scaling.factor")
+    if "rope_freqs.weight" in gguf.tensors:
+        # Llama 3's scaling, worked out: a divisor for each pair, whatever the position.
+        factors = gguf.read_factors("rope_freqs.weight")
+        raw["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": raw.get("max_position_embeddings"),
+        }
+    elif kind == "linear":
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        raw["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(gguf)
+    elif kind != "none":
+        raise UnsupportedModel(f"{gguf.path}: rope.scaling.type is {str(kind)[:80]!r}")
+
+
+YARN = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+
+
+def _yarn(gguf: GgufMetadata) -> Raw:
+    if gguf.get("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise UnsupportedModel(f"{gguf.path}: rope.scaling.yarn_ext_factor must be 1")
+    values = {name: gguf.get(key) for key, name in YARN.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_biases(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add whether attention and MLP have biases: no metadata says it, but the tensors do."""
+    raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    raw["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
+
+
+def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add `layer_types` where the file has a pattern: a period, or true for each layer's window.
+
+    Raises:
+        UnsupportedModel: a pattern of another form, or layers with a window that rotate by a base
+            of their own.
+    """
+    if gguf.get("rope.freq_base_swa", raw["rope_theta"]) != raw["rope_theta"]:
+        raise UnsupportedModel(f"{gguf.path}: rope.freq_base_swa must be rope.freq_base")
+    pattern = gguf.get(PATTERN)
+    layers = raw.get("num_hidden_layers")
+    if pattern is None or type(layers) is not int or not 0 < layers < 1 << 12:
+        return
+    if isinstance(pattern, np.ndarray) and len(pattern) == layers:
+        windows = [bool(flag) for flag in pattern]
+    elif type(pattern) is int and pattern > 0:
+        windows = [(index + 1) % pattern != 0 for index in range(layers)]
+    else:
+        raise UnsupportedModel(
+            f"{gguf.path}: {gguf.key(PATTERN)} is {shown(pattern)}; allowed: a period, or "
+            f"true or false for each of {layers} layers"
+        )
+    raw["layer_types"] = [SLIDING if slides else FULL for slides in windows]

@@ -1,0 +1,128 @@
+"""Tensors that the checkpoints of many families share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.weight_table import Index, WeightName
+
+PRE_NORMS = (
+    WeightName("input_layernorm.weight", "D -> D", "attention_norm.scale"),
+    WeightName("post_attention_layernorm.weight", "D -> D", "mlp_norm.scale"),
+)
+FINAL_NORM = WeightName("model.norm.weight", "D -> D", "norm.scale")
+# Norms of each head, with one scale for all heads.
+QK_NORMS = (
+    WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
+    WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
+)
+# The parts of the fused parameter that gates and upward projections fill.
+GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
+
+
+def embedding_weights(config: ModelConfig) -> list[WeightName]:
+    """List the tensors of the embedding and the output projection."""
+    embedding = "model.embed_tokens.weight"
+    if config.tie_word_embeddings:
+        return [WeightName(embedding, "V D -> D V", "embedding.project")]
+    return [
+        WeightName(embedding, "V D -> V D", "embedding.table"),
+        WeightName("lm_head.weight", "V D -> D V", "embedding.project"),
+    ]
+
+
+def every_layer(
+    layer: Sequence[WeightName], config: ModelConfig, sparse: bool | None = None
+) -> list[WeightName]:
+    """Repeat one layer's tensors for every layer, under its prefix.
+
+    Args:
+        layer: the tensors of one layer.
+        config: of the model.
+        sparse: True for the layers with experts only, False for those without only, None for all.
+    """
+    return [
+        replace(
+            tensor, name=f"model.layers.{index}.{tensor.name}", path=f"layers.{index}.{tensor.path}"
+        )
+        for index in range(config.num_hidden_layers)
+        if sparse in (None, config.experts is not None and config.experts.layers[index])
+        for tensor in layer
+    ]
+
+
+def projections(config: ModelConfig) -> list[WeightName]:
+    """List one layer's matrices and biases."""
+    return [*attention_projections(config), *mlp_projections(config)]
+
+
+def attention_projections(config: ModelConfig) -> list[WeightName]:
+    """List one layer's matrices and biases of attention."""
+    q, k, v = fused_qkv(config)
+    layer = [
+        WeightName("self_attn.q_proj.weight", "(K G H) D -> D K G H", "attention.qkv", q),
+        WeightName("self_attn.k_proj.weight", "(K H) D -> D K H", "attention.qkv", k),
+        WeightName("self_attn.v_proj.weight", "(K H) D -> D K H", "attention.qkv", v),
+        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
+    ]
+    if config.attention_bias:
+        layer += [
+            WeightName("self_attn.q_proj.bias", "(K G H) -> K G H", "attention.qkv_bias", q),
+            WeightName("self_attn.k_proj.bias", "(K H) -> K H", "attention.qkv_bias", k),
+            WeightName("self_attn.v_proj.bias", "(K H) -> K H", "attention.qkv_bias", v),
+        ]
+    if config.output_bias:
+        layer.append(WeightName("self_attn.o_proj.bias", "D -> D", "attention.out_bias"))
+    return layer
+
+
+def mlp_projections(config: ModelConfig) -> list[WeightName]:
+    """List one layer's matrices and biases of a dense MLP."""
+    layer = [
+        WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.gate_up", GATE),
+        WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.gate_up", UP),
+        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
+    if config.mlp_bias:
+        layer += [
+            WeightName("mlp.gate_proj.bias", "F -> F", "mlp.gate_up_bias", GATE),
+            WeightName("mlp.up_proj.bias", "F -> F", "mlp.gate_up_bias", UP),
+            WeightName("mlp.down_proj.bias", "D -> D", "mlp.down_bias"),
+        ]
+    return layer
+
+
+def fused_qkv(config: ModelConfig) -> tuple[Index, Index, Index]:
+    """Return the parts of the fused parameter that queries, keys and values fill."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    return np.s_[..., :group, :], np.s_[..., group, :], np.s_[..., group + 1, :]
+
+
+def expert_weights(
+    config: ModelConfig,
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[WeightName]:
+    """List one layer's router and experts, each matrix a tensor of its own.
+
+    Args:
+        config: of a model with experts.
+        block: what the block is called in the checkpoint.
+        names: of an expert's gate, upward and downward projections.
+    """
+    gate, up, down = names
+    layer = [WeightName(f"{block}.gate.weight", "E D -> D E", "mlp.router")]
+    for index in range(config.experts.count if config.experts else 0):
+        expert = f"{block}.experts.{index}"
+        layer += [
+            WeightName(
+                f"{expert}.{gate}.weight", "M D -> D M", "mlp.gate_up", (index, ..., 0, slice(None))
+            ),
+            WeightName(
+                f"{expert}.{up}.weight", "M D -> D M", "mlp.gate_up", (index, ..., 1, slice(None))
+            ),
+            WeightName(f"{expert}.{down}.weight", "D M -> M D", "mlp.down", (index,)),
+        ]
+    return layer
