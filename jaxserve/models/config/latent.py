@@ -1,4 +1,4 @@
-"""What config.json says of multi-head latent attention."""
+"""Multi-head latent attention in config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,5 +43,5 @@ ReadLatent = Callable[[Fields], Latent | None]
 
 
 def no_latent(fields: Fields) -> Latent | None:
-    """Ordinary attention."""
+    """Return None, for attention without latents."""
     return None

@@ -49,14 +49,14 @@ UNTOUCHED = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How a checkpoint's quantized tensors are to be read.
+    """Format of a checkpoint's quantized tensors.
 
     Attributes:
-        method: as `quant_method` has it.
-        form: of the codes, as jaxserve keeps them.
-        group: inputs that share a scale; None where a channel or a tensor has one.
-        block: [outputs, inputs] that share a scale, of fp8; None where there are no blocks.
-        zero_offset: added to a stored zero point.
+        method: value of `quant_method`.
+        form: form of the codes in jaxserve.
+        group: number of inputs that share a scale; None where a channel or a tensor has one.
+        block: [outputs, inputs] that share a scale in fp8; None where there are no blocks.
+        zero_offset: number added to a stored zero point.
     """
 
     method: str
@@ -67,9 +67,9 @@ class StoredQuantization:
 
 
 def read_quantization(fields: Fields) -> StoredQuantization | None:
-    """The field of a config.json, or None if weights are stored as they are.
+    """Read the quantization of a config.json; return None if weights are not quantized.
 
-    Everything that is not understood is noted in `fields.problems`, each with its name.
+    Everything unsupported is noted in `fields.problems`, each with its name.
     """
     raw = fields.take(FIELD)
     if raw is None:
