@@ -52,8 +52,8 @@ def copy_checked(
     """Copy and cast the values; return False once checked values are not all finite.
 
     Args:
-        target: of any strides.
-        source: of the target's shape, its memory in any order.
+        target: array of any strides.
+        source: array of the target's shape, its memory in any order.
         scratch: uint8 [SCRATCH_BYTES], aligned, for this call alone.
         check_finite: whether to look for NaN and infinity, also where the cast makes them.
     """

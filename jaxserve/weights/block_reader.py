@@ -32,11 +32,11 @@ from pallas_kernels.cpu.panels import PANEL
 
 THREADS = 4
 STREAMS = 4
-BLOCK_BYTES = 8 << 20  # read at a time
-PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the processor's cache
-AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
-SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
-SKIM_MEMORY = 256 << 10  # that they are read into, over and over
+BLOCK_BYTES = 8 << 20  # size of a block that is read at a time
+PANEL_BYTES = 1 << 20  # the same for panels, which are made while a block is in the CPU's cache
+AHEAD_BYTES = 256 << 20  # bound on the bytes of each stream that are read before use
+SKIM_BYTES = 16 << 20  # a read of fewer bytes spends its time waiting for the interpreter
+SKIM_MEMORY = 256 << 10  # size of the buffer that they are read into repeatedly
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 

@@ -41,7 +41,7 @@ FORMAT = 1
 MAX_CARD_BYTES = 64 << 20
 MAX_FILES = 1 << 17
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CODES = ("int8", "uint8", "int32")  # of quantized parameters
+CODES = ("int8", "uint8", "int32")  # dtypes of quantized parameters
 
 # The sharding of a parameter, given its path and shape.
 ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -192,7 +192,8 @@ def load_converted(
     Args:
         converted: the folder.
         config: what it should hold.
-        sharding_of: by default, everything goes to JAX's default device.
+        sharding_of: sharding of an array by path and shape; by default, everything goes to JAX's
+            default device.
         kv_scales: take over the scales for a cache in fp8, if it has them.
 
     Raises:
@@ -223,7 +224,7 @@ def load_converted(
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
     _verify(where, values, converted.parameters)
-    # In the tree's own order, which is not that of the names.
+    # The leaves are in the tree's own order, which is not that of the names.
     structure = jax.tree.structure(tree)
     values = structure.unflatten([values[name] for name in expected])
     scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}

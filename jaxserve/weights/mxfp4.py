@@ -15,10 +15,10 @@ from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 WIDTH = 32  # values of a block
-NOT_A_NUMBER = 255  # of E8M0
+NOT_A_NUMBER = 255  # NaN in E8M0
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
-PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
+PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # both values of each byte
 
 
 @dataclass(frozen=True)

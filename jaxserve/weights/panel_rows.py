@@ -28,9 +28,10 @@ class PanelRows:
     """Rows of a tensor that make panels.
 
     Attributes:
-        rows: from and to.
+        rows: bounds of the rows, [first, last).
         panel: the first, all experts' counted.
-        column: of the first row in its panel, where others share the panels; None where none do.
+        column: column of the first row in its panel, where others share the panels; None where
+            none do.
     """
 
     rows: tuple[int, int]

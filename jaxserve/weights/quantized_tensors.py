@@ -30,7 +30,7 @@ GPTQ_ORDER = tuple(range(8))
 INT4_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-# Of activations, which stay in their dtype; Transformers writes the latter.
+# Scales of activations, which stay in their dtype; Transformers writes the latter.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 # Scales of the cache; the suffix and its kind.
 KV_SCALES: Mapping[str, str] = MappingProxyType(

@@ -41,7 +41,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
-# What a weight that is not quantized may be.
+# Dtypes of a weight that is not quantized.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 

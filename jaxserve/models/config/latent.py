@@ -14,8 +14,8 @@ class Latent:
     """Sizes of latent attention.
 
     Attributes:
-        query_rank: of the latent queries; None where queries are projected at once.
-        rank: of the latent keys and values.
+        query_rank: rank of the latent queries; None where queries are projected at once.
+        rank: rank of the latent keys and values.
         plain, rotary: parts of a query or key head that are not and that are rotated.
         value: size of a value head.
         interleaved: neighbours are rotated as pairs in the checkpoint's order.

@@ -19,7 +19,7 @@ MAX_GROUP = 1 << 17
 METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
 FIELD = "quantization_config"
 
-# How the file was made, which does not change what it means.
+# Fields of how the file was made, which do not change its meaning.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "fp8": frozenset({
@@ -80,7 +80,7 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
     inner = Fields(raw, fields.problems, f"{FIELD}.")
     method = inner.choice("quant_method", METHODS)
     if raw.get("quant_method") not in METHODS:
-        return None  # what the other fields mean is not known
+        return None  # the meaning of the other fields depends on the method
     for key in UNTOUCHED:
         names = inner.take(key)
         good = isinstance(names, list) and all(isinstance(name, str) for name in names)

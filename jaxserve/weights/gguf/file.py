@@ -31,11 +31,11 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 << 20
 MAX_KEYS = 1 << 14
 MAX_KEY_BYTES = 1 << 16
-MAX_STRINGS = 1 << 22  # in an array
+MAX_STRINGS = 1 << 22  # bound on the strings of an array
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
 
-# By the number of its type: struct's letter of a value in the metadata.
+# struct's letter of a metadata value, by the number of its type.
 SCALARS: Mapping[int, str] = MappingProxyType(
     dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 )
@@ -88,7 +88,7 @@ class GgufTensor(TensorEntry):
         encoding: how it is stored.
         heads: where not 0, of how many heads rows `0, 1, 2, ...` are stored as `0, half, 1, ...`,
             as llama.cpp rotates neighbours and not halves.
-        added: to every value; llama.cpp stores Gemma's norms as 1 + weight.
+        added: number added to every value; llama.cpp stores Gemma's norms as 1 + weight.
     """
 
     encoding: Encoding
@@ -134,7 +134,9 @@ def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
     # Imported where a file needs it: other checkpoints load without it.
     gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[encoding.name]
-    with np.errstate(all="ignore"):  # what is not finite is reported with its tensor's name
+    with np.errstate(
+        all="ignore"
+    ):  # values that are not finite are reported with its tensor's name
         return gguf.dequantize(raw, kind)
 
 
@@ -143,9 +145,9 @@ class GgufFile:
     """A GGUF file's header, checked; no tensor has been read.
 
     Attributes:
-        path: of the file.
-        metadata: by key; arrays of numbers are NumPy's, arrays of text are lists.
-        tensors: by their names in the file.
+        path: path of the file.
+        metadata: values by key; arrays of numbers are NumPy's, arrays of text are lists.
+        tensors: tensors by their names in the file.
     """
 
     path: Path
@@ -293,7 +295,7 @@ class _Header:
         kind = self.number("I", what)
         if kind in SCALARS:
             value = self.number(SCALARS[kind], what)
-            # As it was written: 1e-5, where its float32 is 9.99999974e-06.
+            # The number is kept as it was written: 1e-5, where its float32 is 9.99999974e-06.
             return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind == STRING:
             return self.text(MAX_HEADER_BYTES, what)
