@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             x = self.embedding(tokens)
             if config.scales.embedding != 1.0:
-                # In x's dtype first, as Gemma was trained: 55.4 is 55.5 in bfloat16.
+                # Gemma was trained with the scale in x's dtype: 55.4 is 55.5 in bfloat16.
                 x = scaled(x, jnp.asarray(config.scales.embedding, x.dtype))
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
             angles = {

@@ -17,17 +17,17 @@ class FamilyTraits:
     """Differences between a family's computation and Llama's, whatever its config.json says.
 
     Attributes:
-        norms: of the residual stream "before" a block (attention, MLP), of the block's result
+        norms: norms of the residual stream "before" a block (attention, MLP), of the block's result
             "after" it, or both ("around").
-        parallel: the MLP reads what attention reads, the one norm's result, and not what attention
-            has added to.
+        parallel: the MLP reads the same norm's result as attention, not the sum with attention's
+            output.
         qk_norm: queries and keys are normalised before the rotation: each "head", with one scale
             for all of them or with its "own", or "all" heads together; None for neither.
         interleaved: the rotary embedding turns neighbours as pairs, not halves of a head.
         norm_centered: norms subtract the mean first.
-        norm_offset: added to the scale of every norm; Gemma stores the distance from 1.
+        norm_offset: number added to the scale of every norm; Gemma stores the distance from 1.
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, not after.
-        activation: of the gated MLP.
+        activation: activation of the gated MLP.
         router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
             and experts, and gpt-oss's activation.
         sinks: a logit for each query head joins the softmax of attention.
@@ -54,8 +54,8 @@ class Architecture:
 
     Attributes:
         config: rules for the fields of config.json.
-        weights: lists every tensor of a checkpoint and its place in the model.
-        traits: what its computation has other than Llama's.
+        weights: function that lists every tensor of a checkpoint and its place in the model.
+        traits: differences between its computation and Llama's.
     """
 
     config: ConfigRules
@@ -74,7 +74,7 @@ class Family:
     """Models that differ little: their architectures and their GGUF files.
 
     Attributes:
-        architectures: by their names in config.json.
+        architectures: architectures by their names in config.json.
         gguf: rules by llama.cpp's names, which may stand for several architectures.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jaxserve.models.rope import CosSin
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
+NORM_EPS = 1e-6  # eps of the latents' norms, whatever config.json sets for the others
 
 
 class LatentAttention(nnx.Module):

@@ -126,7 +126,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = matmul(x, self.gate_up[...], bias=value_of(self.gate_up_bias))  # [T, 2, F]
         gate, up = gate_up[:, 0], gate_up[:, 1]
-        # In at least float32: in 16 bits each of silu's operations would round, which costs more.
+        # silu runs in at least float32: in 16 bits each operation would round, which costs more.
         exact = gate.astype(accumulator(gate.dtype))
         active = jax.nn.silu(exact) if self.activation == "silu" else jax.nn.gelu(exact)
         hidden = (active * up).astype(x.dtype)

@@ -45,7 +45,7 @@ class PagedStep:
     kv_len: Int32[Array, " R"]
     # Promises T == R and that row r owns token r or is padding, so the decode kernel applies.
     decode_only: bool = field(metadata={"static": True})
-    # Which attention implementation runs: "auto" | "xla" | "triton" | "mosaic_gpu".
+    # Attention implementation that runs: "auto" | "xla" | "triton" | "mosaic_gpu".
     implementation: str = field(metadata={"static": True})
 
 

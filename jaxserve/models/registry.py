@@ -36,11 +36,11 @@ FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN, GPT_OSS, DEEPSEEK, PHI3, SMOLLM3, OLMO, GRANITE, COHERE),
     GEMMA,
 )
-# By the name in config.json.
+# Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {name: rules for family in FAMILIES for name, rules in family.architectures.items()}
 )
-# By llama.cpp's name.
+# Rules for GGUF files by llama.cpp's name of the architecture.
 GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
     {name: rules for family in FAMILIES for name, rules in family.gguf.items()}
 )

@@ -25,7 +25,7 @@ def route(
     """Return the weights and numbers of each token's C chosen experts, by its own scores alone.
 
     Args:
-        scores: of the router, in at least float32.
+        scores: scores of the router, in at least float32.
         experts: how many are chosen, out of which groups, and what becomes of their weights.
         kind: "softmax": the probabilities among all experts (Mixtral, Qwen3-MoE, DeepSeek-V2).
             "chosen": those among the chosen ones (gpt-oss). "sigmoid": each expert's own

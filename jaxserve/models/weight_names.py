@@ -40,7 +40,7 @@ def every_layer(
 
     Args:
         layer: the tensors of one layer.
-        config: of the model.
+        config: configuration of the model.
         sparse: True for the layers with experts only, False for those without only, None for all.
     """
     return [
@@ -108,9 +108,9 @@ def expert_weights(
     """List one layer's router and experts, each matrix a tensor of its own.
 
     Args:
-        config: of a model with experts.
+        config: configuration of a model with experts.
         block: what the block is called in the checkpoint.
-        names: of an expert's gate, upward and downward projections.
+        names: names of an expert's gate, upward and downward projections.
     """
     gate, up, down = names
     layer = [WeightName(f"{block}.gate.weight", "E D -> D E", "mlp.router")]

@@ -19,9 +19,9 @@ class Block:
 
     Attributes:
         rows: first and end, along the tensor's first dimension.
-        sizes: of the rows' dimensions once those that are fused into one are split.
-        order: of these dimensions in the parameter.
-        index: of what these rows fill, within the tensor's part of the parameter.
+        sizes: sizes of the rows' dimensions once those that are fused into one are split.
+        order: order of these dimensions in the parameter.
+        index: index of the values that these rows fill, within the tensor's part of the parameter.
     """
 
     rows: tuple[int, int]

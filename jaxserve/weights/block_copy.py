@@ -25,11 +25,12 @@ SCRATCH_BYTES = 8 * TILE[0] * (TILE[1] + PADDING)
 
 @dataclass(frozen=True)
 class _Cast:
-    """How values get from one dtype to another.
+    """Conversion of values from one dtype to another.
 
     Attributes:
-        widens: bfloat16 to float32, as integers: a bfloat16 is the upper half of a float32.
-        check: whether values that were finite may no longer be, and shall.
+        widens: whether bfloat16 becomes float32, by a shift of integers: a bfloat16 is the upper
+            half of a float32.
+        check: whether the cast values must be finite and the cast may overflow.
     """
 
     widens: bool
@@ -48,11 +49,11 @@ class _Cast:
 def copy_checked(
     target: np.ndarray, source: np.ndarray, scratch: np.ndarray, check_finite: bool
 ) -> bool:
-    """Copy and cast; False as soon as the cast values are checked and not all finite.
+    """Copy and cast the values; return False once checked values are not all finite.
 
     Args:
-        target: of any strides.
-        source: of the target's shape, its memory in any order.
+        target: array of any strides.
+        source: array of the target's shape, its memory in any order.
         scratch: uint8 [SCRATCH_BYTES], aligned, for this call alone.
         check_finite: whether to look for NaN and infinity, also where the cast makes them.
     """
@@ -70,36 +71,36 @@ def copy_checked(
             source, target = source.view(np.uint16), target.view(np.uint32)
     target, source = _merged(target, source)
     inner = int(np.argmin(source.strides))
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller says it, with names
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller reports it, with names
         if inner == source.ndim - 1:
             return _copy_chunks(target, source, cast)
         if source.shape[inner] < FEW:
             turns = zip(np.moveaxis(target, inner, 0), np.moveaxis(source, inner, 0), strict=True)
-            return all(_copy_chunks(to, of, cast) for to, of in turns)
+            return all(_copy_chunks(to, source_row, cast) for to, source_row in turns)
         return _copy_tiles(target, source, inner, scratch.view(target.dtype), cast)
 
 
 def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with as few axes as possible: neighbours that are one in both become one."""
+    """Return both arrays with as few axes as possible: axes contiguous in both are merged."""
     axes: list[tuple[int, int, int]] = []
-    for size, to, of in zip(target.shape, target.strides, source.strides, strict=True):
+    for size, to, origin in zip(target.shape, target.strides, source.strides, strict=True):
         if size == 1:
             continue
-        if axes and axes[-1][1:] == (to * size, of * size):
+        if axes and axes[-1][1:] == (to * size, origin * size):
             size *= axes.pop()[0]
-        axes.append((size, to, of))
+        axes.append((size, to, origin))
     axes = axes or [(1, target.itemsize, source.itemsize)]
-    sizes, to_strides, of_strides = zip(*axes, strict=True)
-    return as_strided(target, sizes, to_strides), as_strided(source, sizes, of_strides)
+    sizes, to_strides, source_strides = zip(*axes, strict=True)
+    return as_strided(target, sizes, to_strides), as_strided(source, sizes, source_strides)
 
 
 def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
-    """A few rows at a time, checked while in the cache; little or nothing is transposed."""
+    """Copy a few rows at a time and check them in the cache; little or nothing is transposed."""
     count = max(1, CHUNK // prod(target.shape[1:]))
     for start in range(0, len(target), count):
-        some = target[start : start + count]
-        cast.move(some, source[start : start + count])
-        if not cast.accepts(some):
+        rows = target[start : start + count]
+        cast.move(rows, source[start : start + count])
+        if not cast.accepts(rows):
             return False
     return True
 
@@ -107,15 +108,15 @@ def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
 def _copy_tiles(
     target: np.ndarray, source: np.ndarray, inner: int, scratch: np.ndarray, cast: _Cast
 ) -> bool:
-    """Where axis `inner` is the last in the source's memory, and another one in the target's."""
+    """Copy tiles where `inner` is the last axis in the source's memory, but not in the target's."""
     last = target.ndim - 1
     order = (*(axis for axis in range(last) if axis != inner), inner, last)
     target, source = target.transpose(order), source.transpose(order)
     for index in np.ndindex(target.shape[:-2]):
         for row in range(0, target.shape[-1], TILE[0]):
             for column in range(0, target.shape[-2], TILE[1]):
-                at = (slice(column, column + TILE[1]), slice(row, row + TILE[0]))
-                piece = source[index][at].T
+                window = (slice(column, column + TILE[1]), slice(row, row + TILE[0]))
+                piece = source[index][window].T
                 rows, columns = piece.shape
                 padded = scratch[: rows * (columns + PADDING)].reshape(rows, -1)
                 padded[:, columns:] = 0  # finite, whatever was there
@@ -123,28 +124,31 @@ def _copy_tiles(
                 cast.move(tile, piece)
                 if not cast.accepts(padded):
                     return False
-                target[index][at] = tile.T
+                target[index][window] = tile.T
     return True
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; values are read in the order of their memory."""
+    """Return whether no value is NaN or infinite, reading the values in memory order."""
     values = values.transpose(np.argsort(values.strides)[::-1].tolist())
     if values.dtype.itemsize == 2:
         return all(map(_all_finite_16, _chunks(values)))
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(np.add.reduce(values, axis=None)):  # so every value is; needs no memory
             return True
-    return all(bool(np.isfinite(some).all()) for some in _chunks(values))
+    return all(bool(np.isfinite(rows).all()) for rows in _chunks(values))
 
 
 def _all_finite_16(values: np.ndarray) -> bool:
-    """By their bits: without the sign, numbers come before infinity and NaN. Neither is native."""
+    """Check 16-bit values by their bits: without the sign, infinity and NaN are the largest.
+
+    NumPy computes with neither 16-bit dtype natively.
+    """
     infinity = np.array(np.inf, values.dtype).view(np.uint16)
     return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < infinity)
 
 
 def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    """A few rows at a time."""
+    """Iterate over the rows, a few at a time."""
     count = max(1, CHUNK // max(1, prod(values.shape[1:])))
     return (values[start : start + count] for start in range(0, len(values), count))

@@ -32,11 +32,11 @@ from pallas_kernels.cpu.panels import PANEL
 
 THREADS = 4
 STREAMS = 4
-BLOCK_BYTES = 8 << 20  # read at a time
-PANEL_BYTES = 1 << 20  # likewise, what becomes panels while it is in the processor's cache
-AHEAD_BYTES = 256 << 20  # of each stream, at most, that is read before anything takes it
-SKIM_BYTES = 16 << 20  # of these at a time: a thread that asks for less waits for the interpreter
-SKIM_MEMORY = 256 << 10  # that they are read into, over and over
+BLOCK_BYTES = 8 << 20  # size of a block that is read at a time
+PANEL_BYTES = 1 << 20  # the same for panels, which are made while a block is in the CPU's cache
+AHEAD_BYTES = 256 << 20  # bound on the bytes of each stream that are read before use
+SKIM_BYTES = 16 << 20  # a read of fewer bytes spends its time waiting for the interpreter
+SKIM_MEMORY = 256 << 10  # size of the buffer that they are read into repeatedly
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -70,7 +70,7 @@ def read_parameters(
     check_finite: bool = True,
     leave_host: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each parameter's path and values, or its panels, in the order in which streams end them.
+    """Yield each parameter's path and values, or panels, in the order in which streams end them.
 
     A stream holds the parameter that it fills. Where those do not stay on the host, there are so
     few streams, at least one, that these and a float32 copy of each fit in the largest shard.
@@ -79,9 +79,9 @@ def read_parameters(
         table: which tensor fills what.
         entries: where each tensor lies.
         dims: sizes of the letters in the table's layouts.
-        shapes: of the parameters by path, and their dtypes.
-        report: told, after each tensor or part of one, the bytes read since it was last told.
-        plans: of the parameters that are read into panels, by path.
+        shapes: shapes and dtypes of the parameters, by path.
+        report: called after each tensor, or part of one, with the bytes read since its last call.
+        plans: plans of the parameters that are read into panels, by path.
         check_finite: refuse NaN and infinity, also where the cast makes them.
         leave_host: whether parameters end elsewhere, or in another form.
 
@@ -94,7 +94,7 @@ def read_parameters(
     count = _few_streams(entries, shapes) if leave_host else STREAMS
     memory, files = Memory(), [SharedFile() for _ in range(count)]
     streams = zip(_stretches(groups, entries, count), files, strict=True)
-    jobs = _in_step([_jobs(some, entries, dims, shapes, plans, file) for some, file in streams])
+    jobs = _in_step([_jobs(groups, entries, dims, shapes, plans, file) for groups, file in streams])
     pool = ThreadPoolExecutor(THREADS, "read")
     try:
         while True:
@@ -122,10 +122,10 @@ def reading_ahead(
     entries: Mapping[str, TensorEntry],
     meanwhile: Callable[[], object],
 ) -> Iterator[None]:
-    """While it is open, have the system read what `read_parameters` will ask for first.
+    """Let the system read, while this is open, what `read_parameters` will request first.
 
-    So the disk works while the caller finds out what the parameters are. What is wrong with a file
-    is left for `read_parameters` to say.
+    The disk thus works while the caller determines the parameters. Errors in a file are left for
+    `read_parameters` to raise.
 
     Args:
         table: which tensor fills what.
@@ -163,7 +163,7 @@ def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
 def _in_order(
     table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
 ) -> list[list[WeightName]]:
-    """The parts of each parameter, and these, as they lie in the files."""
+    """Return the parts grouped by parameter, parts and groups in the order of the files."""
     table = sorted(table, key=lambda part: part.path)
     groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
     for parts in groups:
@@ -177,7 +177,7 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
 
 
 def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
-    """See `read_parameters`."""
+    """Return the number of streams where parameters leave the host; see `read_parameters`."""
     shards: Counter[str] = Counter()
     for entry in entries.values():
         shards[str(entry.shard.path)] += entry.num_bytes
@@ -190,7 +190,7 @@ def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
 def _stretches(
     groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry], count: int
 ) -> list[list[list[WeightName]]]:
-    """So many, of neighbours in their order, of about as many bytes each."""
+    """Divide the groups, in their order, into `count` stretches of about equal bytes."""
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
     found: list[list[list[WeightName]]] = [[] for _ in range(count)]
@@ -202,7 +202,7 @@ def _stretches(
 
 
 def _in_step(streams: Iterable[Iterator[_Job]]) -> Iterator[_Job]:
-    """Every stream's jobs in their order; next is one of the stream that is least far."""
+    """Yield every stream's jobs in order, the next from the stream that has advanced least."""
     far = dict.fromkeys(streams, 0)
     while far:
         stream = min(far, key=far.__getitem__)
@@ -222,7 +222,7 @@ def _jobs(
     plans: Mapping[str, PanelPlan],
     file: SharedFile,
 ) -> Iterator[_Job]:
-    """Every block of a stream in order; a parameter is allocated with its first one."""
+    """Yield every block of a stream in order; the first of a parameter allocates it."""
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)
@@ -260,8 +260,8 @@ def _in_panels(
             yield TransposedPanels(block, panels, plan.dtype)
         return
     parameter = parameter.reshape(-1, *plan.shape[-2:])
-    for some in plan.rows[part.name, part.part]:
-        for block in some.blocks(entry, PANEL_BYTES):
+    for run in plan.rows[part.name, part.part]:
+        for block in run.blocks(entry, PANEL_BYTES):
             end = (block.column or 0) + block.rows[1] - block.rows[0]
             panels = parameter[block.panel : block.panel - (-end // PANEL)]
             yield InPanels(block.rows, panels, plan.dtype, block.column)

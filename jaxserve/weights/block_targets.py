@@ -1,4 +1,4 @@
-"""What is done with a block once it is read: cast, and copied or laid out as panels."""
+"""Targets of a block that has been read: it is cast, and copied or laid out as panels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = np.dtype(np.uint8)
 
 
 class Memory(local):
-    """What one thread reads into and casts in, over and over.
+    """Buffers that one thread reads into and casts in, over and over.
 
     Fresh memory for each block would cost more than reading it: the kernel clears every page.
     """
@@ -28,7 +28,7 @@ class Memory(local):
         self.scratch = aligned_empty((SCRATCH_BYTES,), BYTES)
 
     def of(self, use: str, size: int) -> np.ndarray:
-        """At least so many bytes, other ones for each use."""
+        """Return a buffer of at least `size` bytes; each use has its own."""
         if len(self._kept.get(use, ())) < size:
             self._kept[use] = aligned_empty((size,), BYTES)
         return self._kept[use]
@@ -36,7 +36,7 @@ class Memory(local):
 
 @dataclass(frozen=True)
 class Strided:
-    """Where a block goes in a parameter of its own shape."""
+    """Location of a block in a parameter that keeps its own shape."""
 
     block: Block
     target: np.ndarray
@@ -50,7 +50,7 @@ class Strided:
         return self.target.dtype
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite."""
+        """Write the rows; return False if values that are checked are not finite."""
         return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
 
 
@@ -64,7 +64,7 @@ class InPanels:
     column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite."""
+        """Write the rows; return False if values that are checked are not finite."""
         rows = _castable(rows, self.dtype, memory)
         if self.column is not None:
             rows = rows.astype(self.dtype, copy=False)
@@ -86,7 +86,7 @@ class TransposedPanels:
         return self.block.rows
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Whether what is checked is finite."""
+        """Write the rows; return False if values that are checked are not finite."""
         rows = _castable(rows, self.dtype, memory)
         (matrix,) = self.block.arrange(rows)
         inputs = _inputs_first(matrix)
@@ -103,7 +103,7 @@ class TransposedPanels:
 
 
 def _castable(rows: np.ndarray, dtype: np.dtype, memory: Memory) -> np.ndarray:
-    """Rows of what the kernels make panels of, which widen bfloat16 themselves, in one piece."""
+    """Return contiguous rows in a dtype that the kernels read; they widen bfloat16 themselves."""
     if rows.dtype != dtype and not (rows.dtype.name == "bfloat16" and dtype == np.float32):
         size = rows.size * dtype.itemsize
         cast = memory.of("cast", size)[:size].view(dtype).reshape(rows.shape)
@@ -113,7 +113,7 @@ def _castable(rows: np.ndarray, dtype: np.dtype, memory: Memory) -> np.ndarray:
 
 
 def _inputs_first(matrix: np.ndarray) -> np.ndarray | None:
-    """A matrix [I, outputs...] as [I, M, turns] where it lies so in memory, or [I, M]."""
+    """View a matrix [I, outputs...] as [I, M, turns] where memory allows it; None elsewhere."""
     if matrix.flags.c_contiguous:
         return matrix.reshape(len(matrix), -1, 1)
     turns = matrix.swapaxes(1, -1)
@@ -123,19 +123,19 @@ def _inputs_first(matrix: np.ndarray) -> np.ndarray | None:
 def prepare_panels(
     stored: Iterable[np.dtype], together: Iterable[np.dtype], dtype: np.dtype
 ) -> None:
-    """Have the kernels compiled that make panels of `dtype` of rows of these dtypes.
+    """Compile the kernels that make panels of `dtype` from rows of these dtypes.
 
     Args:
-        stored: dtypes of tensors.
-        together: of those that hold all experts' matrices.
-        dtype: of the weights.
+        stored: dtypes of the tensors.
+        together: dtypes of the tensors that hold all experts' matrices.
+        dtype: dtype of the weights.
     """
     shape, word = panel_shape(PANEL, PANEL, dtype)
-    for one in stored:
+    for source in stored:
         panels = InPanels((0, PANEL), aligned_empty(shape, word), dtype)
-        panels.fill(np.zeros((PANEL, PANEL), one), Memory(), check_finite=False)
-    for one in together:
+        panels.fill(np.zeros((PANEL, PANEL), source), Memory(), check_finite=False)
+    for source in together:
         for turns in (1, 2):
             panels = aligned_empty((turns, *shape[1:]), word)
-            rows = _castable(np.zeros((PANEL, PANEL, turns), one), dtype, Memory())
+            rows = _castable(np.zeros((PANEL, PANEL, turns), source), dtype, Memory())
             inputs_in_panels(rows, panels, dtype)

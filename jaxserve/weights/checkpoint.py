@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint, and which tensor is in which."""
+"""Files that make up a checkpoint, and the tensors in each."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard_files(directory: Path, names: Iterable[str]) -> list[Path]:
-    """The shards' paths, once all of them exist and lie where they may."""
+    """Return the shards' paths, after checking that all exist and lie within the folder."""
     names, present = list(names), set(os.listdir(directory))
     missing = [name for name in names if name not in present or not (directory / name).exists()]
     if missing:
@@ -165,7 +165,7 @@ def _what_instead(directory: Path) -> str:
 
 
 def listed(items: Iterable[str]) -> str:
-    """Items for an error: the first few, and the number of the rest."""
+    """Format items for an error: the first few, and the number of the rest."""
     items = list(items)
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(item[:200] for item in items[:MAX_LISTED]) + more

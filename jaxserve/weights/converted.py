@@ -41,7 +41,7 @@ FORMAT = 1
 MAX_CARD_BYTES = 64 << 20
 MAX_FILES = 1 << 17
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CODES = ("int8", "uint8", "int32")  # of quantized parameters
+CODES = ("int8", "uint8", "int32")  # dtypes of quantized parameters
 
 # The sharding of a parameter, given its path and shape.
 ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -56,15 +56,15 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What a converted folder says of itself, and of which files it consists.
+    """Description of a converted folder, as its card gives it, and its files.
 
     Attributes:
-        dtype: of the parameters, but quantized ones.
-        parameters: each array by name.
-        forms: of the quantized parameters, by path.
+        dtype: dtype of the parameters that are not quantized.
+        parameters: description of each array, by name.
+        forms: forms of the quantized parameters, by path.
         quantization: what they were quantized to while they were read; None if nothing was, also
             where the checkpoint was quantized already.
-        files: below the folder, and their sizes.
+        files: files below the folder, and their sizes.
     """
 
     directory: Path
@@ -76,7 +76,7 @@ class ConvertedModel:
 
 
 def is_converted(directory: Path) -> bool:
-    """Whether a folder was made by `write_converted`; half of one counts, and is refused later."""
+    """Return whether `write_converted` made a folder; a partial one counts and is refused later."""
     return (directory / CARD).exists() or (directory / WEIGHTS).is_dir()
 
 
@@ -93,11 +93,12 @@ def write_converted(
     Everything is written under another name, read back and compared bit for bit, and then renamed.
 
     Args:
-        values: by path, placed on any devices. Emptied, so that memory never holds them twice.
-        config: of the model.
-        directory: must not exist.
-        extra: writes configuration and tokenizer into a folder.
-        dtype: of the parameters, but quantized ones.
+        values: arrays by path, on any devices. The dict is emptied, so that memory never holds
+            them twice.
+        config: configuration of the model.
+        directory: folder to create; it must not exist.
+        extra: function that writes configuration and tokenizer into a folder.
+        dtype: dtype of the parameters that are not quantized.
         quantization: what they were quantized to while they were read.
 
     Raises:
@@ -117,7 +118,9 @@ def write_converted(
             card = {
                 "format": FORMAT,
                 "dtype": dtype,
-                "parameters": {name: asdict(one) for name, one in _describe(arrays).items()},
+                "parameters": {
+                    name: asdict(parameter) for name, parameter in _describe(arrays).items()
+                },
                 "forms": forms(values),
                 "quantization": quantization,
                 "files": _files(partial),
@@ -184,12 +187,13 @@ def load_converted(
     *,
     kv_scales: bool = False,
 ) -> Decoder:
-    """The model of a converted folder, every parameter placed where it belongs and verified.
+    """Load the model of a converted folder, with every parameter placed and verified.
 
     Args:
         converted: the folder.
         config: what it should hold.
-        sharding_of: by default, everything goes to JAX's default device.
+        sharding_of: sharding of an array by path and shape; by default, everything goes to JAX's
+            default device.
         kv_scales: take over the scales for a cache in fp8, if it has them.
 
     Raises:
@@ -201,7 +205,7 @@ def load_converted(
     expected = {
         name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_arrays(tree).items()
     }
-    held = {path: (one.shape, one.dtype) for path, one in converted.parameters.items()}
+    held = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
     if held != expected:
         wrong = [path for path in {**expected, **held} if expected.get(path) != held.get(path)]
         raise CheckpointError(
@@ -220,7 +224,7 @@ def load_converted(
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{where / WEIGHTS}: cannot be restored ({text})") from error
     _verify(where, values, converted.parameters)
-    # In the tree's own order, which is not that of the names.
+    # The leaves are in the tree's own order, which is not that of the names.
     structure = jax.tree.structure(tree)
     values = structure.unflatten([values[name] for name in expected])
     scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
@@ -232,13 +236,13 @@ def load_converted(
 
 
 def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """The parameters that the folder must hold, with shapes in place of arrays."""
+    """Return the parameters that the folder must hold, with shapes in place of arrays."""
     parameters = parameters_of(model)
     tree: dict[str, Any] = {
         path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
         for path, leaf in parameters.items()
     }
-    shapes = {path: (one.shape, one.dtype) for path, one in converted.parameters.items()}
+    shapes = {path: (entry.shape, entry.dtype) for path, entry in converted.parameters.items()}
     for path, form in converted.forms.items():
         try:
             if path not in parameters:
@@ -254,7 +258,7 @@ def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
 
 
 def _with_orbax(use: Callable[[Any], Any]) -> Any:
-    """What `use` returns, given a checkpointer, called by a thread of its own.
+    """Call `use` with a checkpointer, in a thread of its own, and return its result.
 
     Orbax runs event loops: it refuses to where the thread runs one already, as a notebook's does,
     and takes away one that the thread only has, which is then never closed. It is imported here
@@ -280,7 +284,7 @@ def _verify(where: Path, values: Mapping[str, Array], written: Mapping[str, _Par
 
 
 def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
-    """Each array's shape, dtype and digest; a few copies at a time come to the host."""
+    """Describe each array by shape, dtype and digest; the host holds a few copies at a time."""
 
     def describe(value: Array) -> _Parameter:
         host = np.ascontiguousarray(np.asarray(value))
@@ -292,7 +296,7 @@ def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Every file below a folder but its card, and its size; links and others are refused."""
+    """Return every file below a folder but its card, with its size; refuse links and others."""
     found: dict[str, int] = {}
     waiting = [directory]
     while waiting:
@@ -315,9 +319,9 @@ def _parameters(card: Path, described: Any) -> dict[str, _Parameter]:
     if not isinstance(described, dict):
         raise CheckpointError(f"{card}: parameters must map paths to their descriptions")
     found = {}
-    for path, one in described.items():
+    for path, entry in described.items():
         try:
-            shape, dtype, sha256 = one["shape"], one["dtype"], one["sha256"]
+            shape, dtype, sha256 = entry["shape"], entry["dtype"], entry["sha256"]
             sound = all(type(size) is int for size in shape) and isinstance(sha256, str)
         except (TypeError, KeyError):
             sound = False
@@ -341,7 +345,7 @@ def _sync_all(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold a file or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

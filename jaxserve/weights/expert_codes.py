@@ -18,9 +18,10 @@ THREADS = 4
 
 
 def quantized_experts(values: np.ndarray, form: str) -> QuantizedExperts:
-    """Every expert's matrix [E, I, outputs...] in "int8", "fp8" or "int4", one at a time a thread.
+    """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
 
-    Errors are those of `quantize`, with scales for each expert.
+    Each thread quantizes one matrix at a time. Errors of the codes are those of `quantize`, with
+    scales for each expert.
     """
     count, inputs, *outputs = values.shape
 
@@ -34,9 +35,10 @@ def quantized_experts(values: np.ndarray, form: str) -> QuantizedExperts:
 def fused_experts(
     parts: Sequence[Part], shape: tuple[int, ...], dims: Mapping[str, int]
 ) -> QuantizedExperts | None:
-    """A checkpoint's quantized experts as one parameter of `shape`.
+    """Fuse a checkpoint's quantized experts into one parameter of `shape`.
 
-    None where they cannot be one: inputs in an order of their own, or experts stored differently.
+    The result is None where that is impossible: experts have inputs in an order of their own, or
+    are stored differently.
     """
 
     def expert_of(part: Part) -> int:
@@ -67,7 +69,9 @@ def _stacked(
 ) -> QuantizedExperts:
     first = codes_of(0)
     packed = first.packed()
-    whole = [None if one is None else np.empty((count, *one.shape), one.dtype) for one in packed]
+    whole = [
+        None if array is None else np.empty((count, *array.shape), array.dtype) for array in packed
+    ]
 
     def fill(index: int) -> None:
         arrays = codes_of(index).packed() if index else packed
@@ -77,6 +81,6 @@ def _stacked(
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fill, range(count)))
-    values, scales, zeros = (None if one is None else jax.device_put(one) for one in whole)
+    values, scales, zeros = (None if part is None else jax.device_put(part) for part in whole)
     assert values is not None and scales is not None
     return QuantizedExperts(values, scales, zeros, first.form, len(first.values), outputs)

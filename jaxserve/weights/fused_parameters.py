@@ -16,7 +16,7 @@ Part = tuple[WeightName, Codes]
 def fused(
     parts: Sequence[Part], shape: tuple[int, ...], contract: int, dims: Mapping[str, int]
 ) -> Quantized:
-    """One parameter of `shape`, whose first `contract` dimensions are inputs.
+    """Fuse parts into one parameter of `shape`, whose first `contract` dimensions are inputs.
 
     Parts that are grouped alike become one matrix; those that are not stay apart.
     """
@@ -34,7 +34,7 @@ def fused(
 def dequantized(
     parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
 ) -> np.ndarray:
-    """The parameter in full, for those that are not kept quantized."""
+    """Dequantize the parts of a parameter that is not kept quantized."""
     parameter = np.empty(shape, dtype)
     for part, codes in parts:
         parameter[part.index] = part.arrange(codes.dequantized().T, dims)
@@ -42,23 +42,23 @@ def dequantized(
 
 
 def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
-    """The codes of this part, its outputs in the model's order."""
+    """Return the codes of a part with its outputs in the model's order."""
     outputs = part.shape(dims)[0]
     numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, len(codes.values)))
     columns = part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
     return codes.with_columns(columns)
 
 
-def _alike(one: Codes, other: Codes) -> bool:
-    if one.order is None or other.order is None:
-        return one.order is other.order
-    return np.array_equal(one.order, other.order)
+def _alike(codes: Codes, other: Codes) -> bool:
+    if codes.order is None or other.order is None:
+        return codes.order is other.order
+    return np.array_equal(codes.order, other.order)
 
 
 def joined(
     parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
 ) -> Codes:
-    """One matrix of parts that are grouped alike, its outputs in the model's order."""
+    """Join parts that are grouped alike into one matrix, its outputs in the model's order."""
     pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
 
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -83,7 +83,7 @@ def joined(
 
 
 def _place(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The corner and the sizes of the part of the outputs that a tensor fills."""
+    """Return (start, size), for each output dimension, of the outputs that a tensor fills."""
     numbers = np.arange(np.prod(outputs)).reshape(outputs)[part.index]
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)

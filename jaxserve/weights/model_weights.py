@@ -54,20 +54,21 @@ def load_weights(
     place: Place | None = None,
     panels: bool = False,
 ) -> Decoder:
-    """A model with the weights of a Hugging Face checkpoint or a GGUF file, cast to `dtype`.
+    """Load a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
 
     Beyond the parameters already placed, host memory holds a few parameters and blocks of tensors.
 
     Args:
         source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
         config: what the checkpoint should hold.
-        dtype: of the parameters.
-        quantization: "int8", "fp8" or "int4": of the blocks' matrices, one after the other as they
-            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
+        dtype: dtype of the parameters.
+        quantization: "int8", "fp8" or "int4" for the blocks' matrices, quantized one after the
+            other as they are read; None keeps them as they are stored. A quantized checkpoint
+            stays in its width.
         kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
-        on_progress: told after each tensor.
-        place: by default, the arrays go to JAX's default device.
+        on_progress: called after each tensor.
+        place: function that places an array; by default, the arrays go to JAX's default device.
         panels: lay out matrices for the CPU's own products; see `models/panels.py`.
 
     Raises:
@@ -81,7 +82,7 @@ def load_weights(
     total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
     report = _counted(on_progress, total)
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
-    shapes = {path: (one.shape, np.dtype(one.dtype)) for path, one in parameters.items()}
+    shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     place = place or place_on_default
     place = panelled(place, parameters) if panels else place
     place = quantizing(place, parameters, quantization)
@@ -115,7 +116,7 @@ def _structure(
     entries: Mapping[str, TensorEntry],
     panels: bool,
 ) -> tuple[Decoder, dict[str, nnx.Param[Array]]]:
-    """The abstract model and its parameters; meanwhile the disk reads, and kernels are compiled."""
+    """Build the abstract model and its parameters while the disk reads and kernels compile."""
     stored = {entry.dtype for entry in entries.values()} if panels else set()
     together = {entry.dtype for entry in entries.values() if len(entry.shape) == 3 and panels}
     kernels = partial(prepare_panels, stored, together, np.dtype(dtype))
@@ -125,7 +126,7 @@ def _structure(
 
 
 def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Adds up what it is told, and tells the sum."""
+    """Return a report that adds up the bytes it receives and passes the sum to `on_progress`."""
     done = 0
 
     def report(num_bytes: int) -> None:
@@ -144,7 +145,7 @@ def random_weights(
     quantization: str | None = None,
     panels: bool = False,
 ) -> Decoder:
-    """A model with normal weights, for benchmarks: fast to build, and logits of about unit size.
+    """Build a model with normal weights, for benchmarks, fast and with logits of about unit size.
 
     Every projection has variance 1 / inputs, those that end in the residual stream divided by the
     2 * layers of them, so that activations neither vanish nor explode. Norms are 1, biases 0.
@@ -174,23 +175,23 @@ def random_weights(
 
 
 def place_on_default(path: str, values: np.ndarray) -> Array:
-    """On the default device; on CPU the array is taken over where `jnp.asarray` would copy it."""
+    """Place values on the default device; on CPU this copies nothing, unlike `jnp.asarray`."""
     return jax.device_put(values)
 
 
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
-    """A model's parameters by path, "layers.0.mlp.down"."""
+    """Return a model's parameters by path, such as "layers.0.mlp.down"."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): parameter for path, parameter in flat}
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
-    """A model's arrays by path."""
+    """Return a model's arrays by path."""
     return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 
 def filled(model: Decoder, values: Mapping[str, Any]) -> Decoder:
-    """The abstract model with arrays in place of shapes."""
+    """Return the abstract model with arrays in place of shapes."""
     graphdef, state = nnx.split(model)
     flat = {
         path: parameter.replace(values[".".join(map(str, path))])

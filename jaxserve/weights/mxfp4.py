@@ -15,10 +15,10 @@ from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 WIDTH = 32  # values of a block
-NOT_A_NUMBER = 255  # of E8M0
+NOT_A_NUMBER = 255  # NaN in E8M0
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
-PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
+PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # both values of each byte
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class PackedEntry(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Some rows' values. Takes and raises what `TensorEntry.read_rows` does."""
+        """Read the values of rows, with the arguments and errors of `TensorEntry.read_rows`."""
         blocks = self.blocks.read_rows(first, last, memory, file)
         return dequantize(blocks, self.scales.read_rows(first, last, file=file))
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Values in float32, which holds each exactly.
+    """Dequantize to float32, which holds each value exactly.
 
     Args:
         blocks: uint8 [..., G, 16].
@@ -51,7 +51,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         [..., G * 32].
     """
     values = PAIRS[blocks].reshape(*scales.shape, WIDTH)
-    with np.errstate(over="ignore"):  # what is no number is marked next
+    with np.errstate(over="ignore"):  # NaN is set next
         powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     powers[scales == NOT_A_NUMBER] = np.nan
     values *= powers[..., None]
@@ -59,7 +59,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """A checkpoint's tensors with each pair as one, under the name of its blocks.
+    """Return a checkpoint's tensors with each pair as one, under the name of its blocks.
 
     Raises:
         CheckpointError: blocks without scales, or of other shapes or dtypes than they must have.

@@ -23,7 +23,7 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def match_names(
     checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
 ) -> dict[str, TensorEntry]:
-    """The checkpoint's entry for every name of the table.
+    """Return the checkpoint's entry for every name of the table.
 
     An output projection in the checkpoint of a model that ties it to the embedding is left out, as
     Transformers does, with a warning if the two differ. So are, with a warning that names them,
@@ -95,14 +95,14 @@ def _check(
 
 
 def _changes(name: str, modules: Set[str], layers: int) -> bool:
-    """Whether a tensor that the model does not read is of one of its layers or modules."""
+    """Return whether a tensor that the model does not read is of one of its layers or modules."""
     layer = LAYER.match(name)
     if layer is not None:
         return int(layer[1]) < layers
     return name.rpartition(".")[0] in modules
 
 
-def _same(one: TensorEntry, other: TensorEntry) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _same(entry: TensorEntry, other: TensorEntry) -> bool:
+    if (entry.dtype, entry.shape) != (other.dtype, other.shape):
         return False
-    return all(a == b for a, b in zip_longest(read_blocks(one), read_blocks(other)))
+    return all(a == b for a, b in zip_longest(read_blocks(entry), read_blocks(other)))

@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint are which panels of a parameter, so that they are read into them.
+"""Panels that the rows of a checkpoint fill, so that rows are read straight into them.
 
 Checkpoints store most matrices as [O, I], outputs first, also those that are fused here. Where
 PANEL rows in a row are the outputs of one panel, with their inputs in order, no parameter is needed
@@ -28,9 +28,10 @@ class PanelRows:
     """Rows of a tensor that make panels.
 
     Attributes:
-        rows: from and to.
+        rows: bounds of the rows, [first, last).
         panel: the first, all experts' counted.
-        column: of the first row in its panel, where others share the panels; None where none do.
+        column: column of the first row in its panel, where others share the panels; None where
+            none do.
     """
 
     rows: tuple[int, int]
@@ -38,7 +39,7 @@ class PanelRows:
     column: int | None = None
 
     def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
-        """The rows in pieces of about `most` bytes, but whole where they are read together."""
+        """Yield the rows in pieces of about `most` bytes, never splitting rows read together."""
         first, last = self.rows
         least = lcm(PANEL, entry.rows_together)
         row = max(1, entry.num_bytes // entry.shape[0])
@@ -51,16 +52,16 @@ class PanelRows:
 
 @dataclass(frozen=True)
 class PanelPlan:
-    """How a parameter is read into panels.
+    """Plan by which a parameter is read into panels.
 
     Attributes:
-        shape: of the panels, those of experts [E, ...].
+        shape: shape of the panels; that of experts is [E, ...].
         stored: dtype of the panels.
-        dtype: of the weights.
-        inputs: how many there are.
+        dtype: dtype of the weights.
+        inputs: number of inputs.
         outputs: sizes of the outputs' dimensions.
-        rows: by a tensor's name and the part of it, in the order of the file; None where they are
-            all experts' matrices, to be turned one by one.
+        rows: runs of rows by a tensor's name and the part of it, in the order of the file; None
+            where a tensor holds all experts' matrices, to be turned one by one.
     """
 
     shape: tuple[int, ...]
@@ -79,38 +80,40 @@ def panel_plan(
     dtype: np.dtype,
     axes: Axes,
 ) -> PanelPlan | None:
-    """How a parameter of `shape` is filled by these tensors; None where it is not that simple."""
-    inputs, outputs = (tuple(shape[axis] for axis in some) for some in axes)
-    lead = shape[: len(shape) - len(axes[0]) - len(axes[1])]
+    """Plan how these tensors fill a parameter of `shape`; None where rows cannot become panels."""
+    inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)
+    leading = shape[: len(shape) - len(axes[0]) - len(axes[1])]
     panels, stored = panel_shape(prod(inputs), prod(outputs), dtype)
 
     def plan(rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None) -> PanelPlan:
-        return PanelPlan((*lead, *panels), stored, dtype, prod(inputs), outputs, rows)
+        return PanelPlan((*leading, *panels), stored, dtype, prod(inputs), outputs, rows)
 
-    if lead and parts[0].index == (...,):
+    if leading and parts[0].index == (...,):
         return plan(None)
     rows = {}
-    known: dict[str, list[PanelRows] | None] = {}  # experts' tensors are alike
+    planned: dict[str, list[PanelRows] | None] = {}  # experts' tensors are alike
     for part in parts:
-        expert, matrix = _matrix_of(part) if lead else (0, part)
+        expert, matrix = _matrix_of(part) if leading else (0, part)
         like = repr(replace(matrix, name=""))
-        if like not in known:
-            of = [tuple(axis - len(lead) for axis in some) for some in axes]
-            order = _output_of_rows(matrix, dims, shape[len(lead) :], (of[0], of[1]))
-            shared = bool(lead)
-            known[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
-        found = known[like]
+        if like not in planned:
+            matrix_axes = [tuple(axis - len(leading) for axis in group) for group in axes]
+            order = _output_of_rows(
+                matrix, dims, shape[len(leading) :], (matrix_axes[0], matrix_axes[1])
+            )
+            shared = bool(leading)
+            planned[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
+        found = planned[like]
         if found is None or any(
-            row % entries[part.name].rows_together for one in found for row in one.rows
+            row % entries[part.name].rows_together for run in found for row in run.rows
         ):
             return None
         first = expert * panels[0]
-        rows[part.name, part.part] = [replace(one, panel=first + one.panel) for one in found]
+        rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in found]
     return plan(rows)
 
 
 def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
-    """The expert that a tensor belongs to, and its place in that one's matrix."""
+    """Return the expert that a tensor belongs to, and the part with its place in that matrix."""
     expert, *place = part.index
     assert isinstance(expert, int)
     return expert, replace(part, index=tuple(place) or (...,))
@@ -119,11 +122,11 @@ def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
 def _output_of_rows(
     part: WeightName, dims: Mapping[str, int], shape: tuple[int, ...], axes: Axes
 ) -> tuple[int, np.ndarray] | None:
-    """The first row of the part, and of each of its rows the output that it is.
+    """Return the first row of the part, and the output that each of its rows is.
 
     Numbers of rows and of their places go the way of the values, as arrays without memory: an axis
-    along which they do not change has no stride. None where rows are no outputs, or their inputs
-    are some of the parameter's, or in another order.
+    along which they do not change has no stride. The result is None where rows are no
+    outputs, or their inputs are not all of the parameter's in order.
     """
     stored = part.shape(dims)
     if len(stored) != 2:
@@ -134,7 +137,7 @@ def _output_of_rows(
         whole.arrange(np.broadcast_to(numbers, (last - first, stored[1])))
         for numbers in (np.arange(last - first)[:, None], np.arange(stored[1])[None])
     )
-    input_, output = (_numbered(shape, some)[part.index] for some in axes)
+    input_, output = (_numbered(shape, group)[part.index] for group in axes)
     if row.shape != output.shape:
         return None
     lines = _along(row, column, output, input_)
@@ -149,7 +152,7 @@ def _output_of_rows(
 
 
 def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """The numbers of some axes' positions, the same along all other axes."""
+    """Number the positions of these axes, the same along all other axes."""
     sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
     return np.broadcast_to(np.arange(prod(sizes)).reshape(sizes), shape)
 
@@ -157,7 +160,10 @@ def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
 def _along(
     row: np.ndarray, column: np.ndarray, output: np.ndarray, input_: np.ndarray
 ) -> tuple[np.ndarray, ...] | None:
-    """Rows and outputs along their axes, columns and inputs along theirs; None if any is shared."""
+    """Return rows and outputs along their axes, columns and inputs along theirs.
+
+    The result is None if both change along one axis.
+    """
     of_rows, of_columns = [], []
     for axis, size in enumerate(row.shape):
         rows_stay = size == 1 or not (row.strides[axis] or output.strides[axis])
@@ -171,9 +177,9 @@ def _along(
 
 
 def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list[PanelRows] | None:
-    """Runs of rows that make panels, given each row's output; `end` is the number of outputs.
+    """Return runs of rows that make panels, given each row's output; `end` counts the outputs.
 
-    None where some make panels with others, and these may not be shared.
+    The result is None where tensors would share a panel, unless `shared` allows it.
     """
     breaks = np.flatnonzero(np.diff(outputs) != 1) + 1
     found = []

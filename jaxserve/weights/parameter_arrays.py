@@ -33,13 +33,13 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every array of a tree of parameters by path, be they quantized or not."""
+    """Return every array of a tree of parameters by path, quantized or not."""
     leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
     return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
 
 
 def _key(key: Any) -> str:
-    """Of a step into a dictionary, a dataclass or a tuple."""
+    """Return the name of a step into a dictionary, a dataclass or a tuple."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -47,27 +47,27 @@ def _key(key: Any) -> str:
 
 
 def forms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the quantized parameters are, by path, for JSON."""
+    """Describe the forms of the quantized parameters, by path, for JSON."""
     found: dict[str, Any] = {}
     for path, value in values.items():
         if isinstance(value, QuantizedWeight | QuantizedExperts):
             found[path] = value.form
         elif isinstance(value, SplitWeight):
             pairs = zip(value.weights, value.places, strict=True)
-            found[path] = [[one.form, [list(span) for span in place]] for one, place in pairs]
+            found[path] = [[weight.form, [list(span) for span in place]] for weight, place in pairs]
     return found
 
 
 def abstract_parameter(
     path: str, form: Any, parameter: nnx.Param[Any], shapes: Shapes
 ) -> QuantizedWeight | QuantizedExperts | SplitWeight:
-    """A quantized parameter with shapes in place of arrays.
+    """Return a quantized parameter with shapes in place of arrays.
 
     Args:
-        path: of the parameter.
-        form: its entry in `forms`, as read from a file that may say anything.
-        parameter: the model's, in full.
-        shapes: of the arrays that are there, by name.
+        path: path of the parameter.
+        form: its entry in `forms`, read from a file that is not trusted.
+        parameter: the model's parameter, in full.
+        shapes: shapes of the arrays that are there, by name.
 
     Raises:
         ValueError: arrays that are missing or do not fit the parameter, or another form.
@@ -88,8 +88,8 @@ def abstract_parameter(
     if not isinstance(form, list):
         return _weight(path, form, inputs, outputs, shapes)
     weights, places = [], []
-    for index, one in enumerate(form):
-        kind, place = _part(path, one, outputs)
+    for index, described in enumerate(form):
+        kind, place = _part(path, described, outputs)
         size = prod(size for _, size in place)
         weights.append(_weight(f"{path}.weights.{index}", kind, inputs, (size,), shapes))
         places.append(place)
@@ -104,7 +104,7 @@ def abstract_parameter(
 def _part(
     path: str, described: Any, outputs: tuple[int, ...]
 ) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """A form, and the place of a part of the outputs, within them."""
+    """Return the form of a part, and its place within the outputs."""
     try:
         form, spans = described
         place = tuple((start, size) for start, size in spans)
@@ -128,24 +128,24 @@ def _weight(
 
 
 def _arrays(
-    path: str, form: Any, inputs: int, outputs: int, lead: tuple[int, ...], shapes: Shapes
+    path: str, form: Any, inputs: int, outputs: int, leading: tuple[int, ...], shapes: Shapes
 ) -> dict[str, Any]:
-    """The arrays of one matrix, or of one for each expert, checked against each other."""
+    """Return the arrays of a matrix, or of one for each expert, checked against each other."""
     if form not in FORMS:
         raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
     names = ("values", "scales", "zeros", "order")
     held = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
     for name in ("values", "scales"):
-        if name not in held or len(held[name][0]) != len(lead) + 2:
+        if name not in held or len(held[name][0]) != len(leading) + 2:
             raise ValueError(f"{path}.{name} is missing or has another number of dimensions")
     rows, groups = held["values"][0][-2], held["scales"][0][-2]
     width = codes_a_row(form)
     padding = rows * width - inputs
     whole = 0 < groups <= rows and rows % groups == 0 and 0 <= padding <= rows // groups * width
     allowed = {
-        "values": ((*lead, rows, outputs), ("int8" if form == "int8" else "uint8",)),
-        "scales": ((*lead, groups, outputs), SCALES),
-        "zeros": ((*lead, groups, outputs), ("uint8",) if form == "int4" else ()),
+        "values": ((*leading, rows, outputs), ("int8" if form == "int8" else "uint8",)),
+        "scales": ((*leading, groups, outputs), SCALES),
+        "zeros": ((*leading, groups, outputs), ("uint8",) if form == "int4" else ()),
         "order": ((inputs,), ("int32",)),
     }
     for name, (shape, dtype) in held.items():

@@ -30,17 +30,17 @@ Place = Callable[[str, np.ndarray], Any]
 
 
 def contracted(parameter: nnx.Param[Any]) -> int | None:
-    """How many dimensions of a parameter are inputs, if it is one that may be quantized."""
+    """Return the number of a parameter's dimensions that are inputs; None if it stays in full."""
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
 
 
 def holds_experts(parameter: nnx.Param[Any]) -> bool:
-    """Whether a parameter is a matrix for each expert, which may be quantized."""
+    """Return whether a parameter is a matrix for each expert, which may be quantized."""
     return parameter.get_metadata()["axes"] in EXPERTS
 
 
 def panelled(place: Place, parameters: Parameters) -> Place:
-    """`place`, but matrices as the CPU's own product reads them."""
+    """Return `place`, changed to lay out matrices as the CPU's own product reads them."""
 
     def place_panels(path: str, values: np.ndarray) -> Any:
         panels = _panels(parameters[path].get_metadata()["axes"], values)
@@ -63,7 +63,7 @@ def use_panels(model: Decoder) -> None:
 
 
 def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
-    """A parameter in panels, if it is one that has them."""
+    """Return a parameter in panels; None if it has none."""
     axes = panel_axes(names, values.dtype)
     if axes is None:
         return None
@@ -74,10 +74,10 @@ def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
 
 
 def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
-    """The axes of a parameter that is multiplied by.
+    """Return the axes of inputs and of outputs of a parameter that has panels, else None.
 
-    A table of embeddings stays as it is, but one of 16 bits: what looks its rows up within a loop
-    would have XLA on CPU convert it to float32 as a whole. Of panels the bits are looked up.
+    A table of embeddings has panels only in 16 bits: for a lookup of its rows within a loop, XLA
+    on CPU would convert all of it to float32. From panels the bits themselves are looked up.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
@@ -96,7 +96,7 @@ def panel_plans(
     parameters: Parameters,
     form: str | None,
 ) -> dict[str, PanelPlan]:
-    """How parameters that are not quantized to `form` are read straight into panels, by path."""
+    """Plan, by path, how parameters not quantized to `form` are read straight into panels."""
     plans = {}
     for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
         parameter = parameters[path]
@@ -112,12 +112,12 @@ def panel_plans(
 
 
 def place_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
-    """A parameter of which the panels were read."""
+    """Place the panels that were read, as a parameter."""
     return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
 
 
 def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
-    """`place`, for matrices of the blocks preceded by their quantization to `form`."""
+    """Return `place`, preceded by quantization to `form` for the blocks' matrices."""
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:
         contract = contracted(parameters[path])
@@ -138,11 +138,10 @@ def read_packed(
     place: Place,
     report: Callable[[int], None],
 ) -> dict[str, Any]:
-    """The parameters that a checkpoint holds quantized, by path.
+    """Read the parameters that a checkpoint holds quantized, by path.
 
-    Those that jaxserve keeps in full (an output projection, say) are dequantized, and experts that
-    cannot be kept side by side. `report` is told
-    the bytes of every parameter that has been read.
+    Those that jaxserve keeps in full (an output projection, say) are dequantized, and so are
+    experts that cannot be kept side by side. `report` receives the bytes of every parameter read.
 
     Raises:
         CheckpointError: see `PackedTensor.read`; or a fused parameter of which the checkpoint has
@@ -203,12 +202,12 @@ def set_kv_scales(model: Decoder, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def scales_parameter(values: Any) -> nnx.Param[Any]:
-    """float32[2, K] as the scales of a layer's cache: of its keys, of its values."""
+    """Wrap float32[2, K] as the scales of a layer's cache, first of its keys, then its values."""
     return nnx.Param(values, axes=("key_value", "kv_heads"))
 
 
 def scales_of(model: Decoder) -> dict[str, Attention]:
-    """Where a layer's scales would be, by the path that they have as a parameter."""
+    """Return the attention that holds each layer's scales, by their path as a parameter."""
     return {
         f"layers.{index}.attention.kv_scales": layer.attention
         for index, layer in enumerate(model.layers)

@@ -47,7 +47,7 @@ class Codes:
     group: int
 
     def with_columns(self, columns: np.ndarray) -> Codes:
-        """These outputs alone, in this order."""
+        """Return the codes of these outputs alone, in this order."""
         zeros = None if self.zeros is None else self.zeros[:, columns]
         return replace(
             self, values=self.values[:, columns], scales=self.scales[:, columns], zeros=zeros
@@ -58,7 +58,7 @@ class Codes:
         return np.full(self.scales.shape, 8, np.uint8) if self.zeros is None else self.zeros
 
     def dequantized(self) -> np.ndarray:
-        """float32[I, O], inputs in order."""
+        """Return float32[I, O], with inputs in order."""
         group = np.arange(len(self.values)) // self.group
         if self.form == "int4":
             numbers = self.values.astype(np.float32) - self.zeros_or_default()[group]
@@ -72,7 +72,7 @@ class Codes:
         return out
 
     def packed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Codes padded to whole groups, two a byte for int4; scales; zero points."""
+        """Return codes padded to whole groups, two a byte for int4, with scales and zero points."""
         values, inputs = self.values, len(self.values)
         groups, missing = len(self.scales), len(self.scales) * self.group - inputs
         neutral = 8 if self.form == "int4" else 0
@@ -88,7 +88,7 @@ class Codes:
         return values, self.scales, self.zeros
 
     def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
-        """Packed, and on JAX's default device."""
+        """Pack the codes and place them on JAX's default device."""
         values, scales, zeros = self.packed()
         return QuantizedWeight(
             jnp.asarray(values),
@@ -102,7 +102,7 @@ class Codes:
 
 
 def quantize(weight: np.ndarray, form: str) -> Codes:
-    """A matrix float32[I, O] in "int8", "fp8" or "int4"; see above for the errors."""
+    """Quantize float32[I, O] to "int8", "fp8" or "int4"; the module gives the codes' errors."""
     inputs, outputs = weight.shape
     if form == "int4":
         return _grouped(weight, INT4_GROUP)
@@ -144,6 +144,6 @@ def _largest(rows: np.ndarray) -> np.ndarray:
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:
-    """1 in place of scales too small to divide by: their weights become zeros."""
+    """Replace scales too small to divide by with 1, which makes their weights zeros."""
     tiny = np.asarray(np.finfo(np.float32).tiny, scales.dtype)
     return np.where(scales < tiny, np.ones_like(scales), scales)

@@ -30,7 +30,7 @@ GPTQ_ORDER = tuple(range(8))
 INT4_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-# Of activations, which stay in their dtype; Transformers writes the latter.
+# Scales of activations, which stay in their dtype; Transformers writes the latter.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 # Scales of the cache; the suffix and its kind.
 KV_SCALES: Mapping[str, str] = MappingProxyType(
@@ -59,7 +59,7 @@ class PackedTensor:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def read(self) -> Codes:
-        """The codes with rows as inputs and columns as outputs, in the checkpoint's order.
+        """Read the codes, rows as inputs and columns as outputs, in the checkpoint's order.
 
         Raises:
             CheckpointError: a tensor that is missing, of another shape or dtype, or not finite.
@@ -110,7 +110,7 @@ class PackedTensor:
         return Codes("int4", values, scales, every, rows, group)
 
     def _order(self, inputs: int, group: int) -> np.ndarray | None:
-        """The inputs sorted by their group; None where they are."""
+        """Return the order that sorts inputs by group; None where they are sorted."""
         if ".g_idx" not in self.entries:
             return None
         index = self._tensor(".g_idx", (inputs,), "int32")
@@ -195,7 +195,7 @@ def sort_packed(
 def _entries(
     left: dict[str, TensorEntry], name: str, stored: StoredQuantization
 ) -> dict[str, TensorEntry]:
-    """A weight's tensors, taken out of `left`; none if it is stored as it is."""
+    """Take a weight's tensors out of `left`; return none if it is stored in full."""
     stem = name.removesuffix(".weight")
     if stored.form == "int4":
         if stem + ".qweight" not in left:
@@ -216,7 +216,7 @@ def _entries(
 
 
 def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:
-    """AutoGPTQ writes a bias of zeros for layers that have none."""
+    """Drop a bias of zeros, which AutoGPTQ writes for layers that have none."""
     bias = name.removesuffix(".weight") + ".bias"
     unknown = bias in left and all(weight.name != bias for weight in table)
     if unknown and not read_tensor(left[bias]).any():
@@ -224,7 +224,7 @@ def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightN
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """The layer that a scale of the cache is for, and "k" or "v"."""
+    """Return the layer that a scale of the cache is for, and "k" or "v"; None for other names."""
     kind = _kv_kind(name)
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return (int(layer), kind) if kind and layer.isdecimal() else None
@@ -235,7 +235,7 @@ def _kv_kind(name: str) -> str | None:
 
 
 def _columns(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """int32 [R, C] as codes, uint8 [R, 8 * C]; nibble i of a word is column order[i] of its 8."""
+    """Unpack int32 [R, C] into uint8 [R, 8 * C]; nibble i of a word is column order[i] of its 8."""
     codes = np.empty((*words.shape, 8), np.uint8)
     unsigned = words.view(np.uint32)
     for nibble, column in enumerate(order):

@@ -41,7 +41,7 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
     }
 )
-# What a weight that is not quantized may be.
+# Dtypes of a weight that is not quantized.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -91,10 +91,10 @@ class SharedFile:
             return True
 
     def skim(self, shard: Shard, offset: int, size: int, memory: np.ndarray) -> None:
-        """Have the system's cache hold what lies at `offset`: read it, over and over into `memory`.
+        """Bring the bytes at `offset` into the system's cache by reading them into `memory`.
 
-        It is one call of the system, so that the interpreter is left alone. Where there is no such
-        call nothing is read.
+        This is one system call, which does not hold the interpreter. Where there is no such call
+        nothing is read.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -107,7 +107,7 @@ class SharedFile:
             os.preadv(self._opened(shard).fileno(), [*pieces, rest], offset)
 
     def _opened(self, shard: Shard) -> FileIO:
-        """The shard's file; raises what `read` does."""
+        """Return the shard's open file; the errors are those of `read`."""
         if self._file is None or self._shard != shard:
             self.close()
             self._file = os.fdopen(open_regular(shard.path), "rb", buffering=0)
@@ -121,7 +121,7 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `num_bytes` bytes from `offset` (from the file's start)."""
+    """Location of one tensor: `num_bytes` bytes from `offset` (from the file's start)."""
 
     name: str
     shard: Shard
@@ -137,12 +137,12 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """The rows from `first` to before `last`, along the first dimension.
+        """Read the rows [first, last), along the first dimension.
 
         Args:
-            first, last: of the tensor's first dimension.
-            memory: uint8, aligned, that the file may be read into; None takes fresh memory.
-            file: reads it; None opens the file for this call.
+            first, last: bounds in the tensor's first dimension.
+            memory: aligned uint8 memory that the file may be read into; None allocates it.
+            file: open file to read from; None opens the file for this call.
 
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
@@ -157,7 +157,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """The bytes of some rows. Takes and raises what `read_rows` does."""
+        """Read the bytes of rows, with the arguments and errors of `read_rows`."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
         values = np.empty(count, np.uint8) if memory is None else memory[:count]
@@ -173,12 +173,12 @@ class TensorEntry:
 
     @property
     def dtype_name(self) -> str:
-        """As the file has it."""
+        """Name of the dtype in the file."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """The tensors of one safetensors file, checked but not read.
+    """Return the tensors of one safetensors file, checked but not read.
 
     Raises:
         CheckpointError: naming the file, and the tensor where one is to blame.
@@ -236,14 +236,14 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """All of a tensor's values. Raises like `TensorEntry.read_rows`."""
+    """Read all of a tensor's values; see `TensorEntry.read_rows` for errors."""
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """The tensor's bytes, a block at a time. Raises like `TensorEntry.read_rows`."""
+    """Yield the tensor's bytes, a block at a time; see `TensorEntry.read_rows` for errors."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
@@ -269,13 +269,13 @@ def _check_unchanged(shard: Shard, descriptor: int) -> None:
 
 
 def identity(descriptor: int) -> tuple[int, int, int, int]:
-    """What `Shard` remembers of an open file."""
+    """Return the device, inode, size and modification time of an open file, for `Shard`."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _describe(path: Path, size: int) -> str:
-    """What a file that is no safetensors file seems to be."""
+    """Describe what a file that is no safetensors file seems to be."""
     if size == 0:
         return "is empty"
     with os.fdopen(open_regular(path), "rb") as file:

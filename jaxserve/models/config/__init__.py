@@ -1,1 +1,1 @@
-"""What config.json says of a model, read strictly: no weight, no JAX."""
+"""Configuration of a model from config.json, read strictly, without weights or JAX."""

@@ -1,4 +1,4 @@
-"""What config.json says of a mixture of experts: how many, in which layers, how they are chosen."""
+"""Mixture of experts in config.json: their number, their layers and how they are chosen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ ReadExperts = Callable[[Fields, int], Experts | None]
 
 
 def no_experts(fields: Fields, layers: int) -> Experts | None:
-    """A dense model."""
+    """Return None, for a dense model."""
     return None
 
 
 def expert_counts(fields: Fields, names: tuple[str, ...]) -> tuple[int, int]:
-    """Experts, under one of several names, and how many of them a token goes to."""
+    """Read the number of experts, under any of these names, and how many each token uses."""
     given = [name for name in names if fields.has(name)] or [names[0]]
     counts = [fields.integer(name, 1, MAX_EXPERTS) for name in given]
     if len(set(counts)) > 1:

@@ -28,20 +28,20 @@ class Fields:
         self.problems.append(f"{self._prefix}{key} {got}; allowed: {allowed}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null."""
+        """Return whether the key is present with a value other than null."""
         return self._raw.get(key) is not None
 
     def mentions(self, key: str) -> bool:
-        """Whether the key is there, be it with null."""
+        """Return whether the key is present, even with null."""
         return key in self._raw
 
     def take(self, key: str) -> Any:
-        """The value as it is, None if absent; for the caller to check."""
+        """Return the value unchecked; None if absent."""
         self._left.discard(key)
         return self._raw.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An exact integer in [low, high]; `default`, if given, stands for absent or null."""
+        """Read an exact integer in [low, high]; `default`, if given, stands for absent or null."""
         value = self.take(key)
         if value is None and default is not None:
             return default
@@ -51,7 +51,7 @@ class Fields:
         return value
 
     def number(self, key: str, above: float, upto: float, default: float | None = None) -> float:
-        """A finite number in (above, upto]; `default`, if given, stands for absent or null."""
+        """Read a finite number in (above, upto]; `default`, if given, stands for absent or null."""
         value = self.take(key)
         if value is None and default is not None:
             return default
@@ -62,14 +62,14 @@ class Fields:
         return upto
 
     def optional(self, key: str, above: float, upto: float) -> float | None:
-        """A finite number in (above, upto], or None if absent or null."""
+        """Read a finite number in (above, upto], or None if absent or null."""
         if self.has(key):
             return self.number(key, above, upto)
         self.take(key)
         return None
 
     def numbers(self, key: str, length: int, above: float, upto: float) -> tuple[float, ...]:
-        """A list of `length` finite numbers in (above, upto]."""
+        """Read a list of `length` finite numbers in (above, upto]."""
         value = self.take(key)
         numbers: list[float] = []
         for number in value if isinstance(value, list) and len(value) == length else ():
@@ -82,7 +82,7 @@ class Fields:
         return (upto,) * length
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false, exactly."""
+        """Read exactly true or false; `default` stands for absent or null."""
         value = self.take(key)
         if value is None:
             return default
@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def choice(self, key: str, allowed: Iterable[str], default: str | None = None) -> str:
-        """One of a few strings; `default`, if given, stands for absent or null."""
+        """Read one of a few strings; `default`, if given, stands for absent or null."""
         options = tuple(allowed)
         value = self.take(key)
         if value is None and default is not None:
@@ -124,7 +124,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value in at most about 80 characters, whatever it is."""
+    """Format any value in at most about 80 characters."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, float) and not math.isfinite(value):

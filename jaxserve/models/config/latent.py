@@ -1,4 +1,4 @@
-"""What config.json says of multi-head latent attention."""
+"""Multi-head latent attention in config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Latent:
     """Sizes of latent attention.
 
     Attributes:
-        query_rank: of the latent queries; None where queries are projected at once.
-        rank: of the latent keys and values.
+        query_rank: rank of the latent queries; None where queries are projected at once.
+        rank: rank of the latent keys and values.
         plain, rotary: parts of a query or key head that are not and that are rotated.
         value: size of a value head.
         interleaved: neighbours are rotated as pairs in the checkpoint's order.
@@ -43,5 +43,5 @@ ReadLatent = Callable[[Fields], Latent | None]
 
 
 def no_latent(fields: Fields) -> Latent | None:
-    """Ordinary attention."""
+    """Return None, for attention without latents."""
     return None

@@ -1,4 +1,4 @@
-"""What config.json says layer by layer: which attend through a window, and which rotate."""
+"""Layers in config.json: those that attend through a window, and those that rotate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ ReadLayers = Callable[[Fields, int], LayerTable]
 
 
 def full_attention(fields: Fields, layers: int) -> LayerTable:
-    """No window; `layer_types`, if there, says the same."""
+    """Read layers without a window; `layer_types`, if present, must agree."""
     return _table(fields, None, [False] * layers)
 
 
 def one_window(fields: Fields, layers: int) -> LayerTable:
-    """`sliding_window` on every layer, or on none where it is null."""
+    """Read layers with `sliding_window` on each, or on none where it is null."""
     window = _window(fields)
     sliding = [window is not None] * layers
     kinds = _kinds(fields, sliding)
@@ -48,13 +48,13 @@ def one_window(fields: Fields, layers: int) -> LayerTable:
 
 
 def by_type(fields: Fields, layers: int) -> LayerTable:
-    """`layer_types`, by default the window on every layer that has one."""
+    """Read `layer_types`; by default, every layer has the window, if there is one."""
     window = _window(fields)
     return _table(fields, window, [window is not None] * layers)
 
 
 def every(period: int, *, field: str | None = None) -> ReadLayers:
-    """`layer_types`, by default a window on all layers but every `period`-th.
+    """Return a reader of `layer_types`; by default all but every `period`-th layer have a window.
 
     Args:
         period: layers from one without a window to the next.
@@ -72,13 +72,19 @@ def every(period: int, *, field: str | None = None) -> ReadLayers:
 
 
 def rotated_windows(fields: Fields, layers: int) -> LayerTable:
-    """Cohere 2's: `every(4)` or n-th, n being `sliding_window_pattern`; only windows rotate."""
+    """Read Cohere 2's layers, of which only those with a window rotate.
+
+    Without `layer_types`, every n-th has none; n is `sliding_window_pattern`, by default 4.
+    """
     table = every(4, field="sliding_window_pattern")(fields, layers)
     return LayerTable(table.windows, tuple(window is not None for window in table.windows))
 
 
 def by_switch(fields: Fields, layers: int) -> LayerTable:
-    """`layer_types`, by default the layers from `max_window_layers` on; if `use_sliding_window`."""
+    """Read windows by `layer_types`, or else from layer `max_window_layers` on.
+
+    No layer has one unless `use_sliding_window` is true.
+    """
     if not fields.flag("use_sliding_window", default=False):
         # Both size a window that is off.
         fields.take("sliding_window")
@@ -92,7 +98,7 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
 
 
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:
-    """`sliding_window` on every layer, if `use_sliding_window`."""
+    """Read layers with `sliding_window` on each, if `use_sliding_window` is true."""
     if fields.flag("use_sliding_window", default=False):
         return one_window(fields, layers)
     fields.take("sliding_window")  # sizes a window that is off
@@ -100,10 +106,10 @@ def one_switched_window(fields: Fields, layers: int) -> LayerTable:
 
 
 def no_rope(fields: Fields, layers: int) -> LayerTable:
-    """Some layers rotate nothing: the zeros of `no_rope_layers`, by default every n-th.
+    """Read layers of which some do not rotate: zeros of `no_rope_layers`, or else every n-th.
 
-    n is `no_rope_layer_interval`. With `use_sliding_window` those layers, or the ones of
-    `layer_types`, have the window.
+    n is `no_rope_layer_interval`. With `use_sliding_window`, these layers or those that
+    `layer_types` lists have the window.
     """
     interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default=4)
     rotary = [(index + 1) % interval != 0 for index in range(layers)]
@@ -126,7 +132,7 @@ def no_rope(fields: Fields, layers: int) -> LayerTable:
 
 
 def _window(fields: Fields) -> int | None:
-    """The value of `sliding_window`; null is one, and must be said."""
+    """Read `sliding_window`, which must be present; null stands for no window."""
     if fields.take("sliding_window") is None:
         if not fields.mentions("sliding_window"):
             fields.refuse("sliding_window", "a number of positions, or null for no window")
@@ -135,7 +141,7 @@ def _window(fields: Fields) -> int | None:
 
 
 def _kinds(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """Which layers have a window, by `layer_types` or else by default."""
+    """Return, for each layer, whether it has a window: by `layer_types`, or else `default`."""
     kinds = fields.take("layer_types")
     if kinds is None:
         return list(default)

@@ -1,7 +1,7 @@
-"""What jaxserve knows of a model before it reads a weight: config.json, read strictly.
+"""Configuration of a model before a weight is read: config.json, read strictly.
 
-A field that changes what the model computes is read, or refused. A field nobody has looked at is
-refused too: it may be the one that matters.
+A field that changes what the model computes is read, or refused. An unknown field is refused too,
+because it may change the result.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ModelConfig:
         return config
 
     def rope_of(self, layer: int) -> Rope | None:
-        """A layer's rotary embedding; None where queries and keys are not rotated."""
+        """Return a layer's rotary embedding; None where queries and keys are not rotated."""
         if not self.layers.rotary[layer]:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
@@ -171,7 +171,7 @@ class ModelConfig:
         return positions if self.local_rope is not None else self.rope.reach(positions)
 
     def for_length(self, length: int) -> ModelConfig:
-        """The same model for sequences of at most `length` positions.
+        """Return the same model for sequences of at most `length` positions.
 
         LongRoPE has factors for short contexts and others for long ones; see `LongRopeScaling`.
         """
@@ -211,7 +211,7 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
 
 
 def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | None:
-    """How the weights are stored, unless the architecture has a way of its own."""
+    """Read how the weights are stored, unless the architecture has its own way."""
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
@@ -238,7 +238,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """An id, a list of ids, or null; every id within the vocabulary."""
+    """Read an id, a list of ids or null; every id must lie within the vocabulary."""
     vocab = fields.take("vocab_size")
     value = fields.take(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]

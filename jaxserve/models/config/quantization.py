@@ -19,7 +19,7 @@ MAX_GROUP = 1 << 17
 METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
 FIELD = "quantization_config"
 
-# How the file was made, which does not change what it means.
+# Fields of how the file was made, which do not change its meaning.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "fp8": frozenset({
@@ -49,14 +49,14 @@ UNTOUCHED = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How a checkpoint's quantized tensors are to be read.
+    """Format of a checkpoint's quantized tensors.
 
     Attributes:
-        method: as `quant_method` has it.
-        form: of the codes, as jaxserve keeps them.
-        group: inputs that share a scale; None where a channel or a tensor has one.
-        block: [outputs, inputs] that share a scale, of fp8; None where there are no blocks.
-        zero_offset: added to a stored zero point.
+        method: value of `quant_method`.
+        form: form of the codes in jaxserve.
+        group: number of inputs that share a scale; None where a channel or a tensor has one.
+        block: [outputs, inputs] that share a scale in fp8; None where there are no blocks.
+        zero_offset: number added to a stored zero point.
     """
 
     method: str
@@ -67,9 +67,9 @@ class StoredQuantization:
 
 
 def read_quantization(fields: Fields) -> StoredQuantization | None:
-    """The field of a config.json, or None if weights are stored as they are.
+    """Read the quantization of a config.json; return None if weights are not quantized.
 
-    Everything that is not understood is noted in `fields.problems`, each with its name.
+    Everything unsupported is noted in `fields.problems`, each with its name.
     """
     raw = fields.take(FIELD)
     if raw is None:
@@ -80,7 +80,7 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
     inner = Fields(raw, fields.problems, f"{FIELD}.")
     method = inner.choice("quant_method", METHODS)
     if raw.get("quant_method") not in METHODS:
-        return None  # what the other fields mean is not known
+        return None  # the meaning of the other fields depends on the method
     for key in UNTOUCHED:
         names = inner.take(key)
         good = isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -89,11 +89,11 @@ class Rope:
     partial: float = 1.0
 
     def dimensions(self, head_dim: int) -> int:
-        """Rotated dimensions of a head; an odd number is rounded up to whole pairs."""
+        """Return the rotated dimensions of a head; an odd number is rounded up to whole pairs."""
         return int(head_dim * self.partial)
 
     def reach(self, positions: int) -> int:
-        """Positions that can be served, of a model that declares `positions`, as in vLLM."""
+        """Return the positions that can be served if a model declares `positions`, as in vLLM."""
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
                 return min(int(positions * factor), MAX_POSITIONS)
@@ -103,7 +103,7 @@ class Rope:
                 return positions
 
     def for_length(self, length: int) -> Rope:
-        """The same for sequences of at most `length` positions; see `LongRopeScaling`."""
+        """Return the embedding for at most `length` positions; see `LongRopeScaling`."""
         scaling = self.scaling
         if not isinstance(scaling, LongRopeScaling):
             return self
@@ -113,17 +113,19 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeRules:
-    """How a family spells its rotary embedding.
+    """Spelling of a family's rotary embedding in config.json.
 
     Attributes:
         theta: the base where config.json has none.
-        kinds: values of `rope_type`; by default all.
-        by_layer_type: layers with a window have an embedding of their own, which only the newer
+        kinds: supported values of `rope_type`; by default all.
+        by_layer_type: whether layers with a window have their own embedding, which only the newer
             spelling can scale.
-        local_theta: its base, where `rope_local_base_freq` is absent; None: that of the others.
-        partial: the family knows `partial_rotary_factor`.
-        original_outside: `original_max_position_embeddings` is a field of config.json itself.
-        query_growth: the family knows `llama_4_scaling_beta`.
+        local_theta: base of those layers where `rope_local_base_freq` is absent; None: that of
+            the others.
+        partial: whether the family has `partial_rotary_factor`.
+        original_outside: whether `original_max_position_embeddings` is a field of config.json
+            itself.
+        query_growth: whether the family has `llama_4_scaling_beta`.
     """
 
     theta: float = 10_000.0
@@ -137,7 +139,7 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a scaling is read with: its own fields and the model's."""
+    """Inputs from which a scaling is read: its own fields and the model's."""
 
     fields: Fields
     positions: int  # max_position_embeddings
@@ -149,11 +151,11 @@ class _Case:
 def read_ropes(
     fields: Fields, rules: RopeRules, positions: int, head_dim: int
 ) -> tuple[Rope, Rope | None]:
-    """The rotary embedding, and that of layers with a window where it is another.
+    """Read the rotary embedding, and that of layers with a window where it differs.
 
     Args:
-        fields: of config.json.
-        rules: how the family spells it.
+        fields: fields of config.json.
+        rules: the family's spelling.
         positions: max_position_embeddings.
         head_dim: a head's size.
     """
@@ -190,7 +192,7 @@ class _Outer:
     head_dim: int
 
     def read(self, raw: object, key: str, theta: float) -> Rope:
-        """One rope from its mapping; `theta` is that of the fields around it."""
+        """Read one embedding from its mapping; `theta` is the base in the fields around it."""
         fields, kinds = self.fields, self.rules.kinds
         partial, original = 1.0, None
         if self.rules.partial:
@@ -237,7 +239,7 @@ def _either(kinds: tuple[str, ...]) -> str:
 
 
 def _kind(fields: Fields, kinds: tuple[str, ...]) -> str:
-    """`rope_type`, or `type` as it was called before."""
+    """Read `rope_type`, or `type`, its former name."""
     kind = fields.choice("rope_type", kinds, default="")
     older = fields.choice("type", kinds, default=kind)
     if not kind and not older:
@@ -306,7 +308,7 @@ def _yarn(case: _Case) -> Scaling:
 
 
 def _or_zero(fields: Fields, key: str) -> float:
-    """A positive number; 0, which means none, if it is 0, absent or null."""
+    """Read a positive number; return 0, for none, if it is 0, absent or null."""
     value = fields.take(key)
     if value is None or (type(value) in (int, float) and value == 0):
         return 0.0

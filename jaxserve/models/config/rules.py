@@ -12,7 +12,7 @@ from jaxserve.models.config.rope import RopeRules
 
 KV_HEADS = frozenset({"num_key_value_heads"})
 HEADS = KV_HEADS | {"head_dim"}
-# Of training: losses that balance the load of experts, and noise.
+# Fields of training: losses that balance the load of experts, and noise.
 ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 

@@ -32,10 +32,10 @@ def open_regular(path: Path) -> int:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file of at most `max_bytes` bytes.
+    """Read the JSON object in a file of at most `max_bytes` bytes.
 
     Raises:
-        CheckpointError: unreadable, too large, or not a strict JSON object.
+        CheckpointError: the file is unreadable, too large, or not a strict JSON object.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         text = file.read(max_bytes + 1)

@@ -63,7 +63,7 @@ def _finish_gguf2(gguf: GgufMetadata, raw: Raw) -> None:
     read_windows(gguf, raw)
 
 
-# Transformers reads none of these, and computes what they say here.
+# Transformers reads none of these, and computes as if they had these values.
 _NEUTRAL2: Mapping[str, Any] = MappingProxyType(
     {
         "order_of_interleaved_layers": "local_attn_first",

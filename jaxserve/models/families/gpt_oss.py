@@ -128,7 +128,7 @@ GPT_OSS = Family(
         "GptOssForCausalLM": Architecture(
             ConfigRules(
                 "gpt_oss",
-                # The second and third repeat what other fields say.
+                # The second and third repeat other fields.
                 ignored=ROUTING
                 | {"experts_per_token", "initial_context_length", "quantization_config"},
                 explicit=HEADS | {"attention_bias"},

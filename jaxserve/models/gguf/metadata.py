@@ -23,9 +23,9 @@ class GgufMetadata:
     """Metadata of one model in a GGUF file.
 
     Attributes:
-        path: of the file, for errors.
+        path: path of the file, for errors.
         architecture: llama.cpp's name for it, with which its keys begin.
-        values: of all keys, those of other prefixes too.
+        values: values of all keys, those of other prefixes too.
         tensors: their names.
         read_factors: reads a tensor that is part of the configuration; raises CheckpointError where
             it is no short vector.

@@ -53,7 +53,7 @@ EXPERTS: Names = MappingProxyType(
     }
 )
 
-# By llama.cpp's name after "<architecture>.": the field of config.json.
+# Field of config.json by llama.cpp's name after "<architecture>.".
 FIELDS: Names = MappingProxyType(
     {
         "context_length": "max_position_embeddings",
@@ -85,7 +85,7 @@ class Join:
     """A tensor that the file holds in parts with equally many rows, or transposed.
 
     Attributes:
-        name: of the tensor, after its layer.
+        name: name of the tensor, after its layer.
         parts: their names, after the block.
         shape: computes the tensor's from those of its parts; raises ValueError where they do not
             fit.
@@ -103,10 +103,10 @@ class GgufRules:
     """Rules for the files of one value of `general.architecture`.
 
     Attributes:
-        name: of the architecture in config.json, unless `finish` sets another.
+        name: name of the architecture in config.json, unless `finish` sets another.
         finish: adds the fields that follow from the metadata in some other way than by name.
         tensors: their names.
-        fields: of config.json, by the metadata that only this architecture has.
+        fields: fields of config.json, by the metadata that only this architecture has.
         read: further metadata that `finish` reads.
         experts: matrices of which every expert has one, stacked or apart.
         joins: tensors that the file holds in parts.

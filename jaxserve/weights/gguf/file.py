@@ -31,11 +31,11 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 << 20
 MAX_KEYS = 1 << 14
 MAX_KEY_BYTES = 1 << 16
-MAX_STRINGS = 1 << 22  # in an array
+MAX_STRINGS = 1 << 22  # bound on the strings of an array
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
 
-# By the number of its type: struct's letter of a value in the metadata.
+# struct's letter of a metadata value, by the number of its type.
 SCALARS: Mapping[int, str] = MappingProxyType(
     dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 )
@@ -44,11 +44,11 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a tensor's values are stored: blocks of `values` in `num_bytes`, along the rows.
+    """Storage of a tensor's values: blocks of `values` in `num_bytes`, along the rows.
 
     Attributes:
-        name: as gguf calls it.
-        dtype: of the values once they are unpacked.
+        name: name in the package gguf.
+        dtype: dtype of the unpacked values.
     """
 
     name: str
@@ -88,7 +88,7 @@ class GgufTensor(TensorEntry):
         encoding: how it is stored.
         heads: where not 0, of how many heads rows `0, 1, 2, ...` are stored as `0, half, 1, ...`,
             as llama.cpp rotates neighbours and not halves.
-        added: to every value; llama.cpp stores Gemma's norms as 1 + weight.
+        added: number added to every value; llama.cpp stores Gemma's norms as 1 + weight.
     """
 
     encoding: Encoding
@@ -107,7 +107,7 @@ class GgufTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """The rows from `first` to before `last`, unpacked; whole heads where rows are permuted.
+        """Read and unpack the rows [first, last), whole heads where rows are permuted.
 
         `memory` and `file` are as in `TensorEntry.read_rows`.
 
@@ -130,11 +130,13 @@ class GgufTensor(TensorEntry):
 
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """Rows of whole blocks, [N, bytes], as float32 values, [N, values]."""
+    """Unpack rows of whole blocks, [N, bytes], into float32 values, [N, values]."""
     # Imported where a file needs it: other checkpoints load without it.
     gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[encoding.name]
-    with np.errstate(all="ignore"):  # what is not finite is reported with its tensor's name
+    with np.errstate(
+        all="ignore"
+    ):  # values that are not finite are reported with its tensor's name
         return gguf.dequantize(raw, kind)
 
 
@@ -143,9 +145,9 @@ class GgufFile:
     """A GGUF file's header, checked; no tensor has been read.
 
     Attributes:
-        path: of the file.
-        metadata: by key; arrays of numbers are NumPy's, arrays of text are lists.
-        tensors: by their names in the file.
+        path: path of the file.
+        metadata: values by key; arrays of numbers are NumPy's, arrays of text are lists.
+        tensors: tensors by their names in the file.
     """
 
     path: Path
@@ -154,7 +156,7 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """The header of one GGUF file.
+    """Read the header of one GGUF file.
 
     Raises:
         CheckpointError: naming the file, and the key or the tensor where one is to blame.
@@ -227,7 +229,7 @@ def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> di
 
 
 class _Header:
-    """Reads a header from its start on, and never beyond the file or the bound."""
+    """Reader of a header from its start, never beyond the file or MAX_HEADER_BYTES."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path = path
@@ -240,7 +242,7 @@ class _Header:
         return CheckpointError(f"{self._path}: {what}")
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes; `what` they are is named if they are not there."""
+        """Read the next bytes; the error names `what` is missing."""
         if not 0 <= count <= self._end - self.position:
             limit = "the file" if self._end == self._size else f"{MAX_HEADER_BYTES} bytes"
             raise self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
@@ -263,7 +265,7 @@ class _Header:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def start(self) -> tuple[int, int]:
-        """The number of tensors and the number of keys."""
+        """Read the number of tensors and the number of keys."""
         magic = self._file.read(4)
         self.position = len(magic)
         if magic != MAGIC:
@@ -280,7 +282,7 @@ class _Header:
         return tensors, keys
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """Every key and its value."""
+        """Read every key and its value."""
         found: dict[str, Any] = {}
         for index in range(count):
             key = self.text(MAX_KEY_BYTES, f"key {index}")
@@ -293,7 +295,7 @@ class _Header:
         kind = self.number("I", what)
         if kind in SCALARS:
             value = self.number(SCALARS[kind], what)
-            # As it was written: 1e-5, where its float32 is 9.99999974e-06.
+            # The number is kept as it was written: 1e-5, where its float32 is 9.99999974e-06.
             return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind == STRING:
             return self.text(MAX_HEADER_BYTES, what)
@@ -310,7 +312,7 @@ class _Header:
         return [self.text(MAX_HEADER_BYTES, what) for _ in range(count)]
 
     def tensor_info(self) -> _Info:
-        """The next row of the table of tensors."""
+        """Read the next row of the table of tensors."""
         name = self.text(MAX_KEY_BYTES, "a tensor's name")
         where = f"tensor {name[:200]!r}"
         count = self.number("I", where)

@@ -15,7 +15,7 @@ from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 @dataclass(frozen=True)
 class JoinedTensor(TensorEntry):
-    """Parts as one tensor; `shape` is that of the whole."""
+    """Tensor joined from several parts; `shape` is that of the whole."""
 
     parts: tuple[GgufTensor, ...]
     join: Join
@@ -32,7 +32,7 @@ class JoinedTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Rows from and to multiples of `rows_together`. Raises as `TensorEntry.read_rows`."""
+        """Read rows between multiples of `rows_together`, with `TensorEntry.read_rows`'s errors."""
         each = self.rows_together
         first, last = first // each, last // each
         # Only one part may be read into the memory: the others come beside it.
@@ -41,11 +41,11 @@ class JoinedTensor(TensorEntry):
             part.read_rows(first, last, room, file)
             for part, room in zip(self.parts, rooms, strict=True)
         ]
-        return self.join.arrange([one.astype(self.dtype, copy=False) for one in rows])
+        return self.join.arrange([part.astype(self.dtype, copy=False) for part in rows])
 
 
 def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:
-    """Parts as one tensor called `name`.
+    """Join parts into one tensor called `name`.
 
     Raises:
         CheckpointError: their shapes do not fit.
@@ -56,7 +56,7 @@ def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:
     except ValueError:
         names = " and ".join(repr(part.name) for part in parts)
         raise CheckpointError(
-            f"{parts[0].shard.path}: {names} have the shapes {[list(one) for one in shapes]}, "
+            f"{parts[0].shard.path}: {names} have the shapes {[list(size) for size in shapes]}, "
             f"which do not make a {name!r}"
         ) from None
     return JoinedTensor(

@@ -22,12 +22,12 @@ from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The model that a GGUF file holds. Raises like `gguf_fields`."""
+    """Return the configuration of the model in a GGUF file; see `gguf_fields` for errors."""
     return parse_model_config(gguf_fields(file), str(file.path))
 
 
 def gguf_fields(file: GgufFile) -> Raw:
-    """The config.json that a GGUF file stands for.
+    """Return the fields of the config.json that the metadata of a GGUF file replaces.
 
     Raises:
         UnsupportedModel: an architecture or a field that jaxserve does not compute.
@@ -84,7 +84,7 @@ def _metadata(file: GgufFile) -> GgufMetadata:
 
 
 def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
-    """The metadata of the architecture, each known and of the right kind."""
+    """Return the architecture's metadata; refuse unsupported keys and values of a wrong kind."""
     prefix = f"{file.metadata['general.architecture']}."
     own = {
         key.removeprefix(prefix): value
@@ -92,13 +92,13 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         if key.startswith(prefix)
     }
     # Zero stands for what a model does not have: experts, windows.
-    known = FIELDS.keys() | rules.fields.keys() | READ | rules.read
-    unknown = [key for key, value in own.items() if key not in known and _says(value)]
+    supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read
+    unknown = [key for key, value in own.items() if key not in supported and _says(value)]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
-    for key in own.keys() & known - {PATTERN}:
+    for key in own.keys() & supported - {PATTERN}:
         if np.ndim(own[key]) or isinstance(own[key], str) != (key == "rope.scaling.type"):
             raise UnsupportedModel(
                 f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: one value, a number "
@@ -108,7 +108,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
 
 
 def named_tensors(file: GgufFile) -> Checkpoint:
-    """The tensors of a GGUF file under their Hugging Face names.
+    """Return the tensors of a GGUF file under their Hugging Face names.
 
     Raises:
         CheckpointError, UnsupportedModel: see `gguf_config`.
@@ -121,16 +121,16 @@ def named_tensors(file: GgufFile) -> Checkpoint:
     for entry in _joined(file, rules, config, left):
         tensors[entry.name] = entry
     for entry in left.values():
-        for one in _renamed(entry, file, rules, config):
-            if tensors.setdefault(one.name, one).offset != one.offset:
-                raise CheckpointError(f"{file.path}: two tensors are {one.name!r}")
+        for tensor in _renamed(entry, file, rules, config):
+            if tensors.setdefault(tensor.name, tensor).offset != tensor.offset:
+                raise CheckpointError(f"{file.path}: two tensors are {tensor.name!r}")
     return Checkpoint(file.path, tensors, whole=True)
 
 
 def _joined(
     file: GgufFile, rules: GgufRules, config: ModelConfig, left: dict[str, GgufTensor]
 ) -> Iterator[TensorEntry]:
-    """What is made of several tensors, which are taken out of `left`."""
+    """Yield tensors joined from several, which are taken out of `left`."""
     for join in rules.joins:
         for layer in range(config.num_hidden_layers):
             names = [f"blk.{layer}.{part}" for part in join.parts]
@@ -142,15 +142,15 @@ def _joined(
 def _renamed(
     entry: GgufTensor, file: GgufFile, rules: GgufRules, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """A tensor under its name; one that is a stack of experts' matrices, as all of them."""
+    """Yield a tensor under its name, or each matrix of a stack of experts' matrices."""
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
         name, layer, number = rules.experts[expert[2]], int(expert[1]), expert[3]
         if number is not None:
             yield replace(entry, name=name.format(layer, int(number)))
         else:
-            for index, one in enumerate(_experts(entry, file, config)):
-                yield replace(one, name=name.format(layer, index))
+            for index, matrix in enumerate(_experts(entry, file, config)):
+                yield replace(matrix, name=name.format(layer, index))
         return
     name = hugging_face_name(entry.name, rules.tensors)
     if rules.paired and re.search(r"\.(q|k)_proj\.", name):
@@ -165,7 +165,7 @@ def _renamed(
 
 
 def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
-    """Each expert's matrix of a stack."""
+    """Yield each expert's matrix of a stack."""
     count = config.experts.count if config.experts is not None else 0
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise CheckpointError(
@@ -179,7 +179,7 @@ def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator
 
 
 def hugging_face_name(name: str, names: Names) -> str:
-    """A tensor's name in a Hugging Face checkpoint; its own where there is none."""
+    """Return a tensor's name in a Hugging Face checkpoint, or its own where there is none."""
     layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
     number = layer[1] if layer else ""
     key = name if layer is None else f"blk.{{}}.{layer[2]}"
@@ -196,7 +196,7 @@ def _says(value: Any) -> bool:
 
 
 def _dtype(file: GgufFile) -> str:
-    """That of matrices which are not packed; float16, the blocks' own scale, where all are."""
+    """Return the dtype of matrices that are not packed; float16, as blocks' scales, if all are."""
     names = {entry.encoding.name for entry in file.tensors.values() if len(entry.shape) > 1}
     if names & {"BF16", "MXFP4"}:  # the latter's scales reach beyond float16
         return "bfloat16"
