@@ -34,7 +34,7 @@ class LiveSequence:
     detokenizer: Detokenizer | None
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
-        """What is new: these tokens, the text that is certain by now, a prompt's scores once."""
+        """Make the delta of these tokens, with the text that is certain by now."""
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
             sequence.request.request_id,
@@ -52,14 +52,14 @@ class LiveSequence:
 
     @property
     def hides_last(self) -> bool:
-        """Whether the newest token is a stop id: it ends the text before itself, unless that text
-        is asked for."""
+        """Whether the newest token is a stop id: it ends the text before itself, unless the request
+        includes stop texts."""
         sampling = self.sequence.request.sampling
         return self.sequence.stop_token is not None and not sampling.include_stop_str_in_output
 
     def why_none(self, vocab_size: int) -> str | InvalidRequest:
-        """Why no token could be drawn: for want of one that the request lets through, or for logits
-        that say nothing. Only once the sequence has ended.
+        """Explain why no token could be drawn: the request allows none, or logits were not finite.
+        Only once the sequence has ended.
 
         Args:
             vocab_size: width of the logits.
@@ -122,7 +122,7 @@ class Delivery:
         self._live[sequence] = live
 
     def keep_prompt_logprobs(self, plan: StepPlan, logprobs: StepLogprobs) -> None:
-        """Hand each prompt the scores of its chunk, before its sequence may lose its slot."""
+        """Hand each prompt the logprobs of its chunk, before its sequence may lose its slot."""
         live = self._slots.generation[plan.slots] == plan.generations
         wanted = live & self._slots.wants_logprob(plan.slots, plan.starts)
         for row in np.flatnonzero(wanted).tolist():
@@ -133,7 +133,11 @@ class Delivery:
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
     def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
-        ended = {one for one in result.finished if one.finish_reason is not FinishReason.ERROR}
+        ended = {
+            sequence
+            for sequence in result.finished
+            if sequence.finish_reason is not FinishReason.ERROR
+        }
         without = [None] * len(result.sequences)
         of_tokens = without if logprobs is None else logprobs.of_draws(result.drawn)
         drawn = zip(result.sequences, result.token_ids, of_tokens, strict=True)
@@ -213,7 +217,7 @@ class Delivery:
 
 
 def _allowed(sequence: Sequence, vocab_size: int) -> np.ndarray:
-    """bool[V]: what a sequence's request lets through next, as `logit_edits` has it."""
+    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`."""
     request = sequence.request
     listed = request.sampling.allowed_token_ids
     allowed = np.full(vocab_size, listed is None)

@@ -12,9 +12,9 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 
 @dataclass
 class Delta:
-    """What is new about one completion of a request.
+    """The news of one completion of a request.
 
-    Where they are asked for, `logprobs` has a row for each of `token_ids`, and `prompt_logprobs`
+    Where they are requested, `logprobs` has a row for each of `token_ids`, and `prompt_logprobs`
     one for each prompt token but the first, once: with the first token of completion 0. An `error`
     that the request itself has caused comes with the `parameter` to blame.
     """

@@ -34,7 +34,7 @@ MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
 
 def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
-    """The scheduler that the configuration asks for."""
+    """Make the scheduler that the configuration names."""
     assert config.max_num_batched_tokens is not None
     return Scheduler(
         pool,
@@ -128,7 +128,7 @@ class Engine:
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
         """End a request now; its sink is told why. False if there is no such request."""
         lives = self._delivery.of_request(request_id)
-        if not lives or (waiting_only and any(one.sequence.num_cached >= 0 for one in lives)):
+        if not lives or (waiting_only and any(live.sequence.num_cached >= 0 for live in lives)):
             return False
         for live in lives:
             self._delivery.end(live, FinishReason.ABORT, error)
@@ -214,7 +214,7 @@ class Engine:
         self._delivery.deliver(result, logprobs)
 
     def _recover(self, error: Exception, plans: list[StepPlan]) -> None:
-        """A step was lost, and the cache with it: rebuild, and compute every sequence again.
+        """Rebuild after a step was lost, and the cache with it; every sequence is computed again.
 
         Args:
             plans: of the steps that may be the cause.
@@ -232,7 +232,7 @@ class Engine:
                     self._delivery.end(live, FinishReason.ERROR, f"the step failed: {error}")
 
     def stats(self) -> EngineStats:
-        """Counts as of now."""
+        """Return the counts as of now."""
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             num_running=scheduler.num_running,

@@ -1,33 +1,33 @@
-"""Pace: how many decode steps a launch may take without anybody noticing."""
+"""LaunchLength: the number of decode steps a launch may take without a delay that users notice."""
 
 from __future__ import annotations
 
 import time
 
-# Whoever arrives waits for the launch that runs and for the one behind it.
+# A new request waits for the launch that runs and for the one behind it.
 LAUNCH_SECONDS = 0.02
-# Of a new measurement in the estimate.
+# Weight of the newest measurement in the moving average.
 _WEIGHT = 0.25
 
 
 class LaunchLength:
-    """Watches how long steps take.
+    """The length of launches, from the measured time of steps.
 
     Args:
         most: steps of a launch, at most.
-        asked: take as many however long they last; None for as many as nobody notices.
+        fixed: take as many however long they last; None for as many as fit into `LAUNCH_SECONDS`.
     """
 
-    def __init__(self, most: int, asked: int | None) -> None:
+    def __init__(self, most: int, fixed: int | None) -> None:
         self._most = most
-        self._asked = asked
+        self._fixed = fixed
         self._step_seconds: float | None = None
         self._last_read = 0.0
 
     def steps(self) -> int:
-        """Steps of the next launch."""
-        if self._asked is not None:
-            return min(self._asked, self._most)
+        """Return the steps of the next launch."""
+        if self._fixed is not None:
+            return min(self._fixed, self._most)
         if self._step_seconds is None:
             return 1
         if self._step_seconds * self._most <= LAUNCH_SECONDS:
@@ -35,12 +35,12 @@ class LaunchLength:
         return max(1, int(LAUNCH_SECONDS / self._step_seconds))
 
     def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
-        """A launch's results came just now.
+        """Note that a launch's results came just now.
 
         Args:
-            submitted: when it was, by `time.perf_counter`.
-            num_steps: that it took.
-            now: by another clock, if that is what tells `submitted`.
+            submitted: time of its submission, by `time.perf_counter`.
+            num_steps: steps that it took.
+            now: the time now, if `submitted` is by another clock.
         """
         now = time.perf_counter() if now is None else now
         seconds = (now - max(submitted, self._last_read)) / num_steps

@@ -48,14 +48,14 @@ class Loaded:
     start: StartReport | None = None
 
     def slot_table(self) -> SlotTable:
-        """An empty one for the configuration and the model's window."""
+        """Make an empty slot table for the configuration and the model's window."""
         config, window = self.config, self.runner.model_config.layers.window
         assert config.max_num_seqs and config.max_model_len
         return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
 
 
 def choose_dtype(asked: str, declared: str, platform: str) -> Any:
-    """The dtype of weights and activations.
+    """Return the dtype of weights and activations.
 
     "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
     where 16-bit products of a few rows are slower.
@@ -73,7 +73,7 @@ def choose_dtype(asked: str, declared: str, platform: str) -> Any:
 
 
 def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
-    """The form to quantize to while loading; None if weights stay as the checkpoint has them.
+    """Return the form to quantize to while loading; None to keep the checkpoint's weights.
 
     Raises:
         UnsupportedModel: what is asked for is not what the checkpoint holds.
@@ -153,7 +153,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
 
 
 def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:
-    """The dtype that the weights will have.
+    """Return the dtype that the weights will have.
 
     Raises:
         UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
@@ -175,7 +175,7 @@ def _model(
     dtype: Any,
     on_progress: OnProgress | None,
 ) -> Decoder:
-    """The model with its weights placed, quantized if that is asked for; on CPU in panels."""
+    """Make the model with its weights placed, quantized if so configured; on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
     panels = jax.default_backend() == "cpu"
     if config.load_format == "dummy":
@@ -187,7 +187,7 @@ def _model(
 def _eos_token_ids(
     model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Every id that the checkpoint calls an end: the union, as Transformers' files disagree."""
+    """Return every id that the checkpoint calls an end: all of them, as its files disagree."""
     named = generation_config.get("eos_token_id")
     from_generation = named if isinstance(named, list) else [] if named is None else [named]
     from_tokenizer = [] if tokenizer is None else [tokenizer.eos_token_id]

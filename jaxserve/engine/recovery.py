@@ -1,4 +1,4 @@
-"""Recovery: who runs after a failed step, so that one request's failures cost others little."""
+"""Recovery: the sequences to run after a failed step, at little cost to their neighbours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LOST = 32
 
 
 class Recovery:
-    """What is known about failed steps, each of which loses the cache of every sequence.
+    """The record of failed steps, each of which loses the cache of every sequence.
 
     A sequence that has drawn a token is trusted. Suspects of a failed step are those of its rows
     that are not. Before all others, while nobody has computed anything again yet, each of them runs
@@ -53,7 +53,7 @@ class Recovery:
         self._has_cleared = False
 
     def limit_running(self) -> None:
-        """Settle which sequences the next step may hold."""
+        """Decide which sequences the next step may hold."""
         if not self._is_active:
             return
         if not self._trusted and not self._behind:
@@ -103,18 +103,18 @@ class Recovery:
             plans: of the steps that may be the cause.
 
         Returns:
-            Those that are to end.
+            The sequences that are to end.
         """
-        rows = {one for plan in plans for one in _sequences(self._slots, plan)}
+        rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()
-        drawn = {one for one in running if self._slots.num_known[one.slot] > one.num_prompt}
-        suspects = {one for one in rows if one not in drawn or one in self._suspects}
+        drawn = {s for s in running if self._slots.num_known[s.slot] > s.num_prompt}
+        suspects = {s for s in rows if s not in drawn or s in self._suspects}
         if not suspects and self._is_active:
             suspects = rows
         for sequence in suspects if len(suspects) == 1 else suspects - drawn:
             sequence.num_failures += 1
         is_alone = len(rows) == 1 and all(len(plan) == 1 for plan in plans)
-        guilty = [one for one in suspects if is_alone and one.num_failures >= MAX_FAILURES]
+        guilty = [s for s in suspects if is_alone and s.num_failures >= MAX_FAILURES]
         self._suspects |= suspects
         self._trusted = (self._trusted | drawn) - self._suspects
         self._behind |= drawn
@@ -125,7 +125,7 @@ class Recovery:
         return guilty
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended, or was paused."""
+        """Drop a sequence that has ended or was paused."""
         for those in (self._suspects, self._trusted, self._behind):
             those.discard(sequence)
 
@@ -133,7 +133,7 @@ class Recovery:
 def _sequences(
     slots: SlotTable, plan: StepPlan, where: np.ndarray | bool = True
 ) -> Iterable[Sequence]:
-    """The sequences of a plan's rows that still have their slots.
+    """Return the sequences of a plan's rows that still have their slots.
 
     Args:
         where: bool[R], the rows that are meant.

@@ -26,7 +26,7 @@ def shared(need: np.ndarray, budget: int) -> TokenShares:
 
 
 def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
-    """Shorten chunks of prompts, the last ones first, to the padded size below the step's.
+    """Cut chunks of prompts, the last ones first, to the padded size below the step's.
 
     A chunk is shortened only where it leaves fewer tokens to the next step than this step would
     otherwise have padding.
