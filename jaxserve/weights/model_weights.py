@@ -96,8 +96,7 @@ def load_weights(
     reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
-        placed = finish(place(path, array)) if plan is None else place_panels(plan, array)
-        values[path] = placed
+        values[path] = finish(place(path, array)) if plan is None else place_panels(plan, array)
     opened.check_unchanged()
     model = filled(model, values)
     if kv_scales:
