@@ -35,9 +35,9 @@ class PageIndex:
         self._mask = (1 << (2 * num_pages).bit_length()) - 1
         # The tag in each cell, 0 where it is empty, and the page where it is not.
         self._buckets = np.zeros((self._mask + 1, _CELLS), np.uint32)
-        self._page_of = np.zeros(self._buckets.size, np.intp)
+        self._page_of: np.ndarray = np.zeros(self._buckets.size, np.intp)
         # The same cells once more in one row: numpy takes those faster.
-        self._tags = self._buckets.ravel()
+        self._tags: np.ndarray = self._buckets.ravel()
         self._cell_of = np.zeros(num_pages, np.intp)
         # Word by word: rows of two would take twice as long.
         self._first_of, self._second_of = np.zeros((WORDS, num_pages), np.uint64)

@@ -67,7 +67,8 @@ class Settings(NamedTuple):
         Args:
             view: reads 32-bit words as another type; None for numpy's.
         """
-        parts, first = [], 0
+        parts: list[Array] = []
+        first = 0
         for dtype, count in _PARTS:
             part = words[:, first : first + count] if count else words[:, first]
             if dtype is not np.int32:

@@ -230,7 +230,8 @@ class SlotTable:
 
         Their sequences leave with their known tokens in `token_ids`.
         """
-        ending, held = np.array(slots, np.intp), []
+        ending = np.array(slots, np.intp)
+        held: list[np.ndarray] = []
         for slot, num_known in zip(slots, self.num_known[ending].tolist(), strict=True):
             sequence = self.sequences[slot]
             assert sequence is not None, "release of an empty slot"
