@@ -54,6 +54,9 @@ def seeded_params(index: int) -> SamplingParams:
     )
 
 
+BLOCK = 1024  # positions whose logits are computed together
+
+
 class Transformers:
     """Transformers' model of a GGUF file, one sequence at a time.
 
@@ -67,9 +70,14 @@ class Transformers:
 
     def logprobs(self, ids: list[int]) -> list[float]:
         """Return the log-probability of each token but the first, rounded."""
+        found: list[float] = []
         with torch.no_grad():
-            logits = self._model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
-        return _logprobs(logits, ids[1:])
+            hidden = self._model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+            for start in range(0, len(ids) - 1, BLOCK):  # all logits at once may be many gigabytes
+                block = hidden[start : min(start + BLOCK, len(ids) - 1)]
+                tokens = ids[start + 1 : start + 1 + len(block)]
+                found += _logprobs(self._model.lm_head(block), tokens)
+        return found
 
     def answer(self, ids: list[int], params: SamplingParams) -> tuple[list[int], list[float]]:
         """Return what follows a prompt, an end included, with the log-probabilities."""
