@@ -1,6 +1,6 @@
 """Every split of llama.cpp's byte-level vocabularies against llama.cpp itself.
 
-`python -m tests.engine.llama_cpp_splits --library FILE` loads the library of the package
+`python -m tests.engine.llama_cpp_splits --llamacpp FILE` loads the module of the package
 `xllamacpp` (2026.10 was used: `pip download xllamacpp`, unpack, FILE is its xllamacpp.abi3.so) and
 compares 1,000 hard texts under every name; with --model FILE.gguf, over that file's vocabulary.
 Without, over one of merges across all boundaries, in which any other split gives other tokens.
@@ -196,7 +196,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--llamacpp", type=Path, metavar="FILE", required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("names", nargs="*")
@@ -207,10 +207,10 @@ def main() -> None:
         own = {key: value for key, value in whole.items() if key.startswith("tokenizer.")}
         own = {key: value for key, value in own.items() if "add_" not in key}
         own["general.architecture"] = "llama"
-        compare(arguments.library, names, lambda name: own | {"tokenizer.ggml.pre": name})
+        compare(arguments.llamacpp, names, lambda name: own | {"tokenizer.ggml.pre": name})
         return
     made = vocabulary()
-    found = compare(arguments.library, names, lambda name: metadata(made, name))
+    found = compare(arguments.llamacpp, names, lambda name: metadata(made, name))
     if arguments.write:
         text = json.dumps({"vocabulary": made, "splits": found}, ensure_ascii=False, indent=0)
         STORED.write_text(text + "\n")

@@ -57,7 +57,8 @@ def read_model(path: Path) -> Any:
     reader = gguf.GGUFReader(path)
     found = metadata(reader)
     is_llama = found["general.architecture"] == "llama"
-    model: Any = _llama(found) if is_llama else _gemma(found)
+    with torch.device("meta"):  # no time goes into random weights that are replaced
+        model: Any = _llama(found) if is_llama else _gemma(found)
     names = LLAMA_NAMES if is_llama else GEMMA_NAMES
     state = {}
     for tensor in reader.tensors:
@@ -70,7 +71,12 @@ def read_model(path: Path) -> Any:
         prefix = "model." if layer is None else f"model.layers.{layer}."
         state[f"{prefix}{names[name]}.weight"] = torch.from_numpy(values)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
+    model.load_state_dict(state, strict=True, assign=True)
+    # Buffers that no file holds are computed where they are made.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    if not is_llama:
+        embed = model.model.embed_tokens
+        embed.embed_scale = torch.tensor(embed.scalar_embed_scale)
     return model.eval()
 
 
