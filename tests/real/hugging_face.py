@@ -80,6 +80,19 @@ def read_model(path: Path) -> Any:
     return model.eval()
 
 
+def round_frequencies_once(model: Any) -> None:
+    """Replace Gemma's rotary frequencies with those computed in float64 and rounded to float32.
+
+    Transformers computes them in float32, and some are an ulp away from these. At position 8,000
+    an ulp of a fast pair's frequency turns it by 5e-4 of a radian.
+    """
+    size = model.config.head_dim
+    for kind, fields in model.config.rope_parameters.items():
+        exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+        frequencies = getattr(model.model.rotary_emb, f"{kind}_inv_freq")
+        frequencies.copy_(fields["rope_theta"] ** -exponents)
+
+
 def _unturned(values: np.ndarray, head: int) -> np.ndarray:
     """Return rows [N * H, D] of pairs, llama.cpp's order, as Transformers has them: in halves."""
     pairs = values.reshape(-1, head // 2, 2, values.shape[-1])

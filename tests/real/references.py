@@ -63,20 +63,23 @@ class Transformers:
     Args:
         path: of the file.
         ends: token ids that end an answer.
+
+    Attributes:
+        model: Transformers' own.
     """
 
     def __init__(self, path: Path, ends: tuple[int, ...]) -> None:
-        self._model, self._ends = read_model(path), ends
+        self.model, self._ends = read_model(path), ends
 
     def logprobs(self, ids: list[int]) -> list[float]:
         """Return the log-probability of each token but the first, rounded."""
         found: list[float] = []
         with torch.no_grad():
-            hidden = self._model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+            hidden = self.model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
             for start in range(0, len(ids) - 1, BLOCK):  # all logits at once may be many gigabytes
                 block = hidden[start : min(start + BLOCK, len(ids) - 1)]
                 tokens = ids[start + 1 : start + 1 + len(block)]
-                found += _logprobs(self._model.lm_head(block), tokens)
+                found += _logprobs(self.model.lm_head(block), tokens)
         return found
 
     def answer(self, ids: list[int], params: SamplingParams) -> tuple[list[int], list[float]]:
@@ -87,7 +90,7 @@ class Transformers:
             new = torch.tensor([tokens if cache is None else tokens[-1:]])
             # Later versions have another name for the cache.
             with torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
-                output = self._model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self.model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
             rows.append(output.logits[0, -1])
             logits = rows[-1].numpy().astype(np.float64)
