@@ -1,4 +1,4 @@
-"""Checkpoints into folders that restore without work: `jaxserve convert`."""
+"""Conversion of checkpoints to folders that load without further work: `jaxserve convert`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     """Write the model of `config`, placed and in its dtype, with everything that serving needs.
 
     Args:
-        config: says which model, its dtype and quantization.
+        config: names the model, its dtype and quantization.
         to: a folder that does not exist yet; it appears once it is whole and verified.
-        on_progress: told how far the weights have come.
+        on_progress: called with the progress of the weights.
 
     Raises:
         CheckpointError, UnsupportedModel: the model cannot be read, or the folder not written.
@@ -44,7 +44,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     dtype = placed_dtype(config, source, platform)
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
-    # Scales of an fp8 cache are kept for whoever will want one; latent attention has none.
+    # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.
     kv_scales = model_config.latent is None
     model = source.load(model_config, dtype, on_progress, quantization, kv_scales)
     values = parameter_values(model)
@@ -60,7 +60,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
 
 
 def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
-    """Configuration and tokenizer, as Transformers' own files."""
+    """Write configuration and tokenizer, as Transformers' own files."""
     if isinstance(source.weights, GgufFile):
         _write_json(folder / CONFIG, gguf_fields(source.weights))
     else:

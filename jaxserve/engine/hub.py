@@ -56,8 +56,8 @@ def fetch(
         name: org/name, or org/name/FILE.gguf.
         revision: branch, tag or commit; "main" by default.
         download_dir: the cache's folder.
-        on_progress: told the bytes of the files as "download", before and after.
-        text_only: the tokenizer alone.
+        on_progress: called with the bytes of the files as "download", before and after.
+        text_only: whether to fetch the tokenizer alone.
 
     Returns:
         The checkpoint's folder, or the GGUF file.
@@ -75,9 +75,9 @@ def fetch(
         sizes = _listing(repo, revision, access)
         names = [file] if file else _chosen(sizes, where, text_only)
         if file and file not in sizes:
-            gguf = [one for one in sizes if one.endswith(".gguf")]
+            gguf = [path for path in sizes if path.endswith(".gguf")]
             raise CheckpointError(f"{where}: has no {file}; there are {listed(gguf) or 'none'}")
-        total = sum(sizes[one] for one in names)
+        total = sum(sizes[path] for path in names)
         if on_progress is not None:
             on_progress("download", 0, max(total, 1))
         folder = snapshot_download(
@@ -98,9 +98,9 @@ def fetch(
 
 
 def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, int]:
-    """Files of a model and their sizes.
+    """List the files of a model with their sizes.
 
-    Asked once, where other calls of the library try for half a minute if there is no network.
+    The request is made once; other calls of the library retry for half a minute without a network.
     """
     api = HfApi(endpoint=access.endpoint)
     info = api.model_info(repo, revision=revision, timeout=TIMEOUT, files_metadata=True)
@@ -111,7 +111,7 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
 
 
 def _chosen(sizes: Iterable[str], where: str, text_only: bool) -> list[str]:
-    """Return the files that are read, or an error that says what is there instead."""
+    """Choose the files that are read; where there are none, the error names what is there."""
     wanted = TEXT if text_only else TEXT | CONFIG | {INDEX}
     weights = [name for name in sizes if WEIGHTS.fullmatch(name)]
     if not weights and not text_only:

@@ -1,4 +1,4 @@
-"""From scores as arrays to logprobs as callers of vLLM know them."""
+"""Conversion of scores in arrays to logprobs in the form of vLLM's Python API."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 def logprob_dicts(
     scores: TokenLogprobs, token_ids: Listing[int], decode: Callable[[int], str | None]
 ) -> list[dict[int, Logprob]]:
-    """For each token its own Logprob, and then those of the most likely tokens, by their ids.
+    """Return for each token its own Logprob, then those of the most likely tokens, by their ids.
 
     Args:
         scores: of the tokens, with as many alternatives as are wanted.
-        token_ids: one each.
-        decode: a token's text, or None.
+        token_ids: one for each row of the scores.
+        decode: returns a token's text, or None.
     """
     texts: dict[int, str | None] = {}
 
@@ -42,10 +42,10 @@ def logprob_dicts(
 
 
 class LogprobReader:
-    """Adds the logprobs that deltas bring to one request's outputs.
+    """Reader of deltas that adds their logprobs to one request's outputs.
 
     Args:
-        request: what was asked.
+        request: the request.
         tokenizer: for the tokens' texts; None for none.
     """
 

@@ -1,4 +1,4 @@
-"""What the setting `model` points at: a folder, a converted folder, a GGUF file, a hub name."""
+"""Sources of models that the setting `model` names: folders, GGUF files and the hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
 
     Attributes:
         path: of the folder or the GGUF file.
-        model_config: what it holds.
+        model_config: the model's configuration.
         generation_config: the recommended settings of generation.
         weights: where they are read from: the folder, an opened file, or a converted folder.
     """
@@ -50,11 +50,11 @@ class Source:
 
     @property
     def fixed_quantization(self) -> str | None:
-        """What parameters were quantized to before they were placed, if they were."""
+        """The quantization of parameters that were placed before; None where there is none."""
         return self.weights.quantization if isinstance(self.weights, ConvertedModel) else None
 
     def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
-        """Return the one that is asked for, or the model's own.
+        """Return the tokenizer that the settings name, or the model's own.
 
         Raises:
             CheckpointError: none there, or one that does not fit the model.
@@ -112,7 +112,7 @@ def _stage(name: str, on_progress: OnProgress):
 
 
 def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> Source:
-    """Find a model's files, bring them here if they are on the hub, and read what they say.
+    """Find a model's files, fetch them if they are on the hub, and read its configuration.
 
     Raises:
         CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
@@ -154,14 +154,14 @@ def local_path(
 
 
 def _late(name: str) -> Any:
-    """Return a module that brings large libraries, for those who need it."""
+    """Import a module that brings large libraries, only once it is needed."""
     return importlib.import_module(name)
 
 
 def _generation_config(
     config: EngineConfig, folder: Path, own: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of generation, with the ends of the model's own in any case."""
+    """Return the settings of generation; the ends among the model's own count in any case."""
     found = read_generation_config(folder) if own is None else own
     if config.generation_config == "auto":
         return found

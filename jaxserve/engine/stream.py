@@ -1,4 +1,4 @@
-"""Stream: what the engine's thread has drawn, handed to one consumer on an event loop."""
+"""Stream: deltas from the engine's thread, handed to one consumer on an event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_JOINED = 64
 
 
 class Stream:
-    """The deltas of some requests, in the order in which they were drawn.
+    """The deltas of a group of requests, in the order in which they were drawn.
 
     A stream whose reader falls behind is paused: its requests give up their slots and pages,
     and go on where they were once the reader has caught up.
@@ -31,7 +31,7 @@ class Stream:
     Attributes:
         is_paused: whether the requests wait for the reader.
         num_unread: tokens that have come and were not taken.
-        on_pause: told True and False when the requests are paused and go on.
+        on_pause: called with True when the requests are paused, and False when they go on.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stream:
     ) -> None:
         self.requests = list(requests)
         self._thread = thread
-        self._unfinished = {one.request_id: one.sampling.n for one in self.requests}
+        self._unfinished = {request.request_id: request.sampling.n for request in self.requests}
         self._deltas: list[Delta] = []
         self._arrived = asyncio.Event()
         self._failure: Exception | None = None
@@ -64,10 +64,10 @@ class Stream:
         return not self._unfinished
 
     async def take(self) -> list[Delta]:
-        """What has come since the last call, at least one delta; waits for it.
+        """Wait for a delta, and return all that have come since the last call.
 
         Raises:
-            Exception: what `fail` was given. Nothing comes after that.
+            Exception: the error that `fail` was given. Nothing comes after that.
         """
         while not self._deltas and self._failure is None:
             self._arrived.clear()
@@ -114,7 +114,10 @@ class Stream:
 
 
 def _extends(last: Delta, delta: Delta) -> bool:
-    """Add a delta to the one before it, where nothing is lost by it: readers do less for one."""
+    """Join a delta to the one before it, and return True, where nothing is lost by it.
+
+    Readers do less work for one delta than for two.
+    """
     if (
         last.index != delta.index
         or last.request_id != delta.request_id
@@ -133,11 +136,11 @@ def _extends(last: Delta, delta: Delta) -> bool:
 
 
 def _ignore(is_paused: bool) -> None:
-    """What `on_pause` does where nobody asked."""
+    """Ignore a pause; the default of `on_pause`."""
 
 
 class Delivery:
-    """Brings deltas from the engine's thread to an event loop, many in one go.
+    """Carrier of deltas from the engine's thread to an event loop, many in one go.
 
     The engine and its readers share one interpreter, so every moment that readers take for small
     pieces is lost to the engine. Rounds of delivery are therefore spaced so that they, and what the
@@ -181,7 +184,7 @@ class Delivery:
         self.loop.call_soon(self._rest)
 
     def _rest(self) -> None:
-        """Runs behind all readers that a round has woken."""
+        """Set the time of the next round, behind all readers that this round has woken."""
         spent = time.thread_time() - self._cpu_seconds
         rest = min(spent * (1.0 / self.SHARE - 1.0), self.LONGEST_WAIT)
         self._next_round = self.loop.time() + rest

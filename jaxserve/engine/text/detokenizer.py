@@ -15,10 +15,10 @@ _CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """One sequence's text, token by token.
+    """Text of one sequence, made token by token.
 
-    Never emits half a character: bytes that do not make one yet wait for the next token, and are
-    left out where none comes. Never emits what may turn out to be the beginning of a stop string.
+    It never emits half a character: bytes that do not make one yet wait for the next token, and are
+    left out where none comes. It never emits text that may turn out to begin a stop string.
 
     Attributes:
         text: everything decoded, cut at the stop string once one was found.
@@ -50,7 +50,7 @@ class Detokenizer:
         self.stop: str | None = None
 
     def add(self, token_id: int) -> bool:
-        """Take one more token; True if its text completes a stop string."""
+        """Take one more token; return whether its text completes a stop string."""
         self._num_tokens += 1
         piece = self._stream.step(self._backend, token_id)
         if piece is None:
@@ -62,10 +62,10 @@ class Detokenizer:
         return self._extend(piece)
 
     def finish(self) -> None:
-        """Take note that no more tokens will come.
+        """End the text, since no more tokens will come.
 
-        Bytes that make no character become U+FFFD. The beginning of one without its end is left
-        out.
+        Bytes that make no character become U+FFFD. The beginning of a character without its end is
+        left out.
         """
         if self._waiting and self.stop is None:
             context = self._bytes(self._context if self._repeats_context else ())
@@ -92,11 +92,11 @@ class Detokenizer:
             return False
         start = max(self._search_from, before - self._longest_stop + 1)
         found = [(self.text.find(stop, start), stop) for stop in self._stops]
-        found = [(at, len(stop), stop) for at, stop in found if at >= 0]
+        found = [(place, len(stop), stop) for place, stop in found if place >= 0]
         if not found:
             return False
-        at, length, self.stop = min(found)
-        self.text = self.text[: at + length if self._include_stop else at]
+        place, length, self.stop = min(found)
+        self.text = self.text[: place + length if self._include_stop else place]
         return True
 
     def take(self) -> str:
@@ -109,7 +109,7 @@ class Detokenizer:
         return piece
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest end of the text that begins a stop string."""
         limit = min(self._longest_stop - 1, len(self.text) - self._search_from)
         for length in range(limit, 0, -1):
             if self.text[-length:] in self._beginnings_of_stops:
@@ -118,10 +118,10 @@ class Detokenizer:
 
 
 def _after(before: str, whole: str) -> str:
-    """Return what follows a text in one that begins with it.
+    """Return the rest of a whole text after the text that it begins with.
 
-    A character that the first text began and other tokens completed is theirs.
+    A character that the first text began and further tokens completed belongs to the rest.
     """
     pairs = enumerate(zip(before, whole, strict=False))
     same = min(len(before), len(whole))
-    return whole[next((at for at, (left, right) in pairs if left != right), same) :]
+    return whole[next((index for index, (left, right) in pairs if left != right), same) :]

@@ -2,7 +2,7 @@
 
 The texts are those that llama.cpp's src/llama-vocab.cpp (MIT licence, ggml authors) ends at.
 Many files name the end of a text only, and a model that ends its turns otherwise would go on with
-both sides of the talk.
+both sides of the conversation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def end_texts(types: Mapping[str, int]) -> set[str]:
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Ids of the tokens that end an answer, the metadata's own first, unchecked."""
+    """Return unchecked ids of the tokens that end an answer, those of the metadata first."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = metadata.get("tokenizer.ggml.token_type")

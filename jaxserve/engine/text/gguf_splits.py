@@ -1,4 +1,4 @@
-"""How each of llama.cpp's pre-tokenizers splits text before the merges of a byte-level vocabulary.
+"""Splits of text by llama.cpp's pre-tokenizers, before the merges of byte-level vocabularies.
 
 The names, their flags and most patterns are facts of llama.cpp's src/llama-vocab.cpp (MIT licence,
 ggml authors). Where it only approximates a pattern of the model's own tokenizer.json, and quotes
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split.
+    """A way to split text.
 
     Attributes:
         patterns: applied one after the other, each to what the ones before left; what a pattern
@@ -41,7 +41,7 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 def _cased(ending: str, numbers: str) -> str:
-    """Words cut where a capital follows a small letter, as in GPT-4o's vocabulary."""
+    """Make a pattern of words, cut where a capital follows a small letter, as GPT-4o's are."""
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{numbers}|{_SLASHES}|{_BLANKS}"
 

@@ -24,7 +24,7 @@ from jaxserve.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
-# Kinds that llama.cpp reads and this does not, and what they would need.
+# Kinds that llama.cpp reads and this module does not, each with what it would need.
 _MISSING = MappingProxyType(
     {
         "t5": "a vocabulary of unigrams",
@@ -73,7 +73,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     else:
         backend, tokens = _with_scores(metadata, tokens, names.get("unk_token"))
     begins = split is None or split.begins
-    # Phi-3's templates write a line's end behind each of them, and its tokenizer takes it away.
+    # Phi-3's templates write a line's end after each special token; its tokenizer removes it.
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
     _add_whole(backend, tokens, types, strips=strips)
     ends = [
@@ -120,7 +120,7 @@ def _kind(metadata: Mapping[str, Any]) -> str:
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
-    """Each token's type, with the ends of answers as control tokens, which files mark wrongly.
+    """Return each token's type; ends of answers, which files mark wrongly, are control tokens.
 
     Raises:
         CheckpointError: types, scores and tokens are not of one length.
@@ -130,17 +130,17 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
     if len({*sizes.values(), len(tokens)}) > 1 or (kind == "llama" and "scores" not in sizes):
         raise CheckpointError(f"tokenizer.ggml: tokens, scores and types do not fit: {sizes}")
     types = lists["token_type"] or [1] * len(tokens)
-    known = end_texts(dict(zip(tokens, types, strict=True)))
+    ends = end_texts(dict(zip(tokens, types, strict=True)))
     return [
-        _CONTROL if token in known else found for token, found in zip(tokens, types, strict=True)
+        _CONTROL if token in ends else found for token, found in zip(tokens, types, strict=True)
     ]
 
 
 def _split(metadata: Mapping[str, Any]) -> Split:
-    """How a byte-level vocabulary splits text before merging.
+    """Find out how a byte-level vocabulary splits text before merging.
 
     Raises:
-        CheckpointError: the file says something unknown.
+        CheckpointError: the file names no split that is built here.
     """
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
@@ -224,7 +224,7 @@ def _with_scores(
 
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, the best first; of equal ones the longest left."""
+    """Return every pair of tokens that makes a token, best first, then longest left part first."""
     found = [
         (score, end, (token[:end], token[end:]))
         for token, score in zip(vocab, scores, strict=True)
@@ -236,10 +236,10 @@ def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, st
 
 
 def _add_whole(backend: Tokenizer, tokens: list[str], types: list[int], *, strips: bool) -> None:
-    """Make tokens found as they are: special ones, and those that a file's author defined.
+    """Add tokens that are found whole: special ones, and those that a file's author defined.
 
     Args:
-        strips: blanks behind special tokens belong to them, but behind a text's ends.
+        strips: whether special tokens take the blanks after them, except the ends of texts.
     """
     ends = ("<unk>", "<s>", "<|endoftext|>")
     added = [

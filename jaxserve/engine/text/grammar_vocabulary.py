@@ -29,8 +29,8 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
 
     Args:
         source: a tokenizer.json.
-        vocab_size: width of the logits. Ids from there on go, ids without a token get one that is
-            special.
+        vocab_size: width of the logits. Ids from there on go; ids without a token get a special
+            one.
 
     Returns:
         The other tokenizer.json, and the ids of the added tokens by their texts.
@@ -48,7 +48,7 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
     entries.cut(vocab_size)
     special = [number for number in special if number < vocab_size]
     special += [number for number in range(vocab_size) if number not in entries.names]
-    # Nobody can know these names, so that no text of a request holds one.
+    # These names are secret, so that no text of a request holds one.
     secret = secrets.token_hex(8)
     names = {number: f"<{secret} {number}>" for number in sorted(set(special))}
     for number, name in names.items():

@@ -2,7 +2,7 @@
 
 The parsing is llguidance's, which finds the tokens that a lexer and an Earley parser allow next in
 some tens of microseconds for a vocabulary of 128k (github.com/guidance-ai/llguidance). It is
-imported where a form is asked for, and nothing else needs it.
+imported only where a request has a form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
-# CPU time that was spent on the forms that are kept. What llguidance holds of a form grows with
+# CPU time that was spent on the forms that are kept. The memory that a form takes grows with
 # the work on it, while it is compiled and whenever a text comes to a new state: mostly by 50 to
 # 150 MB a second, by 450 at most (those of scripts/bench/structured.py), up to 24 MB for one form.
 MAX_CACHED_SECONDS = 0.5
@@ -39,7 +39,7 @@ _SPACE = r"[ \n]{0,16}"
 _GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)
 # Where a token is named in Lark: outside of texts, comments and regular expressions.
 _LARK_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s\[]+>)')
-# Its translation takes time by the square of its length: 0.4 s for this.
+# Translation of GBNF takes time by the square of its length: 0.4 s for this.
 _MAX_GBNF_CHARS = 8192
 
 # Tokens that are let through together where any such text may stand. For words in a regex that is
@@ -56,10 +56,10 @@ Clock = Callable[[], float]
 
 
 class GrammarError(RuntimeError):
-    """A sequence cannot go on in the form that was asked for."""
+    """Failure of a sequence to go on in the form of its request."""
 
     def as_refusal(self) -> InvalidRequest:
-        """Return the same as the request's own fault."""
+        """Return the error as a refusal of the request."""
         return InvalidRequest(f"{NAME}: {self}", NAME)
 
 
@@ -71,11 +71,11 @@ class _Work:
 
 
 class _Account:
-    """What the masks of one request have cost; its completions share it.
+    """CPU time that the masks of one request have cost, shared by its completions.
 
     Args:
         clock: seconds of CPU time.
-        work: on the form, which counts on.
+        work: on the form, to which the cost is added.
     """
 
     def __init__(self, clock: Clock, work: _Work) -> None:
@@ -85,10 +85,10 @@ class _Account:
         self._num_tokens = 0
 
     def charge(self, seconds: float) -> None:
-        """Pay for one more token.
+        """Charge one more token.
 
         Raises:
-            GrammarError: they have cost too much.
+            GrammarError: the tokens have cost too much.
         """
         self._seconds += seconds
         self.work.seconds += seconds
@@ -98,10 +98,10 @@ class _Account:
 
 
 class Constraint:
-    """What one sequence may still say. Its state follows the tokens that it was given.
+    """Constraint of one sequence to its form. Its state follows the tokens that it was given.
 
     Args:
-        matcher: of its own, at the start.
+        matcher: of llguidance, at the start, and of no other constraint.
         vocab_size: width of the logits.
         clock: seconds of CPU time of the thread that calls.
 
@@ -154,7 +154,7 @@ class Constraint:
         return False
 
     def copy(self) -> Constraint:
-        """Return another one in the same state, for another completion of the same request."""
+        """Return a constraint in the same state, for another completion of the same request."""
         copied = Constraint.__new__(Constraint)
         copied._matcher, copied._size = self._matcher.deep_copy(), self._size
         copied._account = self._account
@@ -162,22 +162,22 @@ class Constraint:
         return copied
 
     def begin(self) -> Constraint:
-        """Return another one in the same state, for another request."""
+        """Return a constraint in the same state, for another request."""
         copied = self.copy()
         copied._account = _Account(self._account.clock, self.work)
         return copied
 
     @property
     def work(self) -> _Work:
-        """What was spent on its form, shared with all that began from it."""
+        """CPU time that was spent on its form, shared with all constraints that began from it."""
         return self._account.work
 
 
 class Grammars:
-    """Compiles forms for one tokenizer, and remembers them. Safe from any thread.
+    """Compiler of forms for one tokenizer, which caches them. It is safe from any thread.
 
     Args:
-        tokenizer: gives it in the JSON of the tokenizers library, once it is needed.
+        tokenizer: returns it in the JSON of the tokenizers library; called once it is needed.
         vocab_size: width of the logits.
         ends: token ids that end a sequence.
         clock: seconds of CPU time of the thread that calls.
@@ -218,11 +218,11 @@ class Grammars:
     def compile(self, params: StructuredOutputsParams) -> Constraint:
         """Return a constraint of the caller's own, at its start.
 
-        Takes milliseconds where the form is new, so it belongs on the caller's thread. What does
-        not compile is remembered too.
+        This takes milliseconds where the form is new, so it belongs on the caller's thread. Forms
+        that do not compile are remembered too.
 
         Raises:
-            InvalidRequest: it has no meaning, or no text of this vocabulary satisfies it.
+            InvalidRequest: the form has no meaning, or no text of this vocabulary satisfies it.
         """
         key = (params.form, params.text, *_space(params).items())
         with self._lock:
@@ -237,7 +237,7 @@ class Grammars:
         return found.begin()
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
-        """Return the compiled form, or what is wrong with it."""
+        """Return the compiled form, or a text of what is wrong with it."""
         import llguidance
 
         tokenizer, started = self.tokenizer(), self._clock()
@@ -262,7 +262,7 @@ class Grammars:
                 self._bytes -= len(key[1])
 
     def _is_full(self) -> bool:
-        """Return whether a form has to go; one alone goes, too, and is compiled anew."""
+        """Return whether a form has to go; even a single one goes, and is compiled anew."""
         kept = (form for form in self._known.values() if isinstance(form, Constraint))
         return (
             len(self._known) > MAX_CACHED
@@ -274,21 +274,21 @@ class Grammars:
 def grammars_of(
     tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Grammars | None:
-    """Return None where there is no tokenizer, or nothing that ends a sequence."""
+    """Return the compiler for a model; None without a tokenizer, or tokens that end a sequence."""
     if tokenizer is None or not eos_token_ids:
         return None
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
 
 
 def _first_line(message: str) -> str:
-    """Return the first line of a message and the one that says the reason, if it is another."""
+    """Return the first line of a message and the line of the reason, if that is another."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])[:200]
 
 
 def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
-    """What may stand between the parts of a JSON text, in llguidance's words."""
+    """Return the space allowed between the parts of a JSON text, as options of llguidance."""
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
     pattern = params.whitespace_pattern
@@ -296,7 +296,7 @@ def _space(params: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
-    """Return a grammar in Lark that has the ids of added tokens for their names, like `<think>`."""
+    """Replace names of added tokens, like `<think>`, in a Lark grammar by their ids."""
 
     def spell(found: re.Match[str]) -> str:
         number = named.get(found["name"] or "")
@@ -313,7 +313,7 @@ def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) ->
         named: ids of added tokens by their texts.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the form is not one of that language.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -323,7 +323,7 @@ def grammar_source(params: StructuredOutputsParams, named: Mapping[str, int]) ->
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
     if params.form == "choice":
-        options = " | ".join(json.dumps(one) for one in json.loads(params.text))
+        options = " | ".join(json.dumps(option) for option in json.loads(params.text))
         return LLMatcher.grammar_from_lark(f"start: {options}")
     if _GBNF.search(params.text):
         if len(params.text) > _MAX_GBNF_CHARS:

@@ -50,7 +50,7 @@ def plain_message(message: Any) -> dict[str, Any]:
     text = _text(content)
     if not text and role == "user":
         raise InvalidRequest("the content of a user's message is empty", "messages")
-    # Templates know the name that came before.
+    # Templates have the older name of the role.
     return {**message, "role": "system" if role == "developer" else role, "content": text}
 
 

@@ -1,8 +1,8 @@
 """PlainTokenizer: the common case of Transformers' tokenizers without importing Transformers.
 
-That import takes longer than starting the engine. So where a checkpoint's tokenizer is simply what
-its tokenizer.json says, that file is read by the tokenizers library alone. Where anything else is
-said that Transformers would act on, it is Transformers that reads it. Tests compare the two.
+That import takes longer than starting the engine. So where tokenizer.json defines a checkpoint's
+tokenizer completely, the tokenizers library alone reads that file. Where other files or settings
+would change what Transformers does, Transformers reads them. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_JSON_BYTES = 16 << 20
 
 
 class PlainTokenizer:
-    """What Transformers' tokenizer offers, as far as `Tokenizer` uses it.
+    """The part of Transformers' tokenizers that `Tokenizer` uses.
 
     Args:
         backend: of the tokenizers library.
@@ -139,5 +139,5 @@ def _json(path: Path) -> dict[str, Any] | None:
             return None
         loaded = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
-        return None  # Transformers says what is wrong with it
+        return None  # Transformers reports what is wrong with it
     return loaded if isinstance(loaded, dict) else None

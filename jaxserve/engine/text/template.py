@@ -1,8 +1,8 @@
 """ChatTemplate: a checkpoint's Jinja template, rendered in a sandbox that counts its work.
 
-A template comes with a checkpoint, so it is somebody else's program. Jinja has no loop without an
-end, but loops in loops, macros and doubled texts come close. No thread can be stopped from outside,
-so that every step which can repeat or enlarge anything is made to pay from one budget.
+A template comes with a checkpoint, so it is a foreign program. Jinja has no loop without an end,
+but loops in loops, macros and doubled texts come close. No thread can be stopped from outside, so
+every step that can repeat or enlarge anything pays from one budget.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from jinja2.visitor import NodeTransformer
 from jaxserve.errors import InvalidRequest
 
 MAX_SOURCE_CHARS = 1 << 20
-# Of what a template makes: four times its input and this much.
+# The bound of a template's output is four times its input, and this much.
 MORE_CHARS = 1 << 20
-# All texts and lists made on the way, in multiples of the output's bound.
+# The bound of all texts and lists made on the way, in multiples of the output's.
 WORK_OF_OUTPUT = 16
 MAX_NUMBER = 100_000
 _CHECK_EVERY = 64
-# What a list or a mapping weighs by itself: about the time that it takes, in characters.
+# The weight of a list or a mapping by itself: about the time that it takes, in characters.
 _ENTRY = 64
 # `%99999999d`, `{:99999999}` and `%*d` make long texts from short ones.
 _WIDE = re.compile(r"\d{6,}|%[^a-zA-Z%]*\*")
-# Filters that make a text of all they are given.
+# Filters that make a text of all their inputs.
 _TEXT_FILTERS = frozenset("tojson string join format replace indent escape e safe upper".split())
 _NO_FILTERS = "center filesizeformat forceescape pprint random striptags sum urlize xmlattr".split()
 
 
 class TemplateTooLong(InvalidRequest):
-    """A template did more work, or made more text, than it may."""
+    """Refusal of a template that did more work, or made more text, than it may."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"the chat template was stopped: {message}", "messages")
 
 
 class _Budget:
-    """What a rendering may still spend: characters and steps, and seconds of CPU time."""
+    """Budget of a rendering: the characters and steps, and seconds of CPU time, that are left."""
 
     def __init__(self, size: int, seconds: float) -> None:
         self.left = size
@@ -59,7 +59,7 @@ class _Budget:
         self._until_check = _CHECK_EVERY
 
     def spend(self, size: int = 1) -> None:
-        """Raises TemplateTooLong when there is nothing left."""
+        """Take this much and a step; raise TemplateTooLong when nothing is left."""
         self.left -= size + 1
         if self.left < 0:
             raise TemplateTooLong("it makes too much text")
@@ -71,21 +71,23 @@ class _Budget:
 
 
 def weigh(value: Any, most: int) -> int:
-    """Characters of a value, and `_ENTRY` for each entry, nested ones as often as they occur; stops
-    above `most`."""
+    """Weigh a value: count its characters, and `_ENTRY` for each list or mapping.
+
+    Nested values count as often as they occur. The count stops above `most`.
+    """
     total, pending = 0, [value]
     while pending and total <= most:
-        one = pending.pop()
-        if isinstance(one, str | bytes):
-            total += len(one)
-        elif isinstance(one, dict):
+        part = pending.pop()
+        if isinstance(part, str | bytes):
+            total += len(part)
+        elif isinstance(part, dict):
             total += _ENTRY
-            pending += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset):
+            pending += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple | set | frozenset):
             total += _ENTRY
-            pending += one
-        elif isinstance(one, int) and not isinstance(one, bool):
-            total += one.bit_length() // 3 + 1
+            pending += part
+        elif isinstance(part, int) and not isinstance(part, bool):
+            total += part.bit_length() // 3 + 1
         else:
             total += 1
         total += 1
@@ -93,11 +95,11 @@ def weigh(value: Any, most: int) -> int:
 
 
 class _Paid(NodeTransformer):
-    """Makes loops and concatenations go through filters that spend."""
+    """Transformer that sends loops and concatenations through filters that spend."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        text = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
+        text = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         size = [nodes.Const(text)]
         node.iter = nodes.Filter(node.iter, "_each", size, [], None, None).set_lineno(node.lineno)
         return node
@@ -111,7 +113,7 @@ class _Paid(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it marks nothing."""
+    """Tag `{% generation %}`: it marks an assistant's text for training, and does nothing here."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -139,7 +141,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for name in _NO_FILTERS:
             del self.filters[name]
         self.filters["tojson"] = _to_json
-        self.filters = {name: self._paid(name, one) for name, one in self.filters.items()}
+        self.filters = {name: self._paid(name, run) for name, run in self.filters.items()}
         self.filters |= {"_each": self._each, "_concat": self._concat}
 
     @property
@@ -201,12 +203,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            if not all(isinstance(one, int | float) and abs(one) <= 64 for one in (left, right)):
+            if not all(isinstance(n, int | float) and abs(n) <= 64 for n in (left, right)):
                 raise SecurityError("numbers to a power are 64 at most")
         elif operator == "*":
-            for one, times in ((left, right), (right, left)):
-                if isinstance(one, str | bytes | list | tuple) and isinstance(times, int):
-                    self.budget.spend(len(one) * max(0, times))
+            for part, times in ((left, right), (right, left)):
+                if isinstance(part, str | bytes | list | tuple) and isinstance(times, int):
+                    self.budget.spend(len(part) * max(0, times))
         elif operator == "%" and isinstance(left, str):
             _check_widths(left)
             self._pay_for([left, right])
@@ -240,7 +242,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """As Jinja's; names that begin with an underscore lead into Python."""
+    """Jinja's namespace without names that begin with an underscore, which lead into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
         for name in dict(*args[1:], **kwargs):
@@ -262,9 +264,9 @@ def _size(value: Any) -> int:
 
 
 def _check_numbers(args: Any, kwargs: dict[str, Any]) -> None:
-    """Widths and counts: what a short call may blow up."""
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, int) and abs(one) > MAX_NUMBER:
+    """Check widths and counts, by which a short call may make a long text."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise SecurityError(f"numbers given to functions are {MAX_NUMBER} at most")
 
 
@@ -289,7 +291,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Transformers has it: no HTML escapes."""
+    """Write JSON as Transformers does, without HTML escapes."""
     if isinstance(value, Undefined):
         raise TemplateError("tojson of something undefined")
     return json.dumps(
@@ -302,7 +304,7 @@ def _to_json(
 
 
 class ChatTemplate:
-    """A compiled template. Safe from any thread.
+    """A compiled template. It is safe from any thread.
 
     Args:
         source: in Jinja.
@@ -324,7 +326,7 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Return whether the name of a variable occurs in it."""
         return any(
-            one.name == name for one in self._sandbox.parse(self.source).find_all(nodes.Name)
+            node.name == name for node in self._sandbox.parse(self.source).find_all(nodes.Name)
         )
 
     def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:

@@ -1,4 +1,4 @@
-"""ThinkingConstraint: what a sequence may say while it thinks, and that it comes to an end."""
+"""ThinkingConstraint: the tokens that a sequence may draw while it thinks, and its forced end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ThinkingMarks:
     """The marks around a sequence's thoughts.
 
     Args:
-        start: what begins them, and `end` what ends them.
+        start: the text that begins them; `end` is the text that ends them.
         end_token_ids: the end in tokens, as it is forced.
         decode: token ids to text.
         start_token_id: of the start where it is one token; else NO_TOKEN.
@@ -39,7 +39,7 @@ class ThinkingMarks:
 
 
 class Inner(Protocol):
-    """What holds after the thoughts; see `engine.text.grammars.Constraint`."""
+    """Constraint on the text after the thoughts; see `engine.text.grammars.Constraint`."""
 
     words: np.ndarray
 
@@ -49,14 +49,14 @@ class Inner(Protocol):
 
 
 class ThinkingConstraint:
-    """Leaves thoughts free until their budget is spent, and forces their end then.
+    """Constraint that leaves thoughts free until their budget is spent, and then forces their end.
 
     Args:
         marks: where thoughts begin and end.
         budget: tokens that may be thought; None for any number.
-        inner: what the text after the thoughts must be; None for anything.
+        inner: constraint on the text after the thoughts; None leaves it free.
         vocab_size: width of the logits.
-        ends: token ids that end a sequence, which thoughts may not where something must follow.
+        ends: token ids that end a sequence. Thoughts may not draw them where `inner` must follow.
         ahead: tokens that may be drawn before the host has seen the newest. From there to the end
             of the budget the row waits for each token.
 
@@ -90,12 +90,12 @@ class ThinkingConstraint:
         self._phase = "thinking" if marks.is_open else "before"
         if marks.is_closed:
             self._phase = "after"
-        # What may begin a form may begin a thought too; after another token there is none.
+        # Beside what may begin the form, a thought may begin; after any other token none can.
         self._may_start = _bits(vocab_size, self._start_id)
         self._settle()
 
     def copy(self) -> ThinkingConstraint:
-        """Return another one in the same state."""
+        """Return another constraint in the same state."""
         copied = ThinkingConstraint.__new__(ThinkingConstraint)
         copied.__dict__.update(self.__dict__)
         copied._tail = list(self._tail)
@@ -115,7 +115,7 @@ class ThinkingConstraint:
         if self._phase == "after":
             complete = self._inner is not None and self._inner.advance(token)
         elif self._phase == "forcing":
-            # Whatever else comes, the end begins anew behind it.
+            # After any other token the end begins anew.
             is_forced = token == self._marks.end_token_ids[self._num_forced]
             self._num_forced = self._num_forced + 1 if is_forced else 0
             if self._num_forced == len(self._forced):
@@ -148,7 +148,7 @@ class ThinkingConstraint:
         return mark in self._marks.decode(self._tail)
 
     def _settle(self) -> None:
-        """What the phase allows next."""
+        """Set the words that the phase allows next."""
         budget = self._budget
         if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:
             self._phase = "forcing"
@@ -166,7 +166,7 @@ class ThinkingConstraint:
 
 
 def _bits(vocab_size: int, tokens: Sequence[int] | None = None) -> np.ndarray:
-    """u32[W]: a bit for each of some tokens, or for all."""
+    """Return u32[W] with a bit set for each of the tokens, or for all ids."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     if tokens is None:
         bits[:vocab_size] = True

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer and chat template."""
+"""Tokenizer: text to token ids and back, and the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.request import SamplingParams
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
-MAX_TOKENS_BEYOND = 64  # of more tokens without logits, the tokenizer is another model's
+MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, where: str, vocab_size: int) -> Self:
-        """One of Transformers' tokenizers as ours; CheckpointError where it does not fit."""
+        """Wrap a tokenizer of Transformers; CheckpointError where it does not fit the model."""
         made = cls.__new__(cls)
         made._take(tokenizer, where, vocab_size)
         return made
@@ -73,10 +73,11 @@ class Tokenizer:
         self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
         # The flag that decoding goes by; lists of special tokens by name rarely hold all of them.
         flagged = self.backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(at for at, token in flagged.items() if token.special)
-        self._added_texts = {at: text for text, at in self._tokenizer.get_added_vocab().items()}
-        # Runs of spaces are no marks of anything.
-        added = [text for text in self._tokenizer.get_added_vocab() if len(text.strip()) > 1]
+        self.special_ids = frozenset(number for number, token in flagged.items() if token.special)
+        added_vocab = self._tokenizer.get_added_vocab()
+        self._added_texts = {number: text for text, number in added_vocab.items()}
+        # Runs of spaces mark nothing.
+        added = [text for text in added_vocab if len(text.strip()) > 1]
         added.sort(key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
         self._beginnings = {text[:end] for text in added for end in range(1, len(text))}
@@ -84,7 +85,7 @@ class Tokenizer:
         self._templates = self._read_templates(where)
 
     def _tokens_beyond(self, where: str) -> dict[int, str]:
-        """Added tokens without logits, such as the marks of images beside a model of text.
+        """Return added tokens without logits, such as the marks of images beside a model of text.
 
         Raises:
             CheckpointError: words have none either, so the tokenizer is another model's.
@@ -108,7 +109,7 @@ class Tokenizer:
         return found
 
     def _within(self, ids: list[int], param: str) -> list[int]:
-        """Return the ids again; InvalidRequest where the model does not know one."""
+        """Return the ids again; InvalidRequest where the model has no logits for one."""
         if self._beyond:
             for token in ids:
                 if token in self._beyond:
@@ -142,7 +143,10 @@ class Tokenizer:
         return templates
 
     def _try(self, template: ChatTemplate) -> None:
-        """Raises TemplateTooLong for what does not end; refusals of so short a talk are fine."""
+        """Raise TemplateTooLong for a template that does not end.
+
+        A template may refuse so short a conversation.
+        """
         try:
             self._render(template, [{"role": "user", "content": "?"}], {}, 1.0)
         except TemplateTooLong:
@@ -151,7 +155,7 @@ class Tokenizer:
             return
 
     def has_template(self, tools: bool) -> bool:
-        """Return whether there is a chat template for talks with tools, or without."""
+        """Return whether there is a chat template for conversations with tools, or without."""
         return self._template(tools) is not None
 
     def _template(self, tools: bool) -> ChatTemplate | None:
@@ -168,23 +172,23 @@ class Tokenizer:
         return any(template.reads(name) for template in self._templates.values())
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the one token that the vocabulary spells so, if it is an added one."""
+        """Return the id of the added token with this text, or None."""
         return self._tokenizer.get_added_vocab().get(text)
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is that of a special token, which is left out of texts by default."""
+        """Return whether a text is that of a special token, which decoding usually leaves out."""
         return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return token ids of a prompt, with the special tokens that the model expects.
 
         Raises:
-            InvalidRequest: it is no text, or holds a token that the model does not know.
+            InvalidRequest: it is no text, or holds a token that the model has no logits for.
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
     def encode_word(self, text: str) -> list[int]:
-        """Token ids of a piece of text, with nothing around it, known to the model or not."""
+        """Return token ids of a piece of text, with nothing around it and without checks."""
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -205,7 +209,7 @@ class Tokenizer:
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text, in UTF-8; possibly a part of a character."""
+        """Return the UTF-8 that one token adds to a text; possibly part of a character."""
         text = self._added_texts.get(token_id)
         if text is not None:  # runs of blanks are such tokens too
             return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
@@ -229,7 +233,7 @@ class Tokenizer:
         Args:
             messages: each a dict with a role and content.
             seconds: of CPU time that the template may take.
-            options: what else the template is told, such as tools.
+            options: further variables of the template, such as tools.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
@@ -289,7 +293,7 @@ class Tokenizer:
         return text.split(mark)
 
     def _cut(self, value: Any, mark: str) -> Any:
-        """A message with a mark in every special token's text, so that none is left whole."""
+        """Put a mark into every special token's text in a value, so that none is left whole."""
         if isinstance(value, Mapping):
             # Templates look for names that are identifiers, and no special token is one.
             return {
@@ -303,21 +307,27 @@ class Tokenizer:
         value = str(value)
         while self._added.search(value):
             value = self._added.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        # What follows may be data too, and would make it whole.
+        # The text after it may be data too, and would make a special token whole.
         ends = (value[-size:] for size in range(1, self._longest_added))
         return value + mark if any(end in self._beginnings for end in ends) else value
 
 
 def byte_letters() -> list[str]:
-    """What a vocabulary of bytes (GPT-2's) writes for each: itself where that is a visible letter
-    of Latin-1, else the next one from U+0100 on."""
+    """Return the letter that a vocabulary of bytes (GPT-2's) writes for each byte.
+
+    It is the byte itself where that is a visible letter of Latin-1, else the next letter from
+    U+0100 on.
+    """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _read_with_transformers(directory: str) -> Any:
-    """Imported late: it takes longer than the rest of a start, and is needed by few tokenizers."""
+    """Read a tokenizer with Transformers.
+
+    The import is late: it takes longer than the rest of a start, and few tokenizers need it.
+    """
     transformers = importlib.import_module("transformers")
     return transformers.AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
@@ -325,7 +335,7 @@ def _read_with_transformers(directory: str) -> Any:
 
 
 def read_generation_config(directory: str | Path) -> dict[str, Any]:
-    """generation_config.json of a checkpoint, or an empty dict where there is none.
+    """Read generation_config.json of a checkpoint, or return an empty dict where there is none.
 
     Raises:
         CheckpointError: the file is not a JSON object.

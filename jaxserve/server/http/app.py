@@ -99,11 +99,11 @@ class App:
         self.asgi.state.served = self
 
     def check_room(self, path: str) -> None:
-        """Refuse what could not be taken in now, whatever it asks for.
+        """Refuse requests that could not be admitted now, whatever their bodies.
 
         Raises:
             ApiError: 503, the server is stopping.
-            Overloaded: the queue is full. Of several models, each request says which it means.
+            Overloaded: the queue of the only model is full. With several models the body names one.
         """
         if path not in _DRAWING:
             return

@@ -20,7 +20,7 @@ from jaxserve.server.settings import ServerConfig
 
 # A body may come in pieces this small on average, if it is long: smaller ones cost more than work.
 MIN_PIECE_BYTES, FREE_PIECES = 16, 4096
-# How long a connection beyond the limit has to ask for what it may.
+# Seconds that a connection beyond the limit has to send a request.
 CROWD_SECONDS = 1.0
 _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.IGNORECASE)
 
@@ -43,7 +43,7 @@ class Parser(h11.Connection):
         """Return h11's next event.
 
         Raises:
-            RemoteProtocolError: as h11's; also with status 413, the body is too large.
+            RemoteProtocolError: as h11 raises it; with status 413 where the body is too large.
         """
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -56,7 +56,7 @@ class Parser(h11.Connection):
             if event.http_version not in (b"1.0", b"1.1"):
                 raise h11.RemoteProtocolError("this version of HTTP is not served")
             event = _with_path(event)
-        # What the line before a chunk says is left of it; h11 keeps that to itself.
+        # Bytes of the open chunk that are still to come, which h11 holds in a private field.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
         if self._bytes + announced > self._max_body_bytes:
             raise _too_large(f"The body is larger than {self._max_body_bytes} bytes.")
@@ -68,7 +68,7 @@ def _too_large(message: str) -> h11.RemoteProtocolError:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """A request whose target is a path; one in absolute form says more than its Host header."""
+    """Return the request with a path as its target; an absolute target replaces the Host header."""
     found = _ABSOLUTE.fullmatch(request.target)
     if found is None:
         return request
@@ -85,10 +85,10 @@ def _with_path(request: h11.Request) -> h11.Request:
 
 
 class Crowd:
-    """Connections beyond the limit, which may ask for /health and nothing else.
+    """Connections beyond the limit, which may request /health and nothing else.
 
     Args:
-        most: of them at once; who has waited longest gives way to who comes.
+        most: of them at once; a further one replaces the one that has waited longest.
     """
 
     def __init__(self, most: int) -> None:
@@ -111,7 +111,7 @@ class Crowd:
 
 
 class _Pieces:
-    """Stands in for a transport while the pieces of an answer are put together."""
+    """Substitute for a transport, which collects the pieces of an answer until they are joined."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -128,13 +128,14 @@ class _Pieces:
 
 
 class Connection(H11Protocol):
-    """One client's connection.
+    """Connection of one client.
 
-    Closed when it sends no complete header in time, or reads nothing of what is ready for it.
+    It is closed when the client sends no complete header in time, or reads nothing of what is
+    ready for it.
 
     Args:
-        limits: the server's.
-        crowd: of all connections.
+        limits: the server's settings.
+        crowd: the connections beyond the limit.
         **named: see `H11Protocol`.
     """
 
@@ -159,7 +160,7 @@ class Connection(H11Protocol):
         self._watch_header()
 
     def refuse(self) -> None:
-        """End a connection of the crowd, with a word where no answer is on its way."""
+        """End a connection of the crowd, with a refusal where no answer is on its way."""
         self._stop("_header_timer")
         self._crowd.discard(self)
         if self.cycle is None or self.cycle.response_complete:
@@ -195,7 +196,7 @@ class Connection(H11Protocol):
             scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
 
     def _should_upgrade(self) -> bool:
-        """No protocol but HTTP/1 is spoken: who asks for another is answered in this one."""
+        """Refuse every protocol but HTTP/1, in which requests for another are answered."""
         return False
 
     async def _write_event(self, data: bytes) -> bool:
@@ -229,16 +230,16 @@ class Connection(H11Protocol):
                 self.transport.close()
 
     def shutdown(self) -> None:
-        """Close where no answer is on its way, else after it."""
+        """Close now where no answer is on its way, else after the answer."""
         if self.conn.our_state is h11.ERROR:
             self.transport.close()
         else:
             super().shutdown()
 
     def _watch_header(self) -> None:
-        """A header that has begun, or the first one, must be complete in time.
+        """Limit the time until a header that has begun, or the first one, is complete.
 
-        So must what is left of a body that was answered without it.
+        The limit holds too for the rest of a body whose request was answered without it.
         """
         state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -274,7 +275,7 @@ class Connection(H11Protocol):
             setattr(self, name, None)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, and close."""
+        """Answer data that is not HTTP, and close."""
         reason = sys.exc_info()[1]
         status = getattr(reason, "error_status_hint", 400)
         if status == 431:

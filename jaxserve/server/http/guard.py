@@ -1,6 +1,6 @@
 """Guard: the middleware that every request passes before it is routed.
 
-It bounds headers, body and the time for it, checks the key, and where the request comes from.
+It bounds headers, body and the time for the body, and checks the key and the request's origin.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADER_LINE = 8 << 10
 MAX_REQUEST_ID = 128
-# A body up to this size is read also where the answer will be a refusal: the connection lives on.
+# A body up to this size is read even where the answer is a refusal, so that the connection stays.
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
-# Without a key: whether the process lives is for the orchestrator, which has none.
+# Paths without a key: an orchestrator, which has none, checks whether the process lives.
 OPEN_PATHS = frozenset({"/health"})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Guard:
-    """ASGI middleware; what it finds goes into the scope.
+    """ASGI middleware, which adds entries to the scope.
 
-    `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is asked for),
-    `jaxserve.renamed` see `EndpointRequest`. `jaxserve.crowded` marks connections over the limit.
+    `jaxserve.body` is the whole body, `jaxserve.key` the API key (None where none is required).
+    `jaxserve.renamed` is that of `EndpointRequest`. `jaxserve.crowded` marks connections over the
+    limit.
 
     Args:
-        app: what it guards.
+        app: the application that it guards.
         config: the limits.
         lifecycle: while the server drains, answers end their connections.
         open_paths: paths that need no key, besides /health.
-        check_room: raises where a request to a path could not be taken in now, whatever it says;
-            asked before anything of the body is looked at.
+        check_room: raises where a request to a path could not be admitted now, whatever its body;
+            called before the body is parsed.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Guard:
         except ClientGone:
             return
         except asyncio.CancelledError:
-            # Of what goes on for too long after SIGTERM, such as a body that never ends.
+            # A request lasts too long after SIGTERM, for example as its body never ends.
             if not self._lifecycle.is_draining or answer.is_started:
                 raise
             error = ApiError(503, "the server is stopping", code="shutting_down")
@@ -121,7 +122,7 @@ class Guard:
             )
 
     def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """On loopback, a page of another site must not reach the server through a browser."""
+        """Refuse what pages of other sites send to a loopback server through a browser."""
         if not self._config.is_local:
             return
         host = _host_of(b"//" + headers.get(b"host", b""))
@@ -145,7 +146,7 @@ class Guard:
             if scheme.lower() != b"bearer":
                 given = b""
         digest = hashlib.sha256(given.strip()).digest()
-        # Every key is compared, so that the time says nothing.
+        # Every key is compared, so that the time reveals nothing.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             raise ApiError(
@@ -159,9 +160,10 @@ class Guard:
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
     ) -> bytes:
-        """Read the body. What could not be taken in now is refused unparsed, and if large, unread.
+        """Read the body, unless it is large and the request could not be admitted now.
 
-        A refusal of a body that was not read closes the connection.
+        A small body is read in any case, but refused before it is parsed. A refusal of a body that
+        was not read closes the connection.
         """
         _check_media(headers)
         is_small = int(headers.get(b"content-length", SMALL_BODY_BYTES + 1)) <= SMALL_BODY_BYTES
@@ -197,7 +199,7 @@ class Guard:
 
 
 class _Answer:
-    """What is sent of an answer; its head is held back until there is a body to go with it.
+    """Answer whose head is held back until there is a body to send with it.
 
     Attributes:
         is_started: whether anything has been sent.
@@ -211,7 +213,7 @@ class _Answer:
         self.is_started = False
 
     async def send(self, message: Message) -> None:
-        """As ASGI's. Head and first piece, and last piece and end, go out as one each."""
+        """Send as ASGI does, but head and first piece together, and last piece and end."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self._headers]
             self._head = message
@@ -228,7 +230,7 @@ class _Answer:
 
 
 def _by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Headers by name; one given twice holds both values, and matches nothing by that."""
+    """Map headers by name; a header given twice has both values, so that it matches nothing."""
     joined: dict[bytes, bytes] = {}
     for name, value in headers:
         joined[name] = joined[name] + b", " + value if name in joined else value
@@ -255,7 +257,7 @@ def _check_media(headers: Mapping[bytes, bytes]) -> None:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer, then read on for a moment: a client still sending must get to see the answer."""
+    """Answer, then read on for a moment, so that a client still sending receives the answer."""
     response: Any = error_response(error)
     unread = error.status in (408, 413) or "jaxserve.body" not in scope
     if not unread:

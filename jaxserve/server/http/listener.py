@@ -1,4 +1,4 @@
-"""The port, taken before JAX is imported: one that is in use is said at once."""
+"""The port, taken before JAX is imported, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before the models are loaded; nobody can connect before `listen`.
+    """Take the port before the models are loaded; no client can connect before `listen`.
 
     Raises:
         OSError: it is taken, or the host is no address of this machine.

@@ -10,7 +10,7 @@ BURST, WINDOW_SECONDS = 20, 10.0
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON, so that nothing in it can pass for another record."""
+    """Formatter of a record as one line of JSON: nothing in it can pass for another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -25,7 +25,7 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Lets pass `BURST` records of a kind (one place in the code) in `WINDOW_SECONDS`."""
+    """Limit of the records of a kind (a place in the code): `BURST` in `WINDOW_SECONDS`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Open files: how many connections the process's limit of them allows."""
+"""Open files: the connections that the process's limit of them allows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import resource
 from dataclasses import dataclass
 
-# Files that a process holds besides its connections, and what it opens for a moment.
+# Files that a process holds besides its connections, and those that it opens for a moment.
 SPARE_FILES = 256
-# Connections that one turn of the event loop accepts, of each of the spare files.
+# Spare files for each connection that one turn of the event loop accepts.
 _SHARE_OF_A_TURN = 8
 _FEWEST = 16
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the limit of open files leaves for connections.
+    """Connections that the limit of open files leaves room for.
 
     Attributes:
         limit: files that the process may have open.

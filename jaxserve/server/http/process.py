@@ -20,7 +20,7 @@ from jaxserve.server.http.open_files import Room, make_room
 from jaxserve.server.schema.errors import ApiError
 
 _log = logging.getLogger(__name__)
-# What is left of a request's end when all of them have been ended: its last bytes.
+# Time for the last bytes of answers once all requests have been ended.
 FAREWELL_SECONDS = 1.5
 # Connections that wait in the kernel to be accepted.
 _QUEUE = 2048
@@ -35,7 +35,7 @@ class Process(uvicorn.Server):
     dies ends the process.
 
     Args:
-        app: what it serves.
+        app: the application to serve.
         room: for connections; by default what the limit of open files leaves.
 
     Attributes:
@@ -69,14 +69,20 @@ class Process(uvicorn.Server):
         self._is_first_tick = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which takes the connections of one turn for the length of the queue."""
+        """Start as uvicorn does, then lengthen the queue of connections.
+
+        For uvicorn it is no longer than what one turn of the event loop accepts.
+        """
         asyncio.get_running_loop().set_exception_handler(self._on_error)
         await super().startup(sockets)
-        for one in sockets or []:
-            one.listen(_QUEUE)
+        for listener in sockets or []:
+            listener.listen(_QUEUE)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Asyncio accepts no connection for a second where it finds no file for one."""
+        """Close idle connections where no file is left for a new one.
+
+        Asyncio then accepts none for a second.
+        """
         if getattr(context.get("exception"), "errno", None) not in _NO_FILES:
             loop.default_exception_handler(context)
             return
@@ -100,18 +106,18 @@ class Process(uvicorn.Server):
         if not self._num_signals:
             return False
         self._close_idle()
-        active = [one for model in self._served.models.all for one in model.active]
-        late = self._num_signals > 1 or time.monotonic() > self._deadline
-        if active and not late:
+        active = [generation for model in self._served.models.all for generation in model.active]
+        is_late = self._num_signals > 1 or time.monotonic() > self._deadline
+        if active and not is_late:
             return False
         for generation in active:
             generation.fail(ApiError(503, "the server is stopping", code="shutting_down"))
         return True
 
     def _close_idle(self) -> None:
-        """Once the server drains: end idle connections now, and the others after their answers.
+        """End idle connections at the start of draining, and the others after their answers.
 
-        Those that come later are told by a header of their answers.
+        Connections that come later end by a header of their answers.
         """
         if self._is_first_tick:
             self._is_first_tick = False

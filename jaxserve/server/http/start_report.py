@@ -8,33 +8,33 @@ from typing import TextIO
 
 
 class Stop:
-    """Ends the start at SIGTERM and at an interrupt.
+    """Handler of SIGTERM and of interrupts that ends the start.
 
     The exception that a signal raises is lost where Python happens to collect garbage; `check`
     raises it again.
     """
 
     def __init__(self) -> None:
-        self._asked: BaseException | None = None
+        self._error: BaseException | None = None
         signal.signal(signal.SIGTERM, lambda *_: self._stop(SystemExit(0)))
         signal.signal(signal.SIGINT, lambda *_: self._stop(KeyboardInterrupt()))
 
     def _stop(self, error: BaseException) -> None:
-        self._asked = error
+        self._error = error
         raise error
 
     def check(self) -> None:
         """Raise again what a signal has raised, if one came."""
-        if self._asked is not None:
-            raise self._asked
+        if self._error is not None:
+            raise self._error
 
 
 class StartReport:
-    """Says on a stream how far the start has come: a line for each stage, with its seconds.
+    """Report of the start's progress on a stream: a line for each stage, with its seconds.
 
     Args:
         stream: to write to.
-        stop: looked at with everything that is said.
+        stop: checked with every line.
     """
 
     def __init__(self, stream: TextIO, stop: Stop | None = None) -> None:
@@ -48,7 +48,10 @@ class StartReport:
         print(f"jaxserve: {text}", file=self._stream, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """As `OnProgress`: rewrites its line on a terminal, else says when a stage is done."""
+        """Report progress as an `OnProgress`.
+
+        On a terminal the line is rewritten, elsewhere a line is written when a stage is done.
+        """
         self._check()
         if stage != self._stage:
             self._stage, self._started = stage, time.perf_counter()

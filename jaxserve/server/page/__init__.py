@@ -1,7 +1,7 @@
-"""The playground at `/`: its files as they lie beside this one, and what they read.
+"""The playground at `/`: its files, which lie beside this module, and the events that they read.
 
-No build step and nothing from elsewhere: the policy below lets the page load and call this server
-alone, and lets no text become markup or script.
+The page has no build step and loads nothing from elsewhere: the policy below lets it load and call
+this server alone, and lets no text become markup or script.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 class _File:
-    """One file of the page, held in memory; a browser that has it is told so."""
+    """A file of the page, held in memory; a browser that has it already gets status 304."""
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
@@ -62,17 +62,17 @@ class _File:
 
 def _paths() -> dict[str, Path]:
     """Return each file by the path that it is served at."""
-    files = sorted(one for one in Path(__file__).parent.iterdir() if one.suffix in _MEDIA)
-    return {"/" if one.name == "index.html" else f"/page/{one.name}": one for one in files}
+    files = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _MEDIA)
+    return {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in files}
 
 
-# The page itself needs no key: it asks for one, and sends it with all that it reads.
+# The page itself needs no key: its user enters one, which it sends with all its requests.
 OPEN_PATHS = frozenset(_paths())
 
 
 def routes() -> list[BaseRoute]:
     """Return the routes of the page's files and of the dashboard's events."""
     files: list[BaseRoute] = [
-        Route(at, _File(path).answer, methods=["GET"]) for at, path in _paths().items()
+        Route(url_path, _File(path).answer, methods=["GET"]) for url_path, path in _paths().items()
     ]
     return [*files, *dashboard.routes()]

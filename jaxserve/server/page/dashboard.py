@@ -1,6 +1,7 @@
-"""GET /dashboard/events: what an engine is doing, four times a second, as server-sent events.
+"""Endpoint GET /dashboard/events: server-sent events that show an engine, four times a second.
 
-Numbers only: no prompt and no answer leaves through here, since keys may belong to different users.
+Events hold numbers only: no prompt and no answer leaves through here, since keys may belong to
+different users.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
 
 
 class Row(msgspec.Struct, array_like=True):
-    """A completion being served. Sent as an array, in the order of these fields.
+    """A completion being served. It is sent as an array, in the order of these fields.
 
     Attributes:
         slot: where it runs; -1 while it waits.
@@ -58,7 +59,8 @@ class Pages(msgspec.Struct):
     """The page map.
 
     Attributes:
-        total: pages; `held` by someone, `shared` by several, `cached` and free.
+        total: number of pages; `held` ones have a holder, `shared` ones several, `cached` ones are
+            in the prefix cache and free.
         per_cell: pages that one cell stands for; it shows the first of them.
         runs: [code, cells] pairs in the order of the pages, without the null page.
     """
@@ -79,7 +81,7 @@ class Snapshot(msgspec.Struct):
         stats: its counters.
         running: by slot, at most MAX_RUNNING.
         waiting: the next to start first, at most MAX_WAITING.
-        pages: who holds what.
+        pages: the page map.
         first_token, inter_token: how many latencies were measured so far, and their sum in
             seconds.
     """
@@ -95,7 +97,7 @@ class Snapshot(msgspec.Struct):
 
 @dataclass
 class _Copy:
-    """What must be read between steps; the rest is made of it elsewhere."""
+    """Data that must be read between steps; the rest of a snapshot is made of it elsewhere."""
 
     stats: EngineStats
     running: list[Row]
@@ -107,15 +109,15 @@ class _Copy:
 
 
 def _copy(engine: Engine) -> _Copy:
-    """Copy on the engine's thread: rows and plain copies of arrays, and nothing slower."""
+    """Copy rows and arrays, and do nothing slower, since this runs on the engine's thread."""
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
-    running = sorted(scheduler.running_sequences(), key=lambda one: one.slot)
+    running = sorted(scheduler.running_sequences(), key=lambda sequence: sequence.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
-    pages = [slots.pages(one.slot) for one in running]
+    pages = [slots.pages(sequence.slot) for sequence in running]
     return _Copy(
         engine.stats(),
-        [_running(engine, one) for one in running],
-        [_row(one, len(one.token_ids), 0) for one in waiting],
+        [_running(engine, sequence) for sequence in running],
+        [_row(sequence, len(sequence.token_ids), 0) for sequence in waiting],
         pool.ref_count[1:].copy(),
         pool.is_cached[1:].copy(),
         np.concatenate(pages) - 1 if pages else np.zeros(0, np.int32),
@@ -128,7 +130,7 @@ def _running(engine: Engine, sequence: Sequence) -> Row:
     return _row(sequence, int(slots.num_known[slot]), int(slots.num_computed[slot]))
 
 
-def _row(sequence: Sequence, known: int, computed: int) -> Row:
+def _row(sequence: Sequence, num_known: int, num_computed: int) -> Row:
     prompt = sequence.num_prompt
     return Row(
         sequence.slot,
@@ -136,14 +138,14 @@ def _row(sequence: Sequence, known: int, computed: int) -> Row:
         sequence.index,
         prompt,
         max(sequence.num_cached, 0),
-        computed,
-        known - prompt,
+        num_computed,
+        num_known - prompt,
         sequence.request.max_length - prompt,
     )
 
 
 def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
-    """Who holds what.
+    """Make the page map: find out what holds each page.
 
     Args:
         ref_count: i32[P], holders of each page, the null page left out.
@@ -169,10 +171,12 @@ def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) ->
 
 
 def take_snapshot(model: ServedModel) -> Snapshot:
-    """Return a model's engine as of now. Waits for the step in progress; not for the event loop.
+    """Take a snapshot of a model's engine now.
+
+    This waits for the step in progress, so it must not run on the event loop.
 
     Raises:
-        EngineClosed, EngineDead: there is no engine to ask.
+        EngineClosed, EngineDead: there is no engine any more.
     """
     metrics = model.request_metrics
     copy = model.llm.inspect(_copy)
@@ -192,14 +196,14 @@ def take_snapshot(model: ServedModel) -> Snapshot:
 
 
 class Dashboard:
-    """Streams snapshots; however many watch, an engine is asked once a period."""
+    """Streams of snapshots; an engine is read once a period, however many clients watch it."""
 
     def __init__(self) -> None:
         self._snapshots: dict[ServedModel, tuple[float, asyncio.Future[bytes]]] = {}
         self._num_watchers = 0
 
     async def events(self, request: Request) -> Response:
-        """GET /dashboard/events?model=NAME
+        """Answer GET /dashboard/events?model=NAME with a stream of snapshots.
 
         Raises:
             ApiError: 404, there is no such model; 429, too many watch already.
@@ -211,7 +215,7 @@ class Dashboard:
         return _Feed(self, model, app)
 
     async def latest(self, model: ServedModel) -> bytes:
-        """The event of a snapshot not older than a period; taken once for all who ask."""
+        """Return the event of a snapshot not older than a period, taken once for all watchers."""
         now = time.monotonic()
         taken, future = self._snapshots.get(model, (-PERIOD, None))
         if future is None or (future.done() and now - taken >= PERIOD / 2):
@@ -220,7 +224,7 @@ class Dashboard:
         return await asyncio.shield(future)
 
     def watch(self, change: int) -> None:
-        """Count a watcher who starts (1) or stops (-1)."""
+        """Count a watcher that starts (1) or stops (-1)."""
         self._num_watchers += change
 
 
@@ -229,7 +233,7 @@ def _event_of(model: ServedModel) -> bytes:
 
 
 class _Feed(Response):
-    """Snapshots until the reader goes or the server stops."""
+    """Response of snapshots until the reader goes or the server stops."""
 
     def __init__(self, dashboard: Dashboard, model: ServedModel, app: App) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})

@@ -1,1 +1,1 @@
-"""What endpoints take and give: schemas, their checks, and the errors that they become."""
+"""Schemas of requests and answers, their checks, and the errors that refusals become."""

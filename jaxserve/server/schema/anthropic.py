@@ -1,4 +1,4 @@
-"""What Anthropic's messages endpoints take and give, and the chat that a request stands for."""
+"""Schemas of Anthropic's messages endpoints, and the chat that a request stands for."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def as_chat(body: CountRequest) -> ChatRequest:
     messages: list[ChatMessage] = []
     if body.system is not None:
         messages.append(ChatMessage(role="system", content=_text(body.system)))
-    for one in body.messages:
-        messages += _chat_messages(one)
+    for message in body.messages:
+        messages += _chat_messages(message)
     chat = ChatRequest(model=body.model, messages=messages)
     if body.messages and body.messages[-1].role == "assistant":
         chat.continue_final_message = True
@@ -161,13 +161,13 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
         chat.tools = [
             Tool(
                 function=FunctionDefinition(
-                    name=one.name,
-                    description=one.description,
-                    parameters=one.input_schema,
-                    strict=one.strict,
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.input_schema,
+                    strict=tool.strict,
                 )
             )
-            for one in body.tools
+            for tool in body.tools
         ]
     if choice is None:
         return
@@ -184,7 +184,7 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
 
 
 def _text(content: str | list[Block] | None) -> str:
-    """Return the text of a content that may be nothing else."""
+    """Return the text of a content, which may hold nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
     for block in content:
@@ -196,29 +196,29 @@ def _text(content: str | list[Block] | None) -> str:
     return "".join(block.text or "" for block in content)
 
 
-def _chat_messages(one: InputMessage) -> list[ChatMessage]:
-    """One message in a chat's: results of tools are messages of their own, before the rest."""
-    if isinstance(one.content, str):
-        return [ChatMessage(role=one.role, content=one.content)]
+def _chat_messages(message: InputMessage) -> list[ChatMessage]:
+    """Convert a message to those of a chat; results of tools become messages before the rest."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
     results, rest, calls, thoughts = [], [], [], []
-    for block in one.content:
-        if block.type == "tool_result" and one.role == "user":
+    for block in message.content:
+        if block.type == "tool_result" and message.role == "user":
             results.append(
                 ChatMessage(
                     role="tool", content=_text(block.content), tool_call_id=block.tool_use_id
                 )
             )
-        elif block.type == "tool_use" and one.role == "assistant":
+        elif block.type == "tool_use" and message.role == "assistant":
             if block.name is None:
                 raise InvalidRequest("messages: a tool_use block needs a name", "messages")
             call = FunctionCall(name=block.name, arguments=json.dumps(block.input or {}))
             calls.append(ToolCall(id=block.id, function=call))
-        elif block.type == "thinking" and one.role == "assistant":
+        elif block.type == "thinking" and message.role == "assistant":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
             rest.append(block)
     if not (rest or calls or thoughts) and results:
         return results
-    message = ChatMessage(role=one.role, content=_text(rest), tool_calls=calls or None)
-    message.reasoning_content = "".join(thoughts) or None
-    return [*results, message]
+    chat_message = ChatMessage(role=message.role, content=_text(rest), tool_calls=calls or None)
+    chat_message.reasoning_content = "".join(thoughts) or None
+    return [*results, chat_message]

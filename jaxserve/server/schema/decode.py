@@ -23,8 +23,8 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:
     """Decode a JSON body of UTF-8.
 
-    Refuses before anything is built: nesting deeper than `max_depth`, more than `max_nodes`
-    values. Refuses too: NaN, numbers out of range, lone surrogates, a name given twice.
+    Nesting deeper than `max_depth` and more than `max_nodes` values are refused before anything is
+    built. NaN, numbers out of range, lone surrogates and a name given twice are refused too.
 
     Raises:
         ApiError: 400.
@@ -55,11 +55,11 @@ def _count_names(value: Any) -> int:
     """Count the names in all objects of a decoded document."""
     count, pending = 0, [value] if isinstance(value, dict | list) else []
     while pending:
-        one = pending.pop()
-        if isinstance(one, dict):
-            count += len(one)
-            one = one.values()
-        pending += [inner for inner in one if isinstance(inner, dict | list)]
+        container = pending.pop()
+        if isinstance(container, dict):
+            count += len(container)
+            container = container.values()
+        pending += [inner for inner in container if isinstance(inner, dict | list)]
     return count
 
 
@@ -74,7 +74,7 @@ def to_schema(value: Any, schema: type[T]) -> T:
     except msgspec.ValidationError as error:
         text = str(error)
         found = [rule.search(text) for rule in (_PATH, _MISSING)]
-        param = ".".join(one.group(1) for one in found if one is not None) or None
+        param = ".".join(match.group(1) for match in found if match is not None) or None
         text = text.replace("`$.", "`").replace(" - at `$`", "")
         raise ApiError(400, text, param, "invalid_type") from None
     except RecursionError:
@@ -83,5 +83,5 @@ def to_schema(value: Any, schema: type[T]) -> T:
 
 def unknown_fields(value: Any, schema: type[msgspec.Struct]) -> list[str]:
     """Return names at the top of a document that its schema does not have."""
-    known = {field.encode_name for field in msgspec.structs.fields(schema)}
-    return sorted(value.keys() - known)
+    names = {field.encode_name for field in msgspec.structs.fields(schema)}
+    return sorted(value.keys() - names)

@@ -80,7 +80,7 @@ def too_many_connections() -> ApiError:
 
 
 def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """Return the answer for an exception. It shows nothing of the server's inside.
+    """Return the answer for an exception. It shows nothing of the server's internals.
 
     Args:
         error: the exception.
@@ -89,7 +89,7 @@ def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> 
     problem = _translated(error)
     name = (renamed or {}).get(problem.param or "")
     if name is not None and isinstance(error, InvalidRequest):
-        # The field at the start, with or without a part of it that only the engine's has.
+        # The field at the start, with or without a part of it that only the engine's field has.
         field = rf"{re.escape(problem.param or '')}(\.\w+)?(?=[ :,])"
         problem.message = re.sub(rf"\A{field}", lambda _: name, problem.message)
         problem.param = name

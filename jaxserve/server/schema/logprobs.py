@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's endpoints word them."""
+"""Log-probabilities in the form of OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of a completion's tokens; of its prompt's too where that is echoed.
+    """Logprobs of a completion's tokens; of its prompt's too where that is echoed.
 
     `text_offset` is where a token's first whole character stands in the text.
     """
@@ -41,7 +41,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of a message's tokens."""
+    """Logprobs of a message's tokens."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -54,7 +54,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 class Row(NamedTuple):
-    """One token's scores: its own, and the most likely tokens with theirs, best first."""
+    """Scores of one token: its own, and the most likely tokens with theirs, best first."""
 
     token: int
     logprob: float
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[Row]:
-    """The scores of tokens, one by one; together the scores have as many rows as there are."""
+    """Yield the scores of each token; the pieces of scores have a row for each in all."""
     ids = iter(token_ids)
     for piece in scores:
         columns = (
@@ -77,26 +77,26 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
 
 
 class TokenTexts:
-    """Tokens as answers spell them.
+    """Texts of tokens, as answers spell them.
 
     Args:
-        tokenizer: spells them; None spells them as `token_id:5`.
-        as_ids: spell them so anyway.
+        tokenizer: spells the tokens; without one they are spelled like `token_id:5`.
+        as_ids: whether to spell them like that in any case.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
         self._tokenizer = None if as_ids else tokenizer
         self._bytes = tokenizer
-        self._known: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
         """Return a token's text; U+FFFD stands for bytes that are no whole character."""
-        text = self._known.get(token)
+        text = self._texts.get(token)
         if text is None:
             text = f"token_id:{token}"
             if self._tokenizer is not None:
                 text = self._tokenizer.token_bytes(token).decode(errors="replace")
-            self._known[token] = text
+            self._texts[token] = text
         return text
 
     def data(self, token: int) -> bytes:
@@ -109,15 +109,15 @@ class TokenTexts:
         return not (special and skip_special_tokens)
 
     def chat(self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-        """As chat completions and responses have them."""
+        """Return the logprobs of tokens in the form of chat completions and responses."""
         return [
             TokenLogprob(
                 self.text(row.token),
                 row.logprob,
                 list(self.data(row.token)),
                 [
-                    TopLogprob(self.text(one), value, list(self.data(one)))
-                    for one, value in row.best
+                    TopLogprob(self.text(token), value, list(self.data(token)))
+                    for token, value in row.best
                 ],
             )
             for row in rows(token_ids, scores)
@@ -126,18 +126,18 @@ class TokenTexts:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs, width: int
     ) -> list[dict[int, PromptLogprob] | None]:
-        """As vLLM has those of a prompt: by token ids, nothing for the first token."""
+        """Return the logprobs of a prompt in vLLM's form: by ids, None for the first token."""
         answer: list[dict[int, PromptLogprob] | None] = [None]
         for row in rows(token_ids[1:], [scores]):
             entry = {row.token: PromptLogprob(row.logprob, row.rank, self.text(row.token))}
-            for rank, (one, value) in enumerate(row.best[:width], 1):
-                entry.setdefault(one, PromptLogprob(value, rank, self.text(one)))
+            for rank, (token, value) in enumerate(row.best[:width], 1):
+                entry.setdefault(token, PromptLogprob(value, rank, self.text(token)))
             answer.append(entry)
         return answer
 
 
 class CompletionTokens:
-    """One completion's tokens, worded as they come.
+    """Logprobs of one completion's tokens, made as the tokens come.
 
     Args:
         texts: spells tokens.
@@ -153,7 +153,7 @@ class CompletionTokens:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs, width: int
     ) -> CompletionLogprobs:
-        """Return the prompt's, which come first; nothing is known of its first token."""
+        """Return those of the prompt, which come first; its first token has none."""
         answer = CompletionLogprobs([], [], [], [])
         self._append(answer, token_ids[0], None, None)
         for row in rows(token_ids[1:], [scores]):
@@ -163,15 +163,15 @@ class CompletionTokens:
     def drawn(
         self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], width: int
     ) -> CompletionLogprobs:
-        """Those of what was drawn."""
+        """Return those of drawn tokens."""
         answer = CompletionLogprobs([], [], [], [])
         for row in rows(token_ids, scores):
             self._append_row(answer, row, width)
         return answer
 
     def _append_row(self, answer: CompletionLogprobs, row: Row, width: int) -> None:
-        best = {self._texts.text(one): value for one, value in reversed(row.best[:width])}
-        # Unlike tokens may be spelled alike; the best of them counts, and the token's own last.
+        best = {self._texts.text(token): value for token, value in reversed(row.best[:width])}
+        # Several tokens may have one spelling: the best counts, but the row's own token before all.
         best = dict(reversed(best.items())) | {self._texts.text(row.token): row.logprob}
         self._append(answer, row.token, row.logprob, best)
 
@@ -182,20 +182,20 @@ class CompletionTokens:
         logprob: float | None,
         best: dict[str, float] | None,
     ) -> None:
-        text, came = self._texts.text(token), 0
+        text, num_new = self._texts.text(token), 0
         if self._texts.is_shown(token, self._skip):
-            came = len(self._decoder.decode(self._texts.data(token)))
-        self._offset += came
-        # Bytes before it that turn out to be no character stand before it, as one of their own.
-        is_whole = 0 < len(text) <= came and "\ufffd" not in text
-        answer.text_offset.append(self._offset - (len(text) if is_whole else came))
+            num_new = len(self._decoder.decode(self._texts.data(token)))
+        self._offset += num_new
+        # Bytes before it that make no character after all stand before it, as their own U+FFFD.
+        is_whole = 0 < len(text) <= num_new and "\ufffd" not in text
+        answer.text_offset.append(self._offset - (len(text) if is_whole else num_new))
         answer.tokens.append(text)
         answer.token_logprobs.append(logprob)
         answer.top_logprobs.append(best)
 
 
 def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
+    """Join the logprobs of successive tokens."""
     if first is None:
         return then
     return CompletionLogprobs(

@@ -1,4 +1,4 @@
-"""What OpenAI's completions and chat endpoints take and give: schemas, and nothing else.
+"""Schemas of OpenAI's completions and chat endpoints.
 
 Types are checked here (strictly: true is no integer, "5" is no number); ranges are checked by the
 engine's validator alone.
@@ -105,7 +105,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
     @property
     def words(self) -> str | None:
-        """What it says; None where it is no text."""
+        """Text of the part; None where its type is not one of text."""
         if self.type == "refusal":
             return self.text if self.refusal is None else self.refusal
         return self.text if self.type in ("text", "input_text", "output_text") else None
@@ -216,7 +216,7 @@ class CompletionResponse(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What was said. Fields that nothing fills are null, as vLLM has them: clients look there."""
+    """A chat's answer. Fields that nothing fills are null, as vLLM has them: clients look there."""
 
     content: str | None
     role: str = "assistant"

@@ -1,4 +1,4 @@
-"""What OpenAI's responses endpoint takes and gives, and the chat that a request stands for."""
+"""Schemas of OpenAI's responses endpoint, and the chat that a request stands for."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.tools:
-        chat.tools = [_tool(one) for one in body.tools]
+        chat.tools = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
@@ -232,19 +232,19 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
-def _tool(one: FunctionTool) -> Tool:
+def _tool(tool: FunctionTool) -> Tool:
     return Tool(
         function=FunctionDefinition(
-            name=one.name,
-            description=one.description,
-            parameters=one.parameters,
-            strict=one.strict,
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
         )
     )
 
 
 def _append(messages: list[ChatMessage], item: InputItem) -> None:
-    """Calls belong to the assistant's message before them, or are one of their own."""
+    """Append an item; a call joins the assistant's message before it, or becomes a new one."""
     if item.type == "message":
         messages.append(ChatMessage(role=item.role or "user", content=item.content))
     elif item.type == "function_call":

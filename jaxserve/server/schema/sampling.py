@@ -13,7 +13,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.server.schema.openai import Sampling
 from jaxserve.structured import NAME, StructuredOutputsParams
 
-# Fields that are known and not supported yet, each with its neutral values, which pass.
+# Fields that are not supported yet, each with its neutral values, which pass.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
     "guided_json": (None,),
@@ -38,7 +38,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     "truncation_side": (None, "left"),
 }
-# Read by their name from a request; the rest of SamplingParams is settled elsewhere.
+# Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
@@ -83,32 +83,32 @@ def check_sizes(request: Sampling, vocab_size: int) -> None:
         raise InvalidRequest(f"{name} takes at most the model's {vocab_size} token ids", name)
 
 
-def _logit_bias(asked: Mapping[str, float] | None) -> dict[int, float] | None:
+def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     """Convert OpenAI's keys, which are texts, to token ids."""
-    if asked is None:
+    if biases is None:
         return None
-    for key in asked:
+    for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise InvalidRequest(f"logit_bias: {key[:60]!r} is not a token id", "logit_bias")
-    return {int(key): value for key, value in asked.items()}
+    return {int(key): value for key, value in biases.items()}
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
     """Return the form of the text, given in vLLM's fields or in OpenAI's.
 
     Raises:
-        InvalidRequest: naming the field that said it.
+        InvalidRequest: naming the field that holds it.
     """
-    asked, form = request.structured_outputs, request.response_format
+    outputs, form = request.structured_outputs, request.response_format
     if form is None or form.type == "text":
-        if asked is None:
+        if outputs is None:
             return None
-        every = msgspec.structs.asdict(asked)
-        given = {name: value for name, value in every.items() if value is not None}
+        fields = msgspec.structs.asdict(outputs)
+        given = {name: value for name, value in fields.items() if value is not None}
         if "structural_tag" in given:
             raise InvalidRequest("structured_outputs.structural_tag is not supported", NAME)
         return StructuredOutputsParams(**given)
-    if asked is not None:
+    if outputs is not None:
         raise InvalidRequest(
             "response_format and structured_outputs exclude each other", "response_format"
         )

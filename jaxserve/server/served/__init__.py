@@ -1,1 +1,1 @@
-"""The models that a server serves, and who is admitted to them."""
+"""The models of a server, and the admission of requests to them."""

@@ -82,7 +82,7 @@ def plan_models(
 def check_models(specs: Iterable[ModelSpec]) -> None:
     """Find a model that is not there before any other is loaded, which takes long.
 
-    Names on the hub are asked for when they are loaded.
+    Names on the hub are looked up when they are loaded.
 
     Raises:
         CheckpointError: naming it.

@@ -195,8 +195,8 @@ def introduce(
         f"{listed}\nA call is written like this:\n{example}"
     )
     if messages and messages[0]["role"] == role:
-        said = messages[0]["content"]
-        parts = (said, text) if role == "system" else (text, said)
+        content = messages[0]["content"]
+        parts = (content, text) if role == "system" else (text, content)
         return [{**messages[0], "content": "\n\n".join(filter(None, parts))}, *messages[1:]]
     return [{"role": role, "content": text}, *messages]
 
