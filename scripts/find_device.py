@@ -33,7 +33,7 @@ class Choice:
 
 
 def find(seconds: float = SECONDS) -> Choice:
-    """Return what fits this machine; never fails, and waits no longer than `seconds`."""
+    """Choose what fits this machine; never fails, and waits no longer than `seconds`."""
     found = _reason_against() or _query(QUERY, seconds)
     if isinstance(found, subprocess.CompletedProcess):
         return _judge(found, seconds)
@@ -41,7 +41,7 @@ def find(seconds: float = SECONDS) -> Choice:
 
 
 def _reason_against() -> str | None:
-    """Return what rules a GPU out before the driver is looked at."""
+    """Find what rules a GPU out before the driver is looked at."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return f"JAX_PLATFORMS is {platforms}"
@@ -87,23 +87,23 @@ def _query(fields: str, seconds: float) -> subprocess.CompletedProcess[str] | st
 
 
 def _judge(result: subprocess.CompletedProcess[str], seconds: float) -> Choice:
-    """Return the choice for what nvidia-smi printed."""
+    """Choose by what nvidia-smi printed."""
     lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
     if result.returncode:
         return Choice("cpu", "", _failure(result, lines, seconds))
     if not lines:
         return Choice("cpu", "", "nvidia-smi lists no card")
     rows = [ROW.fullmatch(line) for line in lines]
-    known = [row for row in rows if row]
-    if not known:
+    matches = [row for row in rows if row]
+    if not matches:
         return Choice("cpu", "", f"nvidia-smi answers {lines[0][:80]!r}, not a driver and a card")
-    driver = int(known[0]["driver"])
+    driver = int(matches[0]["driver"])
     build = next((name for name, oldest in OLDEST_DRIVERS.items() if driver >= oldest), None)
     if build is None:
         return Choice("cpu", "", _old_driver(driver))
-    usable = [row for row in known if tuple(map(int, row["cap"].split("."))) >= OLDEST_CARD]
+    usable = [row for row in matches if tuple(map(int, row["cap"].split("."))) >= OLDEST_CARD]
     if not usable:
-        cards = ", ".join(sorted({f"{row['name']} has {row['cap']}" for row in known}))
+        cards = ", ".join(sorted({f"{row['name']} has {row['cap']}" for row in matches}))
         least = ".".join(map(str, OLDEST_CARD))
         return Choice("cpu", "", f"compute capability {least} or newer is needed; {cards}")
     cards = "" if len(usable) == len(lines) else ",".join(row["uuid"] for row in usable)
@@ -118,7 +118,7 @@ def _old_driver(driver: int) -> str:
 
 
 def _failure(result: subprocess.CompletedProcess[str], lines: list[str], seconds: float) -> str:
-    """Return why nvidia-smi failed; drivers before 510 do not know compute capabilities."""
+    """Explain why nvidia-smi failed; drivers before 510 do not report compute capabilities."""
     if "compute_cap" in result.stdout:
         again = _query("driver_version", seconds)
         if isinstance(again, subprocess.CompletedProcess):

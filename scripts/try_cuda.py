@@ -1,4 +1,4 @@
-"""Starts CUDA and multiplies on it. Prints the device's name, or why there is none (status 1)."""
+"""Trial of CUDA: starts it and multiplies. Prints the device's name, or why not (status 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Heard(logging.Handler):
 
 
 def try_cuda() -> tuple[bool, str]:
-    """Return whether CUDA runs, with the device's name or the reason in one line."""
+    """Try whether CUDA runs; return that, with the device's name or the reason in one line."""
     heard = Heard()
     logging.getLogger("jax").addHandler(heard)
     try:

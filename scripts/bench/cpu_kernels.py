@@ -46,7 +46,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Pair(NamedTuple):
-    """Two ways to the same result.
+    """Pair of ways to the same result.
 
     Attributes:
         name: of the work.
@@ -65,19 +65,19 @@ class Pair(NamedTuple):
 
 
 def copies_of(arrays: Arrays) -> list[Arrays]:
-    """Return so many copies that no cache holds all."""
+    """Make so many copies that no cache holds all."""
     size = sum(array.nbytes for array in arrays)
     return [arrays, *(tuple(a.copy() for a in arrays) for _ in range(int(BEYOND_CACHES // size)))]
 
 
 def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays:
-    """Return a weight [..., I, O] as the kernel of a form takes it.
+    """Store a weight [..., I, O] as the kernel of a form takes it.
 
     Random codes stand for quantized.
     """
     if form in ("float32", "bfloat16"):
         whole = weight.reshape(-1, *weight.shape[-2:])
-        panels = [in_panels(np.asarray(jnp.asarray(one).astype(form))) for one in whole]
+        panels = [in_panels(np.asarray(jnp.asarray(matrix).astype(form))) for matrix in whole]
         return (jnp.asarray(np.stack(panels).reshape(*weight.shape[:-2], *panels[0].shape)),)
     *experts, inputs, outputs = weight.shape
     rows, groups = (inputs // 2, inputs // PANEL) if form == "int4" else (inputs, 1)
@@ -89,7 +89,7 @@ def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays
 
 
 def product(form: str, grouped: bool) -> Callable[..., Any]:
-    """Return a kernel of ours that multiplies rows by weights (by those of each row's expert)."""
+    """Make a kernel of ours that multiplies rows by weights (by those of each row's expert)."""
 
     def run(x: jax.Array, counts: jax.Array | None, *weights: jax.Array) -> jax.Array:
         if form in ("float32", "bfloat16"):
@@ -120,8 +120,8 @@ def products(sizes: Sequence[int]) -> Iterator[Pair]:
                 f"{form}, rows: {rows}",
                 ours,
                 theirs,
-                [(own, *some) for some in mine],
-                [(x, *some) for some in plain],
+                [(own, *arrays) for arrays in mine],
+                [(x, *arrays) for arrays in plain],
                 2 * rows * weight.size,
                 sum(array.nbytes for array in mine[0]),
             )
@@ -146,8 +146,8 @@ def experts(sizes: Sequence[int]) -> Iterator[Pair]:
                 f"{form}, tokens: {tokens}",
                 ours,
                 theirs,
-                [(own, jnp.asarray(counts), *some) for some in mine],
-                [(x, jnp.asarray(counts), *some) for some in plain],
+                [(own, jnp.asarray(counts), *arrays) for arrays in mine],
+                [(x, jnp.asarray(counts), *arrays) for arrays in plain],
                 2 * rows * INPUTS * OUTPUTS,
                 read,
             )
@@ -156,7 +156,7 @@ def experts(sizes: Sequence[int]) -> Iterator[Pair]:
 def attention(
     name: str, function: Callable[..., Any], lengths: Sequence[int], queries: int
 ) -> Pair:
-    """Return rows of these lengths, with `queries` each, over pages that lie in any order."""
+    """Make a pair for rows of these lengths, `queries` in each, over scattered pages."""
     rows, pages = len(lengths), -(-max(lengths) // PAGE_SIZE)
     kind, dtype = ("decode" if queries == 1 else "ragged"), jnp.dtype(jnp.float32)
     tokens, number = rows * queries, rows * pages
@@ -167,7 +167,7 @@ def attention(
     def by(implementation: str) -> Callable[..., Any]:
         return jax.jit(lambda *arrays: function(*arrays, implementation=implementation))
 
-    copies = [(q, *some, *where) for some in copies_of((k_pages, v_pages))]
+    copies = [(q, *key_values, *where) for key_values in copies_of((k_pages, v_pages))]
     seen = sum(length - (queries - 1) / 2 for length in lengths) * queries
     numbers = 2 * KV_HEADS * HEAD_DIM * sum(lengths)
     return Pair(

@@ -1,7 +1,7 @@
 """Cost of HTTP: tokens per second streamed through the server over those of AsyncLLM itself.
 
 One process serves both ways in turn, so that the ratio is of one machine, one engine and one
-minute; the clients of the HTTP half run in a process of their own, as they do in life.
+minute; the clients of the HTTP half run in a process of their own, as they usually do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP = 512  # tokens
 
 
 def stream_all(port: int, streams: int, tokens: int) -> int:
-    """Stream completions over plain sockets, looking at them fifty times a second."""
+    """Stream completions over plain sockets that are polled fifty times a second."""
     fields = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(fields).encode()
@@ -38,18 +38,18 @@ def stream_all(port: int, streams: int, tokens: int) -> int:
     )
     tails: dict[socket.socket, bytes] = {}
     for _ in range(streams):
-        one = socket.create_connection(("127.0.0.1", port))
-        one.sendall(head.encode() + body)
-        tails[one] = b""
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + body)
+        tails[connection] = b""
     drawn = 0
     while tails:
         time.sleep(0.02)
-        for one in select.select(list(tails), [], [], 60)[0]:
-            piece = one.recv(1 << 18)
-            tails[one] = (tails[one] + piece)[-4096:]
+        for connection in select.select(list(tails), [], [], 60)[0]:
+            piece = connection.recv(1 << 18)
+            tails[connection] = (tails[connection] + piece)[-4096:]
             if not piece:
-                tail = tails.pop(one)
-                one.close()
+                tail = tails.pop(connection)
+                connection.close()
                 usage = tail[tail.rindex(b'"completion_tokens":') :]
                 drawn += int(usage.partition(b":")[2].partition(b",")[0])
     return drawn
@@ -66,7 +66,7 @@ def serve_clients(port: int, ours: Connection) -> None:
 
 
 class Clients:
-    """Clients in a process of their own, as a context manager; whatever happens, it ends."""
+    """Clients in a process of their own, as a context manager that always ends it."""
 
     def __init__(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -76,7 +76,7 @@ class Clients:
         theirs.close()
 
     async def stream(self, streams: int, tokens: int) -> tuple[int, float]:
-        """Return the tokens, and the seconds that they took.
+        """Stream once; return the tokens, and the seconds that they took.
 
         Raises:
             RuntimeError: the process has ended; it has said why.
@@ -104,14 +104,14 @@ async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
     """Draw the same streams from AsyncLLM in this process."""
     sampling = llm_sampling(tokens)
 
-    async def one() -> int:
+    async def draw() -> int:
         count = 0
         async for output in llm.generate(PROMPT, sampling):
             count += sum(len(part.token_ids) for part in output.outputs)
         return count
 
     started = time.perf_counter()
-    drawn = sum(await asyncio.gather(*[one() for _ in range(streams)]))
+    drawn = sum(await asyncio.gather(*[draw() for _ in range(streams)]))
     return drawn, time.perf_counter() - started
 
 

@@ -3,7 +3,7 @@
     python -m scripts.bench.loading --json scripts/results/bench_loading.json
 
 Parameters keep the dtype that is stored, or have that of --dtype: an engine on a CPU widens to
-float32 unless told otherwise. With --stored what was measured of the others stays in the JSON file.
+float32 by default. With --stored what was measured of the others stays in the JSON file.
 
 Writes a random Llama checkpoint in shards under a temporary folder. A turn is a process of its own,
 as a server's start is, that reads the files from one end to the other with one thread and no more
@@ -12,7 +12,7 @@ faster counts, since either may meet something else at work. The first load of a
 compiles what transposes weights, a fifth of a second whatever their size: what it reached is
 reported apart ("first"). Before each of these the files are dropped from the page cache
 (posix_fadvise), read once without a clock and, a moment later, dropped again, so that both sides
-find the page cache with memory that was just in use: a virtual machine may give what is free back
+find the page cache with memory that was just in use: a virtual machine may return free memory
 to its host every two seconds, which costs a second or more while something is timed. A load's time
 runs from the call of `load_weights` to the last weight in its place, with NaN being looked for.
 
@@ -107,7 +107,7 @@ def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> N
 
 
 def num_bytes(layers: int, dtype: str) -> int:
-    """Return bytes of a checkpoint with so many layers."""
+    """Count the bytes of a checkpoint with so many layers."""
     config = parse_model_config(CONFIG | {"num_hidden_layers": layers})
     dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
     return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
@@ -126,7 +126,7 @@ def drop_cached(folder: Path) -> None:
 
 
 def read_all(folder: Path) -> float:
-    """Return seconds to read every byte in order into one buffer."""
+    """Read every byte in order into one buffer; return the seconds."""
     buffer, started = bytearray(READ_BYTES), time.perf_counter()
     for path in weight_files(folder):
         with open(path, "rb", buffering=0) as file:
@@ -154,14 +154,14 @@ def peak_bytes() -> int:
 
 
 def touch(size: int) -> float:
-    """Use so many bytes of memory and free them; seconds that it took."""
+    """Use so many bytes of memory and free them; return the seconds."""
     started = time.perf_counter()
     np.empty(size, np.uint8).fill(1)
     return time.perf_counter() - started
 
 
 def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
-    """Read and load in this process: seconds, bytes on the device, rise of host memory's peak."""
+    """Read and load here; return seconds, bytes on the device, rise of host memory's peak."""
     config = read_model_config(folder)
     values = sum(
         int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
@@ -191,7 +191,7 @@ def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
 
 
 def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, int]:
-    """Return seconds of a load, and the bytes of what was loaded, which is free again."""
+    """Load and free the model; return the seconds of the load, and the bytes loaded."""
     started = time.perf_counter()
     model = load_weights(folder, config, dtype, panels=jax.default_backend() == "cpu")
     leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
@@ -250,10 +250,10 @@ def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[
         "parameters_as": dtype,
         "fresh": fresh,
         "touched": touched,
-        "ratio": statistics.median(one["ratio"] for one in touched),
-        "ratio_first": statistics.median(one["ratio_first"] for one in touched),
-        "ratio_fresh": statistics.median(one["ratio"] for one in fresh),
-        "excess_of_largest_shard": max(one["excess_bytes"] for one in fresh) / largest,
+        "ratio": statistics.median(result["ratio"] for result in touched),
+        "ratio_first": statistics.median(result["ratio_first"] for result in touched),
+        "ratio_fresh": statistics.median(result["ratio"] for result in fresh),
+        "excess_of_largest_shard": max(result["excess_bytes"] for result in fresh) / largest,
     }
 
 
@@ -290,15 +290,16 @@ def main() -> None:
             write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
-            one = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
+            result = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)
         print(
-            f"  {one['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
-            f"process {one['ratio_first']:.2f}, with fresh memory {one['ratio_fresh']:.2f}; excess "
-            f"{one['excess_of_largest_shard']:.2f} of the largest shard (goal {EXCESS_GOAL})"
+            f"  {result['ratio']:.2f} of sequential reading (goal {GOAL}), the first load of a "
+            f"process {result['ratio_first']:.2f}, with fresh memory {result['ratio_fresh']:.2f}; "
+            f"excess {result['excess_of_largest_shard']:.2f} of the largest shard "
+            f"(goal {EXCESS_GOAL})"
         )
         if arguments.json:
             kind = stored if dtype == stored else f"{stored} as {dtype}"
-            keep(arguments.json, {kind: one}, about, goals)
+            keep(arguments.json, {kind: result}, about, goals)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ are of the medians. S0 pads prompts to the longest of their batch and runs every
 longest ends; S1 pads nothing and leaves slots empty until the batch has ended.
 
 The part "launches" runs only where it is named: one stream's tokens a second, one decode step a
-launch against as many as nobody notices.
+launch against as many as go unnoticed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
 
 
 def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -> dict[str, Any]:
-    """Serve the workload with one schedule; counts, seconds and the rows of every step."""
+    """Serve the workload with one schedule; return counts, seconds and rows of every step."""
     engine = Engine(loaded, scheduler=make)
     rng = np.random.default_rng(0)
     digest: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Time of a decode step over that of its matrix products alone, taking turns.
+    """Time a decode step against its matrix products alone, in turns.
 
     `weights` multiplies by every weight matrix as the step does, `xla_weights` by the same ones in
     the plain order with XLA's product; `attention` is queries by keys and weights by values for the
@@ -224,7 +224,7 @@ def step_over_products(loaded: Loaded, batch: int, context: int, repeats: int) -
 
 
 def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
-    """Return both products of every layer's attention over `tokens` tokens, in chunks of 64."""
+    """Make both products of every layer's attention over `tokens` tokens, in chunks of 64."""
     kv_heads, head_dim = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // kv_heads
     rng = np.random.default_rng(2)
@@ -245,7 +245,7 @@ def _attention_products(config: ModelConfig, tokens: int) -> Callable[[], Any]:
 
 
 def _plain(panels: np.ndarray) -> np.ndarray:
-    """Return a weight in panels as [inputs, outputs]."""
+    """Unpack a weight in panels into [inputs, outputs]."""
     return np.ascontiguousarray(panels.transpose(1, 0, 2)).reshape(panels.shape[1], -1)
 
 
@@ -377,22 +377,23 @@ def measure(arguments: argparse.Namespace) -> None:
         steps = [step_over_products(loaded, b, mean, 40) for b in (1, arguments.batch)]
         if arguments.json:
             keep(arguments.json, {"step": steps}, about)
-        for one in steps:
+        for step in steps:
             print(
-                f"step / its matrix products at B={one['batch']}: {one['over_all_products']:.2f} "
-                f"(gate {STEP_GATE}); over the weights' products alone {one['over_weights']:.2f} "
-                f"(CPU time {one['over_weights_cpu']:.2f}), by XLA {one['over_xla_weights']:.2f}; "
-                f"context {one['context']}"
+                f"step / its matrix products at B={step['batch']}: {step['over_all_products']:.2f} "
+                f"(gate {STEP_GATE}); over the weights' products alone {step['over_weights']:.2f} "
+                f"(CPU time {step['over_weights_cpu']:.2f}), by XLA {step['over_xla_weights']:.2f}"
+                f"; context {step['context']}"
             )
     if "schedules" in arguments.parts:
         result = compare_schedules(loaded, arguments.batch, rows, arguments.repeats or 3)
         gate = GAIN_GATES.get(arguments.batch)
         for name in ("S1", "S0"):
-            one = result["schedules"][name]
+            schedule = result["schedules"][name]
             print(
-                f"continuous over {name} at B={arguments.batch}: {one['gain_of_continuous']:.2f}"
+                f"continuous over {name} at B={arguments.batch}: "
+                f"{schedule['gain_of_continuous']:.2f}"
                 + (f" (gate {gate})" if name == "S0" and gate else "")
-                + f"; in CPU time {one['gain_in_cpu_seconds']:.2f}"
+                + f"; in CPU time {schedule['gain_in_cpu_seconds']:.2f}"
             )
         if arguments.json:
             plot(result, arguments.json.with_suffix(".png"))

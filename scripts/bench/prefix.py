@@ -4,7 +4,7 @@
     python -m scripts.bench.prefix --part hits --pages 20000 --slots 1
     python -m scripts.bench.prefix --part cost --repeats 60 --model bundled
 
-hits    The 1,000 rows of Mooncake's trace, which tells equal prefixes, through the real scheduler
+hits    The 1,000 rows of Mooncake's trace, which marks equal prefixes, through the real scheduler
         and page pool under a virtual clock (no model), at several sizes; beside it an ideal LRU of
         the same size, that serves one request at a time. Several slots show what is lost where a
         request is admitted before its twin has published anything, and where running requests hold
@@ -58,7 +58,7 @@ Numbers = dict[str, float]
 
 
 def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) -> tuple[int, int]:
-    """Return tokens looked up and found by an LRU of `capacity` pages, one request at a time.
+    """Count tokens looked up and found by an LRU of `capacity` pages, one request at a time.
 
     It holds prompts and outputs, evicts the page that was used longest ago, and of one request
     the last page first; like the engine it leaves at least one token to compute.
@@ -133,7 +133,7 @@ def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def cost_at_no_hits(loaded: Any, requests: int, repeats: int) -> dict[str, Any]:
-    """Time of the same unique prompts with the cache on and off, in turns."""
+    """Time the same unique prompts with the cache on and off, in turns."""
     limits = loaded.limits
     jobs = make_jobs(
         "azure-conv",
@@ -173,7 +173,9 @@ def loss(on: np.ndarray, off: np.ndarray) -> Numbers:
     low, high = np.quantile(shares, (LEFT_OUT, 1 - LEFT_OUT))
     kept = np.flatnonzero(both)[(shares >= low) & (shares <= high)]
     drawn = np.random.default_rng(0).choice(kept, (BOOTSTRAPS, len(kept)))
-    found, *others = (100 * (1 - off[some].sum(-1) / on[some].sum(-1)) for some in (kept, drawn))
+    found, *others = (
+        100 * (1 - off[indices].sum(-1) / on[indices].sum(-1)) for indices in (kept, drawn)
+    )
     return {
         "pct": float(found),
         "standard_error_pct": float(np.std(others)),
@@ -182,7 +184,7 @@ def loss(on: np.ndarray, off: np.ndarray) -> Numbers:
 
 
 def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[float, float]]:
-    """Serve jobs that all come at once; wall and CPU seconds of each turn of some steps.
+    """Serve jobs that all come at once; return wall and CPU seconds of each turn of a few steps.
 
     Raises AssertionError where a prompt's beginning was in the cache.
     """
@@ -214,7 +216,7 @@ def turns_of(loaded: Any, jobs: list[Job], caching: bool) -> Iterator[tuple[floa
 
 
 def report_hits(rows: list[Numbers]) -> bool:
-    """Print the hit rates; whether the gate holds where one request is served at a time."""
+    """Print the hit rates; return whether the gate holds where one request is served at a time."""
     print(f"{'pages':>9}{'slots':>7}{'found %':>10}{'ideal %':>10}{'points below':>14}")
     for row in rows:
         gated = row["slots"] == 1
@@ -227,7 +229,7 @@ def report_hits(rows: list[Numbers]) -> bool:
 
 
 def report_cost(cost: dict[str, Any]) -> bool:
-    """Print the cost; whether the gate holds."""
+    """Print the cost; return whether the gate holds."""
     holds = cost["loss_pct"] <= MOST_LOSS_PCT
     for name, what in (("loss", "throughput lost"), ("cpu_loss", "more CPU time")):
         value, error = cost[f"{name}_pct"], cost[f"{name}_standard_error_pct"]

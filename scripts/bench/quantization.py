@@ -68,7 +68,7 @@ MOST_ROWS, MOST_TOKENS, STEP = 16, 192, 1024
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table."""
+    """Row of the table."""
 
     quantization: Literal["int8", "fp8", "int4"] | None
     kv_cache_dtype: Literal["auto", "fp8"]
@@ -89,7 +89,7 @@ MODES = [
 
 
 def examples(count: int) -> list[demo_tasks.Task]:
-    """Return Held-out questions, `count` of each task."""
+    """Draw held-out questions, `count` of each task."""
     return [
         task
         for name in demo_tasks.TASKS
@@ -101,10 +101,10 @@ def examples(count: int) -> list[demo_tasks.Task]:
 
 
 def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
-    """Return bytes of the bundled model, perplexity of the right answers and their share.
+    """Measure the bundled model: bytes, perplexity of the right answers and their share.
 
     An answer is what greedy decoding gives if and only if each of its tokens, and the end after
-    them, is the most likely one after those before it: one pass over the right answers tells.
+    them, is the most likely one after those before it: one pass over the right answers suffices.
     """
     directory = bundled_model()
     config = read_model_config(directory)
@@ -115,11 +115,11 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
         fp8 = jnp.float8_e4m3fn
         runner.kv = [(k.astype(fp8), v.astype(fp8)) for k, v in runner.kv]
     losses, right = [], []
-    for some in batches(tokenizer, tasks):
-        rows = [[*prompt, *answer] for prompt, answer in some]
+    for batch in batches(tokenizer, tasks):
+        rows = [[*prompt, *answer] for prompt, answer in batch]
         rows += [[0]] * (MOST_ROWS - len(rows))
         runner.tokens = [[] for _ in rows]
-        for scores, (prompt, answer) in zip(runner.run(rows, pad_to=STEP), some, strict=False):
+        for scores, (prompt, answer) in zip(runner.run(rows, pad_to=STEP), batch, strict=False):
             shown = scores[len(prompt) - 1 : -1].astype(np.float64)
             total = np.logaddexp.reduce(shown, axis=1)
             losses += (total - shown[np.arange(len(answer)), answer]).tolist()
@@ -138,7 +138,7 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
 
 
 def bits_a_weight(model: Decoder) -> float:
-    """Return bits a weight of the blocks' matrices, scales and zero points included."""
+    """Count bits a weight of the blocks' matrices, scales and zero points included."""
     matrices = [
         matrix[...]
         for layer in model.layers
@@ -176,7 +176,7 @@ def batches(
 
 
 def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
-    """Return a random model for speed, compiled."""
+    """Make a random model for speed, compiled."""
     shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
     model_config = parse_model_config(shape)
     config = EngineConfig(
@@ -197,7 +197,7 @@ def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
 
 
 def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[str, Any]]:
-    """Return milliseconds of a decode step for each mode and number of rows, and their ratios.
+    """Measure milliseconds of a decode step for each mode and number of rows, and their ratios.
 
     Args:
         modes: the first is what the others are compared with.
@@ -231,7 +231,7 @@ def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the results as Markdown."""
+    """Format the results as Markdown."""
     lines = [
         "# Quantization",
         "",

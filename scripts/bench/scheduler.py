@@ -22,7 +22,7 @@ engine, a step is committed after the next was submitted. Percentiles are of wal
 excluded: on a machine with other work they are too high, p99 above all; `cpu_mean_us` is not. The
 two queues are stepped in turns, so that such work meets both.
 Garbage collection stays on; what is alive after the warm-up is frozen (`gc.freeze`), because a
-full collection over a million waiting requests would take a second and tell nothing about steps.
+full collection over a million waiting requests would take a second and say nothing about steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Result = dict[str, float]
 class Workload:
     """Endless requests with the trace's lengths and random prompts.
 
-    Made when asked for, so that memory stays flat however many there are.
+    Each is made when it is needed, so that memory stays flat however many there are.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -91,10 +91,10 @@ class Workload:
 
 
 class Device:
-    """Computes one step after the other, beside the host, and waits where there is none.
+    """Simulated device: computes one step after the other beside the host, and waits for more.
 
     Args:
-        seconds: that each takes.
+        seconds: that each step takes.
 
     Attributes:
         idle, busy: seconds since the first step was submitted.
@@ -106,7 +106,7 @@ class Device:
         self._free: float | None = None
 
     def submit(self) -> float:
-        """Start a step as soon as the one before has ended; when it will be done."""
+        """Start a step as soon as the one before has ended; return when it will be done."""
         now = time.perf_counter()
         free = now if self._free is None else self._free
         self.idle += max(0.0, now - free)
@@ -121,7 +121,7 @@ class Device:
 
 
 class Loop:
-    """A scheduler, its queue and a device.
+    """Loop of a scheduler, its queue and a device.
 
     Args:
         slots, pages, budget: slots, usable pages and tokens a step.
@@ -178,7 +178,7 @@ class Loop:
         return scheduled - started, packed - scheduled, committing
 
     def _commit(self, plan: StepPlan, done: float) -> float:
-        """Wait for a step, and commit it; the seconds of the latter."""
+        """Wait for a step, and commit it; return the seconds of the latter."""
         Device.wait(done)
         started, rows = time.perf_counter(), len(plan)
         result = self.scheduler.commit(plan, self._tokens[:rows], self._ok[:rows])
@@ -203,7 +203,7 @@ def warm_up(loop: Loop, workload: Workload, steps: int, waiting: int) -> None:
 
 
 def number_of_steps(requests: int) -> int:
-    """Return steps that are measured: a thousand decide a p99, fewer are for a quick look."""
+    """Choose how many steps are measured: a thousand decide a p99, fewer are for a quick look."""
     return 2000 if requests >= 20_000 else 200
 
 
@@ -270,7 +270,7 @@ class Usage:
     waste: float = 0.0
 
     def sample(self, loop: Loop) -> None:
-        """Take one; a page's cells count as used once their computation was submitted."""
+        """Take a sample; a page's cells count as used once their computation was submitted."""
         held = loop.pool.num_usable - loop.pool.num_free
         taken = loop.slots.num_pages > 0
         used = int(loop.slots.num_computed[taken].sum())
@@ -319,7 +319,7 @@ def bench_prefix(requests: int) -> Result:
 
 
 def bench_queue(requests: int) -> Result:
-    """Step time with a long queue against a short one, the prefix cache off."""
+    """Measure step time with a long queue against a short one, the prefix cache off."""
     steps = number_of_steps(requests)
     queues = {"short": requests // 100, "long": requests}
     loops = {name: (Loop(256, 40_000, 8192, False), Workload()) for name in queues}
@@ -376,7 +376,7 @@ def run_part(part: str, requests: int) -> Result:
 
 
 def print_table(results: dict[str, Result]) -> bool:
-    """Print every quantity, with its gate where it has one; whether all gates hold."""
+    """Print every quantity, with its gate where it has one; return whether all hold."""
     gates = {(part, name): (sign, bound) for part, name, sign, bound in GATES}
     all_hold = True
     print(f"\n{'part':<10}{'quantity':<20}{'value':>14}   gate")

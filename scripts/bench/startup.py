@@ -8,7 +8,7 @@ Every start is a process of its own, timed from before it is spawned:
     cold        nothing is kept from before: every program is traced and compiled
     warm        the next start over the same folder; the median of `--repeats`
     prebuilt    the first start over a folder that `jaxserve compile` filled
-    server      warm, as `jaxserve serve`: until it says that it is ready
+    server      warm, as `jaxserve serve`: until it reports that it is ready
 
 Stages: python and imports; weights (reading, checking, placing them); programs (loading them, or
 tracing and compiling); warm-up (each runs once on padding); the rest (tokenizer, config); the first
@@ -105,7 +105,7 @@ def write_135m(folder: Path) -> Path:
 
 
 def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
-    """Start an engine in this process; seconds of each stage."""
+    """Start an engine in this process; return the seconds of each stage."""
     prepare_process()
     # Imported here: the time that it takes is part of the start.
     from jaxserve import SamplingParams
@@ -126,13 +126,13 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
     start = engine.loaded.start
     assert start is not None
     stages = start.stages
-    known = stages["weights"] + stages["compile"] + stages["warm_up"]
+    stage_seconds = stages["weights"] + stages["compile"] + stages["warm_up"]
     numbers = {
         "imports": imported - spawned,
         "weights": stages["weights"],
         "programs": stages["compile"],
         "warm_up": stages["warm_up"],
-        "rest": ready - imported - known,
+        "rest": ready - imported - stage_seconds,
         "ready": ready - spawned,
         "first_token": first - ready,
         "compiles": runner.num_compiles,
@@ -157,10 +157,10 @@ def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 
 
 def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
-    """Return the seconds until `jaxserve serve` reports that it is ready, and its compilations.
+    """Start `jaxserve serve`; return the seconds until it is ready, and its compilations.
 
-    Those of the start are told by JAX's log, as a line each; those from then to the end of a first
-    request by the server's metrics.
+    Those of the start are counted in JAX's log, a line each; those from then to the end of a
+    first request in the server's metrics.
     """
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "serve", *filter(None, [model])]
@@ -187,7 +187,7 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 
 
 def compiles_after(url: str) -> int:
-    """Return compilations of a running server since its start, once it has answered a request."""
+    """Count compilations of a running server since its start, once it has answered a request."""
     name = ask(url + "/v1/models")["data"][0]["id"]
     ask(url + "/v1/completions", {"model": name, "prompt": list(range(5, 21)), "max_tokens": 1})
     with urlopen(url + "/metrics", timeout=60) as answer:
@@ -197,7 +197,7 @@ def compiles_after(url: str) -> int:
 
 
 def options(limits: dict[str, Any]) -> list[str]:
-    """Return settings as options of the command line."""
+    """Format settings as options of the command line."""
     words = []
     for name, value in limits.items():
         option = "--" + name.replace("_", "-")
@@ -206,7 +206,7 @@ def options(limits: dict[str, Any]) -> list[str]:
 
 
 def compile_ahead(model: str | None, cache: Path, limits: dict[str, Any]) -> float:
-    """Return seconds that `jaxserve compile` takes."""
+    """Run `jaxserve compile`; return the seconds that it takes."""
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "compile", *filter(None, [model])]
     command += ["--compilation-cache-dir", str(cache), *options(limits)]
@@ -246,7 +246,7 @@ def measure(
 
 
 def report(results: dict[str, dict[str, Numbers]]) -> bool:
-    """Print the table; whether all gates hold."""
+    """Print the table; return whether all gates hold."""
     holds = True
     print(f"{'model':<9}{'start':<10}" + "".join(f"{name:>12}" for name in STAGES) + "  compiles")
     for model, kinds in results.items():
@@ -266,12 +266,12 @@ def report(results: dict[str, dict[str, Numbers]]) -> bool:
 def merged(
     before: dict[str, Any], results: dict[str, dict[str, Numbers]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a file holds afterwards; "runs" holds the record of each model's run."""
+    """Merge results into what a file holds; "runs" holds the record of each model's run."""
     runs = before.get("runs", {})
     if "machine" in before:  # how files were that said it once for all models
         runs = dict.fromkeys(before.keys() & GATES, before["machine"]) | runs
     kinds = {model: before.get(model, {}) | results.get(model, {}) for model in GATES}
-    found = {model: one for model, one in kinds.items() if one}
+    found = {model: starts for model, starts in kinds.items() if starts}
     others = {k: v for k, v in before.items() if k not in (*GATES, "machine", "runs")}
     return others | found | {"runs": runs | dict.fromkeys(results, about)}
 

@@ -4,7 +4,7 @@
 
 Masks: texts that satisfy JSON schemas, regexes and a grammar are read token by token through
 `Constraint.advance` with a vocabulary of 128k, made of the source of Python's own library; the goal
-is 50 us a token. Forms made to take for ever are timed too.
+is 50 us a token. Forms made to take forever are timed too.
 
 Throughput: an engine draws `--rows` sequences at temperature 1, free, constrained (a JSON schema
 that never ends within the length), and half of each; first with a random Llama of 137M parameters
@@ -136,7 +136,7 @@ def _words(letters: str, length: int, count: int) -> list[str]:
 
 
 def _nested(levels: int) -> Form:
-    """Return a schema each level of which holds the one below twice."""
+    """Make a schema each level of which holds the one below twice."""
     schema: Form = {"type": "integer"}
     for _ in range(levels):
         deeper = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -227,7 +227,7 @@ def vocabulary(size: int) -> tuple[str, Callable[[str], list[int]]]:
 
 
 def mask_cost(grammars: Grammars, encode: Callable[[str], list[int]], repeats: int) -> Report:
-    """Return us a token of advance and mask, by form: mean, median and 99th percentile."""
+    """Measure us a token of advance and mask, by form: mean, median and 99th percentile."""
     result: Report = {"vocabulary": VOCAB}
     for name, (form, text) in CASES.items():
         ids = encode(text)
@@ -370,17 +370,17 @@ def throughput(loaded: Loaded, rows: int, tokens: int, repeats: int) -> Report:
     loaded.runner.close()
     result: Report = {"tokens_a_row": tokens, "repeats": repeats}
     result |= {
-        name: {key: statistics.median(one[key] for one in each) for key in each[0]}
+        name: {key: statistics.median(run[key] for run in each) for key in each[0]}
         for name, each in runs.items()
     }
     pairs = list(zip(runs["constrained"], runs["free"], strict=True))
     for key in ("tokens_per_s", "tokens_per_cpu_s"):
         result[f"constrained_over_free_{key}"] = statistics.median(
-            one[key] / free[key] for one, free in pairs
+            constrained[key] / free[key] for constrained, free in pairs
         )
     result["free_rows_beside_guided_over_among_free"] = statistics.median(
-        free["free_s"] / one["free_s"]
-        for one, free in zip(runs["mixed"], runs["free"], strict=True)
+        free["free_s"] / mixed["free_s"]
+        for mixed, free in zip(runs["mixed"], runs["free"], strict=True)
     )
     return result
 
@@ -427,9 +427,11 @@ def main() -> int:
     met = {
         "mask_at_most_50_us": masks["mean_us"] <= GOAL_US,
         **{
-            f"constrained_at_least_0.8_of_free, {kind}": one["constrained_over_free_tokens_per_s"]
+            f"constrained_at_least_0.8_of_free, {kind}": report[
+                "constrained_over_free_tokens_per_s"
+            ]
             >= GOAL_RATIO
-            for kind, one in (("137M", large), (name, small))
+            for kind, report in (("137M", large), (name, small))
         },
     }
     tell("met", met)

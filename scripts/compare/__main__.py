@@ -1,4 +1,4 @@
-"""`python -m scripts.compare`."""
+"""Entry of `python -m scripts.compare`."""
 
 from __future__ import annotations
 

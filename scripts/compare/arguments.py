@@ -27,7 +27,7 @@ GOES_ON = 3
 
 
 def _server(text: str) -> tuple[str, str]:
-    """Return `NAME=URL` as both, the URL without the protocol's path."""
+    """Split `NAME=URL` into both, the URL without the protocol's path."""
     name, _, url = text.partition("=")
     parts = urlsplit(url)
     if not name or parts.scheme not in ("http", "https") or not parts.netloc:
@@ -86,7 +86,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command line.
+    """Make the parser of the command line.
 
     Args:
         engines: names of those that have an adapter.
@@ -158,7 +158,7 @@ def _is_part(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bo
 
 
 def read_options(engines: Collection[str]) -> argparse.Namespace:
-    """Return the options of the command line; end the process where they make no sense."""
+    """Read the options of the command line; end the process where they make no sense."""
     parser = make_parser(engines)
     options = parser.parse_args()
     names = [name for name, _ in options.url]

@@ -73,7 +73,7 @@ PARTS_OF = {
     "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
     "tiny-bf16": ("agreement", "single", "mixed"),
 }
-# One repeat tells enough: answers do not change, the rest is for plots, and bench_offline.py
+# One repeat is enough: answers do not change, the rest is for plots, and bench_offline.py
 # compares schedules on more requests.
 ONCE = ("agreement", "serve", "curve", "schedules")
 # By model and engine: once too, so that the whole stays short; `mixed` compares them as well.
@@ -110,7 +110,7 @@ class Task:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what records must have in common to be compared."""
+    """Gather what records must have in common to be compared."""
     names = "threads rows batches trace mixed single served rate goodput crowds".split()
     asked = {name: getattr(options, name) for name in names}
     goodput = [f"{name}:{limit:g}" for name, limit in options.goodput]
@@ -139,7 +139,7 @@ def engines_of(options: argparse.Namespace) -> list[Engine]:
 
 
 def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
-    """Return the turns of the engines, in another order in every repeat, measured ones left out."""
+    """List the turns of the engines, in another order in every repeat, measured ones left out."""
     tasks = []
     for model in options.models:
         # Answers first: a model's speeds are measured when they have been judged.
@@ -157,7 +157,7 @@ def make_tasks(options: argparse.Namespace, results: Results) -> list[Task]:
 
 
 def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
-    """Return what is measured in one turn; None is the turn before the first, for answers."""
+    """List what is measured in one turn; None is the turn before the first, for answers."""
     names = PARTS_OF[model]
     if isinstance(engine, JaxserveSchedules):
         names = ("schedules",) if "trace" in names else ()
@@ -171,7 +171,7 @@ def parts_of(model: str, engine: Engine, repeat: int | None) -> list[str]:
 
 
 def first_model(url: str) -> str:
-    """Return the first model that a server lists.
+    """Find the first model that a server lists.
 
     Raises:
         RuntimeError: it lists none, or does not speak the protocol.
@@ -183,7 +183,7 @@ def first_model(url: str) -> str:
 
 
 class Comparison:
-    """The run: installs, starts, measures, and writes down after each part."""
+    """Comparison that installs, starts, measures, and writes its results after each part."""
 
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results = options, results
@@ -214,7 +214,7 @@ class Comparison:
         )
 
     def start(self, engine: Engine, model: str) -> Started:
-        """Install the engine and convert the checkpoint where that was not done; its server.
+        """Install the engine and convert the checkpoint where that was not done; return its server.
 
         Raises:
             NotInstalled: it cannot be had here.
@@ -233,7 +233,7 @@ class Comparison:
         )
 
     def prepare(self, tasks: list[Task]) -> None:
-        """Start everything once: what is installed, converted and compiled then is kept."""
+        """Start everything once: what is installed, converted and compiled is kept."""
         done = set()
         for task in tasks:
             what = (task.engine.name, task.model)
@@ -327,7 +327,7 @@ class Comparison:
 
 
 def _last_words(error: Exception) -> str:
-    """Return an error in one line: the last that a process wrote, or the error itself."""
+    """Shorten an error to one line: the last that a process wrote, or the error itself."""
     said = getattr(error, "stderr", None) or str(error)
     text = said.decode(errors="replace") if isinstance(said, bytes) else said
     return (text.strip().splitlines()[-1:] or ["failed"])[0][-500:]
@@ -343,7 +343,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return the exit status.
+    """Run the comparison; return the exit status.
 
     Raises:
         ValueError: there is nothing to do, or the results file is none, or was measured with
@@ -369,7 +369,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def publish(options: argparse.Namespace, data: dict[str, Any]) -> int:
-    """Write and print the report; the exit status, 1 for failed parts and missed goals."""
+    """Write and print the report; return the exit status, 1 for failed parts and missed goals."""
     report.write(data, options.json)
     if options.write_readme:
         readme = RESULTS.parent / "README.md"

@@ -36,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine behind HTTP; adapters override what differs.
+    """Engine behind HTTP; adapters override what differs.
 
     Attributes:
         name: on the command line and in the results.

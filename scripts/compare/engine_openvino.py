@@ -16,7 +16,7 @@ class OpenVino(Engine):
     title: str = "OpenVINO GenAI"
     requirements: tuple[tuple[str, ...], ...] = (
         ("torch==2.13.0",),
-        # They ask for torchvision, which is made for CUDA and breaks a torch that is not.
+        # They require torchvision, which is made for CUDA and breaks a torch that is not.
         ("--no-deps", "optimum-intel==2.2.0", "optimum==2.3.0"),
         (
             *("transformers>=4.51,<5.6", "nncf==3.4.0", "openvino-genai==2026.4.1.0"),

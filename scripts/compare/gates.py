@@ -43,7 +43,7 @@ DIFFERS = "answers differ"
 
 
 def span(found: tuple[float, float, float] | None, form: str, scale: float = 1.0) -> str:
-    """Return `median (least to most)`, or the median alone where there is no spread."""
+    """Format `median (least to most)`, or the median alone where there is no spread."""
     if found is None:
         return "-"
     middle_, least, most = (format(value * scale, form) for value in found)
@@ -75,7 +75,7 @@ class Gate:
 
 
 def gates(data: dict[str, Any]) -> list[Gate]:
-    """Return every ratio that there are numbers for."""
+    """Compute every ratio that there are numbers for."""
     rows = []
     records = data["records"]
     for model in models_of(data):
@@ -97,7 +97,7 @@ def gates(data: dict[str, Any]) -> list[Gate]:
 def _fault(
     data: dict[str, Any], model: str, engines: tuple[str, str], part: str, is_measured: bool
 ) -> str:
-    """Return why a ratio of this part means nothing; empty where it does mean something."""
+    """Explain why a ratio of this part means nothing; empty where it means something."""
     mine = [r for r in data["records"] if r["model"] == model and r["engine"] in engines]
     failed = [r["engine"] for r in mine if r["part"] in (part, "start") and "error" in r]
     if failed:
@@ -111,7 +111,7 @@ def is_unlike(record: Record) -> bool:
 
 
 def faults(data: dict[str, Any]) -> list[str]:
-    """Return what a run must report: parts that failed, other answers, missed goals."""
+    """List what a run must report: parts that failed, other answers, missed goals."""
     said = [line.removeprefix("- ") for line in failed_lines(data) + unlike_lines(data)]
     missed = [gate for gate in gates(data) if not gate.is_met]
     return said + [
@@ -130,7 +130,7 @@ def failed_lines(data: dict[str, Any]) -> list[str]:
 
 
 def unlike_lines(data: dict[str, Any]) -> list[str]:
-    """Return engines whose greedy answers are not the judge's, but for rounding."""
+    """List engines whose greedy answers are not the judge's, but for rounding."""
     return [
         f"- {data['engines'][r['engine']]['title']}, {MODEL_TITLES[r['model']]}: **{DIFFERS}** "
         f"from float64's by up to {max(r['gaps']):.2g}"

@@ -1,4 +1,4 @@
-"""Scores answers with Transformers in float64: judge.py MODEL THREADS < answers > verdicts.
+"""Scores of answers by Transformers in float64: judge.py MODEL THREADS < answers > verdicts.
 
 In: a list of {"prompt": ids, "tokens": ids}. Out, for each: the logit gaps of its tokens, which is
 the best logit at that position less that of the token that was drawn, given the answer's own
@@ -26,7 +26,7 @@ def main() -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64)
     network.eval()
     answers = json.load(sys.stdin)
-    json.dump([gaps(network, one["prompt"], one["tokens"]) for one in answers], sys.stdout)
+    json.dump([gaps(network, answer["prompt"], answer["tokens"]) for answer in answers], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,10 @@ class Subject:
     process: Started | None
 
     def target(self, alone: bool = False) -> Target:
-        """Return what requests are sent to.
+        """Make the target of requests.
 
         Args:
-            alone: requests are sent one at a time, and all engines are told so.
+            alone: requests are sent one at a time, which a header announces to all engines.
         """
         extra = {"temperature": 0, "ignore_eos": True} | self.extra
         # A kept connection may be closed by the server just as the next request goes out.
@@ -73,18 +73,18 @@ class Subject:
         arrivals: Sequence[float] | None = None,
         most: int | None = None,
     ) -> tuple[Run, float]:
-        """Send the work, all at once by default; the run, and CPU seconds of the server."""
+        """Send the work, all at once by default; return the run and the server's CPU seconds."""
         before = self.process.cpu_seconds() if self.process else 0.0
         run = asyncio.run(
             run_load(self.target(most == 1), works, arrivals or [0.0] * len(works), most)
         )
-        failed = [one for one in run.outcomes if not one.is_success]
+        failed = [outcome for outcome in run.outcomes if not outcome.is_success]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(works)} failed: {failed[0].error}")
         wrong = [
-            (one.output_tokens, work.output_tokens)
-            for one, work in zip(run.outcomes, works, strict=True)
-            if one.output_tokens != work.output_tokens
+            (outcome.output_tokens, work.output_tokens)
+            for outcome, work in zip(run.outcomes, works, strict=True)
+            if outcome.output_tokens != work.output_tokens
         ]
         if wrong:
             raise RuntimeError(f"tokens given and asked for differ, as in {wrong[0]}")
@@ -92,7 +92,7 @@ class Subject:
 
 
 def _speeds(run: Run, cpu: float, objectives: dict[str, float] | None = None) -> dict[str, Any]:
-    """Return what the tables and plots need of a run."""
+    """Extract what the tables and plots need of a run."""
     table = summarize(run, percentiles=(90, 99), objectives=objectives)
     kept = {
         name: value
@@ -124,16 +124,18 @@ def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
     works = workloads.agreement(plan.vocabulary)
     answers = []
     for run in (subject.load(works, most=1)[0], subject.load(works)[0]):
-        ordered = sorted(run.outcomes, key=lambda one: one.input_tokens)
-        answers.append([one.token_ids or _ids(one.text) for one in ordered])
-    known = range(plan.vocabulary)
-    if not all(ids and all(one in known for one in ids) for ids in itertools.chain(*answers)):
+        ordered = sorted(run.outcomes, key=lambda outcome: outcome.input_tokens)
+        answers.append([outcome.token_ids or _ids(outcome.text) for outcome in ordered])
+    vocabulary = range(plan.vocabulary)
+    if not all(
+        ids and all(token in vocabulary for token in ids) for ids in itertools.chain(*answers)
+    ):
         raise RuntimeError("answers are none of this model's: they have no ids of its vocabulary")
     return {"alone": answers[0], "together": answers[1]}
 
 
 def _ids(text: str) -> list[int]:
-    """Return ids from text of the vocabulary that `checkpoint` writes.
+    """Parse ids from text of the vocabulary that `checkpoint` writes.
 
     Special tokens have no text.
     """
@@ -188,7 +190,7 @@ def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float, float]]:
-    """Return (place, begin, end) of each sequence's stay, from the holders of each slot.
+    """Derive (place, begin, end) of each sequence's stay from the holders of each slot.
 
     A place is the lowest of `rows` lines of a chart that was free when the sequence came; slots
     beyond `rows`, which padded schedules may use, are folded into these.

@@ -40,7 +40,7 @@ def _figure(columns: int, height: float = 3.8) -> tuple[Any, Any]:
 
 
 def _with(data: dict[str, Any], part: str) -> list[tuple[str, str, Record]]:
-    """Return (engine, title, record) of one part, on the first model that has it."""
+    """Find (engine, title, record) of one part, on the first model that has it."""
     for model in dict.fromkeys(record["model"] for record in data["records"]):
         found = [
             (name, engine["title"], records[-1])
@@ -123,7 +123,7 @@ def slots(data: dict[str, Any], path: Path) -> None:
     found = _with(data, "schedules")
     table = found[0][2]["schedules"] if found else {}
     charts = {name: table.get(f"{name} {rows}") for name in ("continuous", "S0")}
-    charts = {name: one for name, one in charts.items() if one and "timeline" in one}
+    charts = {name: chart for name, chart in charts.items() if chart and "timeline" in chart}
     if len(charts) < 2:
         path.unlink(missing_ok=True)
         return

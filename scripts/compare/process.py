@@ -1,4 +1,4 @@
-"""A server process and all it started: up, watched, down."""
+"""Process of a server and all it started: up, watched, down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int) -> list[int]:
-    """Return a process and its descendants; Linux only."""
+    """List a process and its descendants; Linux only."""
     found = [root]
     for pid in found:
         try:
@@ -32,12 +32,12 @@ def tree(root: int) -> list[int]:
 
 
 def memory_bytes(pids: list[int]) -> int:
-    """Return resident bytes, pages that are shared between them counted in each."""
+    """Count resident bytes, pages that are shared between them counted in each."""
     return sum(int(fields[21]) * PAGE for fields in map(_stat, pids) if fields)
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Return CPU time of living processes, and of those of their children that have ended."""
+    """Sum CPU time of living processes, and of those of their children that have ended."""
     return sum(sum(map(int, fields[11:15])) for fields in map(_stat, pids) if fields) / TICKS
 
 
@@ -54,7 +54,7 @@ class Started:
     Args:
         command: its command line.
         environment: variables to add to ours.
-        url: without /v1; /health is asked until it answers.
+        url: without /v1; /health is polled until it answers.
         log: file for what it writes.
         threads: how many cores it may use; all of ours by default.
 
@@ -148,7 +148,7 @@ class Started:
                 os.kill(pid, sign)
 
     def cpu_seconds(self) -> float:
-        """Return seconds spent so far by the server and all it started."""
+        """Count CPU seconds spent so far by the server and all it started."""
         return cpu_seconds(tree(self.process.pid))
 
     def _stop(self) -> None:

@@ -43,7 +43,7 @@ LEVEL = 1.02
 
 
 def engines_of(data: dict[str, Any], model: str) -> list[str]:
-    """Return the engines that were measured, in the order of their kind; ours first."""
+    """List the engines that were measured, in the order of their kind; ours first."""
     names = [
         name
         for name in data["engines"]
@@ -63,7 +63,7 @@ def _number(data: dict[str, Any], model: str, engine: str, part: str | None, nam
 
 
 def model_table(data: dict[str, Any], model: str) -> list[str]:
-    """Return one row an engine; columns without any value are left out."""
+    """Tabulate one row an engine; columns without any value are left out."""
     engines = engines_of(data, model)
     cells = {
         heading: [span(_number(data, model, e, part, name), form, scale) for e in engines]
@@ -78,7 +78,7 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
 
 
 def gate_table(data: dict[str, Any]) -> list[str]:
-    """Return one row a ratio and model."""
+    """Tabulate one row a ratio and model."""
     lines = ["| output tokens/s, ratio | measured | wanted | |", "|---|---|---|---|"]
     for gate in gates(data):
         verdict = "met" if gate.is_met else "**not met**"
@@ -88,7 +88,7 @@ def gate_table(data: dict[str, Any]) -> list[str]:
 
 
 def gate_grid(data: dict[str, Any]) -> list[str]:
-    """Return a row a ratio, a column a model; "-" without a goal, or a measurement."""
+    """Tabulate a row a ratio, a column a model; "-" without a goal, or a measurement."""
     found = {(gate.words, gate.wanted, gate.model): gate for gate in gates(data)}
     models = [model for model in models_of(data) if any(key[2] == model for key in found)]
     titles = " | ".join(MODEL_TITLES[model] for model in models)
@@ -105,7 +105,7 @@ def _missed(gate: Gate) -> str:
 
 
 def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
-    """Return one line a model: in what others are ahead of ours, who, and how many times.
+    """List, a line a model, where others are ahead of ours, which, and how many times.
 
     Args:
         data: the results.
@@ -120,9 +120,9 @@ def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
                 for rival in engines_of(data, model)
                 if rival != OURS
             }
-            ahead = sorted((-lead, title) for title, lead in leads.items() if lead > LEVEL)
+            ahead = sorted((-factor, title) for title, factor in leads.items() if factor > LEVEL)
             if ahead:
-                shown = ", ".join(f"{title} {_times(-lead)}" for lead, title in ahead[:rivals])
+                shown = ", ".join(f"{title} {_times(-factor)}" for factor, title in ahead[:rivals])
                 losses.append(f"{heading.partition(', ms')[0].replace(', s', '')} ({shown})")
         if losses:
             lines.append(f"- {MODEL_TITLES[model]}: {'; '.join(losses)}.")
@@ -141,7 +141,7 @@ def behind_words(data: dict[str, Any], rivals: int | None = None) -> list[str]:
 
 
 def _lead(data: dict[str, Any], model: str, rival: str, part: str | None, name: str) -> float:
-    """Return how many times better the rival's number is than ours; 0 where one is missing."""
+    """Compute how many times better the rival's number is than ours; 0 where one is missing."""
     if part is not None:
         found = ratio(data["records"], model, (rival, OURS), part, name)
     else:
@@ -203,8 +203,8 @@ def _engine_lines(data: dict[str, Any]) -> list[str]:
         if "missing" in engine:
             lines.append(f"- {engine['title']}: **not installed**: {engine['missing']}")
             continue
-        known = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
-        words = "; ".join(filter(None, (known, engine["settings"])))
+        versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+        words = "; ".join(filter(None, (versions, engine["settings"])))
         lines.append(f"- {engine['title']}: {words}")
     return lines + failed_lines(data)
 
@@ -227,7 +227,7 @@ def _repeats_words(data: dict[str, Any]) -> str:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Return the whole report as Markdown."""
+    """Format the whole report as Markdown."""
     settings = data["settings"]
     text = [
         "# Engines compared",
@@ -266,7 +266,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def readme_part(data: dict[str, Any], results: str) -> list[str]:
-    """Return what the README's block reports of one results file."""
+    """Format what the README's block reports of one results file."""
     missing = [e["title"] for e in data["engines"].values() if "missing" in e]
     count = len(data["runs"])
     runs = "One run" if count == 1 else f"One run in {count} slices"
@@ -289,7 +289,7 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
 
 
 def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
-    """Return the table and the plots that go with a results file."""
+    """Name the table and the plots that go with a results file."""
     names = ("curve", "latency", "slots")
     return json_path.with_suffix(".md"), {
         name: json_path.with_name(f"{json_path.stem}_{name}.png") for name in names
@@ -306,12 +306,12 @@ def write(data: dict[str, Any], json_path: Path) -> None:
 
 
 def stored(folder: Path) -> list[Path]:
-    """Return the results files of a folder: one, and one for each other machine."""
+    """Find the results files of a folder: one, and one for each other machine."""
     return sorted(folder.glob("compare_engines*.json"))
 
 
 def section_of(json_paths: list[Path]) -> str:
-    """Return what stands between the markers of the README beside these results files."""
+    """Make what stands between the markers of the README beside these results files."""
     lines = [BEGIN]
     for json_path in json_paths:
         markdown, images = paths(json_path)
@@ -325,7 +325,7 @@ def section_of(json_paths: list[Path]) -> str:
 
 
 def replaced(readme: str, section: str) -> str:
-    """Return README with another section between the markers.
+    """Replace the section of README between the markers.
 
     Raises:
         ValueError: it has no markers.

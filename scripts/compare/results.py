@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Results:
-    """Everything that was measured, written after each part so that a run can go on later.
+    """Results of all that was measured, written after each part so that a run can go on later.
 
     Args:
         path: the JSON file.
@@ -48,8 +48,10 @@ class Results:
                         f"{self.data[name]}; leave out --resume, or name another file with --json"
                     )
             self.data = {"runs": []} | found
-            known = self.data["engines"].items()
-            self.data["engines"] = {name: one for name, one in known if "missing" not in one}
+            engines = self.data["engines"].items()
+            self.data["engines"] = {
+                name: facts for name, facts in engines if "missing" not in facts
+            }
 
     def begin(self, command: str) -> None:
         """Begin a run: its records follow, and carry its number."""
@@ -88,7 +90,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write one record a line: a file that can be read, and compared by eye."""
+        """Write one record a line: a file that is easy to read and to compare."""
         self.data["date"] = time.strftime("%Y-%m-%d")
         head = {name: value for name, value in self.data.items() if name != "records"}
         lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in self.records)
@@ -99,7 +101,7 @@ class Results:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return what a results file holds.
+    """Read what a results file holds.
 
     Raises:
         ValueError: it is none, with its name and what is wrong.
@@ -116,13 +118,13 @@ def read_results(path: Path) -> dict[str, Any]:
         if not isinstance(found.get(name), kind):
             raise ValueError(f"{path} is no results file: it has no {name!r} as they have")
     keys = {"model", "engine", "part", "repeat"}
-    if not all(isinstance(one, dict) and keys <= one.keys() for one in found["records"]):
+    if not all(isinstance(record, dict) and keys <= record.keys() for record in found["records"]):
         raise ValueError(f"{path} is no results file: not all records have {', '.join(keys)}")
     return found
 
 
 def _source() -> dict[str, str]:
-    """Return the commit that is measured, where this is a checkout."""
+    """Find the commit that is measured, where this is a checkout."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -132,14 +134,14 @@ def _source() -> dict[str, str]:
 
 
 def chosen(records: Iterable[Record], model: str, engine: str, part: str) -> list[Record]:
-    """Return records of one part that did not fail, by repeat."""
+    """Select records of one part that did not fail, by repeat."""
     key = {"model": model, "engine": engine, "part": part}.items()
     found = [r for r in records if key <= r.items() and "error" not in r]
     return sorted(found, key=lambda record: record["repeat"])
 
 
 def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
-    """Return (median, least, most) of a number over repeats; None without any."""
+    """Compute (median, least, most) of a number over repeats; None without any."""
     values = [r[name] for r in records if r.get(name) is not None]
     return (statistics.median(values), min(values), max(values)) if values else None
 
@@ -147,7 +149,7 @@ def middle(records: Iterable[Record], name: str) -> tuple[float, float, float] |
 def ratio(
     records: list[Record], model: str, pair: tuple[str, str], part: str, name: str
 ) -> tuple[float, float, float] | None:
-    """Return (median, least, most) of one engine's number over another's, repeat by repeat."""
+    """Compute (median, least, most) of one engine's number over another's, repeat by repeat."""
     ours, theirs = (
         {r["repeat"]: r[name] for r in chosen(records, model, engine, part) if r.get(name)}
         for engine in pair

@@ -12,7 +12,7 @@ from scripts.compare.process import Started
 
 
 class Servers:
-    """Repeats take turns without starting anew, which takes some engines longer than a part.
+    """Servers that repeats share: starting anew takes some engines longer than a part.
 
     As a context manager: whatever was started ends with it.
 

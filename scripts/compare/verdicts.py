@@ -18,7 +18,7 @@ from scripts.lib.random_checkpoint import config_of, random_checkpoint
 
 
 def waiting(results: Results) -> list[Record]:
-    """Return records of answers that were not judged yet."""
+    """Select records of answers that were not judged yet."""
     return [
         record
         for record in results.records

@@ -1,8 +1,8 @@
 """The HTTP front of the workers: token ids in, events with token ids out. Standard library only.
 
-It speaks as much of /v1/completions as the client of ``bench_serving.py`` asks, so that engines
-without a server of their own are measured as those with one are. Whoever has tokens writes them
-to the socket at once, on its own thread.
+It serves as much of /v1/completions as the client of ``bench_serving.py`` uses, so that engines
+without a server of their own are measured as those with one are. The thread that has tokens writes
+them to the socket at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 # How long a static batch waits for another request before it starts: all that were sent
 # together shall be in it.
 GATHER_S = 0.03
-# A header of requests that are sent one at a time: nobody comes with them.
+# A header of requests that are sent one at a time: no other comes with them.
 ALONE = "x-sent-alone"
 
 
 class Job:
-    """One request: `write` takes its tokens as they come, until there are as many as it asked."""
+    """One request: `write` takes its tokens as they come, until there are as many as it wants."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class _Server(ThreadingHTTPServer):
 
 
 class Front:
-    """Listens; `jobs` fills.
+    """Listener whose `jobs` fill with requests.
 
     Args:
         port: on the loopback interface.
-        extra: what other paths answer, a function of the JSON that was sent.
+        extra: the answer of other paths, a function of the JSON that was sent.
     """
 
     def __init__(self, port: int, extra: dict[str, Callable[[Any], Any]] | None = None) -> None:
@@ -140,7 +140,7 @@ class Front:
         return jobs
 
     def waiting(self) -> list[Job]:
-        """Return all that have come, without waiting for any."""
+        """Take all that have come, without waiting for any."""
         jobs = []
         while True:
             try:
@@ -150,7 +150,7 @@ class Front:
 
 
 def arguments(*more: tuple[str, str]) -> argparse.Namespace:
-    """Return what `engine.worker` passes, and the worker's own options with their defaults."""
+    """Parse what `engine.worker` passes, and the worker's own options with their defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     for name in ("--port", "--rows", "--threads", "--max-len"):

@@ -14,7 +14,7 @@ from scripts.compare.worker_http import Front, Job, arguments
 def open_pipeline(
     folder: str, rows: int, max_len: int, threads: int, dtype: str
 ) -> openvino_genai.ContinuousBatchingPipeline:
-    """Open it in float32 where that is set: the default is bf16, and an 8-bit cache."""
+    """Open the pipeline in float32 where that is set: the default is bf16, and an 8-bit cache."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_seqs = rows
     scheduler.max_num_batched_tokens = 512
@@ -22,8 +22,8 @@ def open_pipeline(
     scheduler.dynamic_split_fuse = True
     scheduler.num_kv_blocks = rows * -(-max_len // 32) + rows
     # A processor without bfloat16 refuses a cache in it.
-    known = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    precision = "bf16" if dtype == "bfloat16" and "BF16" in known else "f32"
+    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = "bf16" if dtype == "bfloat16" and "BF16" in capabilities else "f32"
     properties = {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": precision,

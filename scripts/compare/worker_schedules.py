@@ -1,7 +1,7 @@
 """One jaxserve engine behind HTTP whose schedule is changed between runs by POST /schedule.
 
 Weights and programs are loaded once, so that continuous and static batching differ in nothing but
-their schedule. GET /timeline tells who held each slot in every step since the last change.
+their schedule. GET /timeline lists the holder of each slot in every step since the last change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTINUOUS, S0, S1 = "continuous", "S0", "S1"
 
 
 class Schedules:
-    """The engine that runs now, and what its steps were."""
+    """Schedules of the engine that runs now, and a record of its steps."""
 
     def __init__(self, loaded: Loaded, rows: int) -> None:
         self._loaded = loaded

@@ -14,7 +14,7 @@ from scripts.lib.transformers_batching import start_batching
 
 
 class Columns(BaseStreamer):
-    """Takes a token for every row of the batch and step; the first call brings the prompts."""
+    """Columns of a batch: a token for every row and step; the first call brings the prompts."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs

@@ -18,19 +18,19 @@ def _work(rng: np.random.Generator, vocabulary: int, inputs: int, outputs: int) 
 
 
 def agreement(vocabulary: int, count: int = 8, outputs: int = 32) -> list[Work]:
-    """Return prompts of 8 to 120 tokens whose answers are compared token for token."""
+    """Make prompts of 8 to 120 tokens whose answers are compared token for token."""
     rng = np.random.default_rng(1)
     return [_work(rng, vocabulary, 8 + 16 * number, outputs) for number in range(count)]
 
 
 def single(vocabulary: int, count: int, outputs: int = 64) -> list[Work]:
-    """Return requests to send one after another: 32 tokens in, 64 out."""
+    """Make requests to send one after another: 32 tokens in, 64 out."""
     rng = np.random.default_rng(2)
     return [_work(rng, vocabulary, 32, outputs) for _ in range(count)]
 
 
 def trace(vocabulary: int, count: int) -> list[Work]:
-    """Return the first rows of the Azure conv trace with lengths divided by 8."""
+    """Take the first rows of the Azure conv trace with lengths divided by 8."""
     rng = np.random.default_rng(0)
     return [
         _work(
@@ -44,7 +44,7 @@ def trace(vocabulary: int, count: int) -> list[Work]:
 
 
 def mixed(vocabulary: int, count: int = 64) -> list[Work]:
-    """Return requests of uniform lengths: 16 to 512 tokens in, 8 to 256 out."""
+    """Make requests of uniform lengths: 16 to 512 tokens in, 8 to 256 out."""
     rng = np.random.default_rng(0)
     inputs, outputs = rng.integers(16, 513, count), rng.integers(8, 257, count)
     pairs = zip(inputs.tolist(), outputs.tolist(), strict=True)
@@ -52,6 +52,6 @@ def mixed(vocabulary: int, count: int = 64) -> list[Work]:
 
 
 def crowd(vocabulary: int, concurrency: int, outputs: int = 32) -> list[Work]:
-    """Return two requests for each of so many clients: 64 tokens in, 32 out."""
+    """Make two requests for each of so many clients: 64 tokens in, 32 out."""
     rng = np.random.default_rng(concurrency)
     return [_work(rng, vocabulary, 64, outputs) for _ in range(2 * concurrency)]

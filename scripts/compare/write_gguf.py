@@ -1,4 +1,4 @@
-"""A Hugging Face Llama with a word a token as GGUF: write_gguf.py FOLDER FILE DTYPE.
+"""Conversion of a Hugging Face Llama with a word a token to GGUF: write_gguf.py FOLDER FILE DTYPE.
 
 Runs in llama.cpp's environment (packages gguf and safetensors).
 """
@@ -31,7 +31,7 @@ CONTROL, NORMAL, UNKNOWN = 3, 1, 2
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of each head as pairs (i, i + half): llama.cpp's Llama rotates neighbours."""
+    """Reorder rows of each head into pairs (i, i + half): llama.cpp's Llama rotates neighbours."""
     outputs, inputs = weight.shape
     return (
         weight.reshape(heads, 2, outputs // heads // 2, inputs)

@@ -54,8 +54,8 @@ def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
     """Encode the conversation exactly as the chat template renders it, less the last newline."""
     tokens, scored = [BOS], [False]
     for turn, task in enumerate(turns):
-        lead = "\n" if turn else ""
-        prompt = f"{lead}<|im_start|>user\n{task.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        separator = "\n" if turn else ""
+        prompt = f"{separator}<|im_start|>user\n{task.prompt}<|im_end|>\n<|im_start|>assistant\n"
         asked = tokenizer.encode(prompt).ids
         answer = [*tokenizer.encode(task.answer).ids, EOS]
         tokens += asked + answer
@@ -64,7 +64,7 @@ def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
 
 
 def drill(rng: random.Random, vocab: int, longest: int) -> Example:
-    """Return random tokens in which earlier stretches come back.
+    """Draw random tokens in which earlier stretches come back.
 
     Their repeated tokens are scored.
     """
@@ -106,7 +106,7 @@ def training_examples(
 
 
 def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens [B, length + 1] and which of them are answer tokens, padded at the end."""
+    """Pad to tokens [B, length + 1]; return also which of them are answer tokens."""
     tokens = np.full((len(examples), length + 1), PAD, np.int32)
     scored = np.zeros(tokens.shape, bool)
     for row, example in enumerate(examples):
@@ -116,7 +116,7 @@ def pad(examples: Sequence[Example], length: int) -> tuple[np.ndarray, np.ndarra
 
 
 def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
-    """Return group examples of similar length; each batch comes with the length to pad it to."""
+    """Group examples of similar length; each batch comes with the length to pad it to."""
     waiting: dict[int, list[Example]] = {length: [] for length in BUCKETS}
     for example in source:
         length = bucket(example)
@@ -127,12 +127,12 @@ def batches(source: Iterator[Example]) -> Iterator[tuple[list[Example], int]]:
 
 
 def bucket(example: Example) -> int | None:
-    """Return the padded length of an example's batch; none where it is longer than all of them."""
+    """Choose the padded length of an example's batch; none where it is longer than all of them."""
     return next((size for size in BUCKETS if len(example.tokens) <= size + 1), None)
 
 
 def held_out(name: str, tokenizer: Tokenizer, seed: int, least: int) -> list[Example]:
-    """Return at most HELD_OUT_EXAMPLES unseen ones, of prompts above ``least`` tokens if not 0."""
+    """Draw at most HELD_OUT_EXAMPLES unseen ones, of prompts above ``least`` tokens if not 0."""
     rng = random.Random(f"held out {name} {seed}")
     lengths = LONG_WORDS if least and name in FILLER_TASKS else None
     found: dict[str, Example] = {}

@@ -51,7 +51,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One Llama layer; every projection is stored as [inputs, outputs]."""
+    """Llama layer; every projection is stored as [inputs, outputs]."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = c = config
@@ -116,7 +116,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 class Llama(nnx.Module):
-    """A decoder whose output matrix is its embedding; tokens [B, T] to logits [B, T, V]."""
+    """Decoder whose output matrix is its embedding; tokens [B, T] to logits [B, T, V]."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -134,7 +134,7 @@ class Llama(nnx.Module):
 
 
 def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
-    """Return query and key [H] that, constant over tokens, make a head look ``distance`` back."""
+    """Make query and key [H] that, constant over tokens, make a head look ``distance`` back."""
     half = config.head_dim // 2
     fast = jnp.where(jnp.arange(half) < half // 2, 3.0, 0.0)
     angle = distance * rope_rates(config.head_dim, config.rope_theta)
@@ -143,7 +143,7 @@ def distance_wave(config: Config, distance: int) -> tuple[jax.Array, jax.Array]:
 
 
 def seed_embeddings(model: Llama, pairs: Sequence[tuple[int, int]]) -> None:
-    """Seed embeddings.
+    """Seed the constant and marking components of the embeddings.
 
     Component 0 is constant, so that heads can attend by distance alone; component 1 tells the
     two tokens of a word, after a blank and without one, apart; the upper half starts empty.
@@ -189,7 +189,7 @@ def seed_circuits(model: Llama, asked: int) -> None:
     for head in range(c.num_attention_heads):
         out = out.at[head * size + own, lower + head * width + own].set(0.8)
     first.v_proj[...], first.o_proj[...] = value, out
-    one, two, question = (
+    one_back, two_back, question = (
         jnp.zeros((c.hidden_size, width)).at[lower + head * width + own, own].set(1.0)
         for head in range(3)
     )
@@ -197,11 +197,11 @@ def seed_circuits(model: Llama, asked: int) -> None:
     seen = second.v_proj[...].at[:1].set(0).at[lower:].set(0)
     query, key = jnp.zeros_like(second.q_proj[...]), jnp.zeros_like(second.k_proj[...])
     out = jnp.zeros_like(second.o_proj[...])
-    matches = ((now, one), (question, one), (one, two), (question, two))
+    matches = ((now, one_back), (question, one_back), (one_back, two_back), (question, two_back))
     for head, (wanted, offered) in enumerate(matches):
-        at, kv = head * size, head // group * size
-        query = query.at[:, at + slow].set(4 * wanted)
+        start, kv = head * size, head // group * size
+        query = query.at[:, start + slow].set(4 * wanted)
         key = key.at[:, kv + slow].set(4 * offered)
-        out = out.at[at : at + size].set(10 * seen[:, kv : kv + size].T)
+        out = out.at[start : start + size].set(10 * seen[:, kv : kv + size].T)
     second.q_proj[...], second.k_proj[...] = query, key
     second.v_proj[...], second.o_proj[...] = seen, out

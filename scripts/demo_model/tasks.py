@@ -34,7 +34,7 @@ LONGEST_FILLER_WORDS = 560
 
 @dataclass(frozen=True)
 class Task:
-    """One question: ``prompt`` is the user message, ``answer`` the exact expected reply."""
+    """Question of a task: ``prompt`` is the user message, ``answer`` the exact expected reply."""
 
     name: str
     prompt: str
@@ -45,12 +45,12 @@ Generator = Callable[[random.Random, int | None], Task]
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """Return an integer in [low, high] with short values as likely per octave as long ones."""
+    """Draw an integer in [low, high] with short values as likely per octave as long ones."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def _filler_sentence(rng: random.Random) -> str:
-    """Return a sentence of 6 to 9 words that names nobody, so that no question asks about it."""
+    """Draw a sentence of 6 to 9 words that names nobody, so that no question asks about it."""
     kind = rng.randrange(3)
     first, second = rng.sample(WORDS, 2)
     colour, other = rng.choice(COLOURS), rng.choice(COLOURS)
@@ -62,7 +62,7 @@ def _filler_sentence(rng: random.Random) -> str:
 
 
 def _filler(rng: random.Random, words: int) -> list[str]:
-    """Return sentences holding about ``words`` words in all.
+    """Draw sentences holding about ``words`` words in all.
 
     None for a count below one sentence.
     """
@@ -75,7 +75,7 @@ def _filler(rng: random.Random, words: int) -> list[str]:
 
 
 def _filler_budget(rng: random.Random, length: int | None, used: int) -> int:
-    """Return words of filler that bring a prompt of ``used`` words up to ``length``."""
+    """Count the words of filler that bring a prompt of ``used`` words up to ``length``."""
     if length is None:
         length = _log_uniform(rng, used + 1, LONGEST_FILLER_WORDS)
     return max(0, length - used)
@@ -137,7 +137,7 @@ def _key_value(rng: random.Random, length: int | None) -> Task:
     wanted = _log_uniform(rng, 2, 24) if length is None else (length - 6) // 2
     count = min(max(wanted, 2), len(WORDS) // 2)
     words = rng.sample(WORDS, 2 * count)
-    listed = ", ".join(f"{words[at]} {words[at + 1]}" for at in range(0, 2 * count, 2))
+    listed = ", ".join(f"{words[index]} {words[index + 1]}" for index in range(0, 2 * count, 2))
     asked = 2 * rng.randrange(count)
     question = f"What is the word of {words[asked]}?"
     return Task("key_value", f"{listed}. {question}", words[asked + 1])
@@ -145,9 +145,9 @@ def _key_value(rng: random.Random, length: int | None) -> Task:
 
 def _recall_code(rng: random.Random, length: int | None) -> Task:
     names = rng.sample(NAMES, rng.randint(1, 3))
-    # No digit occurs twice in a prompt, so that each one tells which one comes next.
+    # No digit occurs twice in a prompt, so that each determines the next.
     digits = "".join(rng.sample(string.digits, 3 * len(names)))
-    codes = [digits[at : at + 3] for at in range(0, len(digits), 3)]
+    codes = [digits[start : start + 3] for start in range(0, len(digits), 3)]
     sentences = _filler(rng, _filler_budget(rng, length, 6 * len(names) + 6))
     for name, code in zip(names, codes, strict=True):
         sentences.insert(rng.randint(0, len(sentences)), f"The code of {name} is {code}.")

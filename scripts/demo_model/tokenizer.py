@@ -32,7 +32,7 @@ def bytes_as_characters() -> dict[int, str]:
 
 
 def build_merges(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return merges after which each of ``words`` is one token.
+    """Build merges after which each of ``words`` is one token.
 
     A later merge ranks below all earlier ones, so it cannot split a word that is already whole.
     """
@@ -40,11 +40,11 @@ def build_merges(words: Sequence[str]) -> list[tuple[str, str]]:
     for word in words:
         pieces = list(word)
         for left, right in merges:
-            at = 0
-            while at < len(pieces) - 1:
-                if (pieces[at], pieces[at + 1]) == (left, right):
-                    pieces[at : at + 2] = [left + right]
-                at += 1
+            index = 0
+            while index < len(pieces) - 1:
+                if (pieces[index], pieces[index + 1]) == (left, right):
+                    pieces[index : index + 2] = [left + right]
+                index += 1
         while len(pieces) > 1:
             merges.append((pieces[0], pieces[1]))
             pieces[:2] = [pieces[0] + pieces[1]]
@@ -74,6 +74,6 @@ def build_tokenizer() -> Tokenizer:
 
 
 def word_pairs(tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Return ids of every word that is one token both without and with a blank before it."""
+    """Find the ids of every word that is one token both without and with a blank before it."""
     ids, blank = tokenizer.get_vocab(), bytes_as_characters()[ord(" ")]
     return [(ids[token], ids[blank + token]) for token in ids if blank + token in ids]

@@ -1,4 +1,4 @@
-"""Train the demonstration checkpoint on the synthetic tasks of ``demo_tasks``.
+"""Training of the demonstration checkpoint on the synthetic tasks of ``demo_tasks``.
 
     python -m scripts.demo_model.train [--out DIR] [--seed 0] [--steps N] [--minutes N]
 
@@ -55,7 +55,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> Callable:
-    """Compile one update; it also returns the loss and which rows were answered perfectly."""
+    """Compile one update, which also returns the loss and which rows were answered perfectly."""
 
     def loss_of(params: nnx.State, tokens: jax.Array, scored: jax.Array) -> tuple:
         logits, targets, mask = (
@@ -78,7 +78,7 @@ def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> C
 
 
 def train(model: Llama, tokenizer: Tokenizer, seed: int, steps: int, minutes: float) -> int:
-    """Update ``model`` in place; returns the number of steps done."""
+    """Update ``model`` in place; return the number of steps done."""
     graph, params = nnx.split(model)
     rate = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_RATE, min(100, steps // 2), steps, PEAK_RATE / 50
@@ -109,7 +109,7 @@ def train(model: Llama, tokenizer: Tokenizer, seed: int, steps: int, minutes: fl
 
 
 def evaluate(model: Llama, name: str, tokenizer: Tokenizer, seed: int, least: int = 0) -> Score:
-    """Return Exact-match accuracy of greedy decoding.
+    """Compute exact-match accuracy of greedy decoding.
 
     One pass over prompt and expected answer decides it: greedy decoding gives that answer and
     stops exactly when the best token at every answer position is the expected one.

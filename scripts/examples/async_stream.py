@@ -1,4 +1,4 @@
-"""Stream two answers at once in an asyncio program, and abort a third."""
+"""Two answers streamed at once in an asyncio program, and a third aborted."""
 
 import asyncio
 

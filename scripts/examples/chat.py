@@ -1,4 +1,4 @@
-"""Hold a conversation, whose second turn finds the first one's pages in the prefix cache."""
+"""Conversation whose second turn finds the first one's pages in the prefix cache."""
 
 from jaxserve import LLM, SamplingParams
 

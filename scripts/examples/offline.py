@@ -1,4 +1,4 @@
-"""Answer a list of prompts, all of them in one batch."""
+"""Answers to a list of prompts, all of them in one batch."""
 
 from jaxserve import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Score texts: the log-probability of each token, and the perplexity of the whole."""
+"""Scores of texts: the log-probability of each token, and the perplexity of the whole."""
 
 import math
 

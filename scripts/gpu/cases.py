@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel call to compile: 32 query heads over 8 kv heads unless said otherwise."""
+    """Kernel call to compile: 32 query heads over 8 kv heads by default."""
 
     op: str
     dtype: str
@@ -24,7 +24,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return every dtype and head dim of the tuning table, then page sizes, groups and extras."""
+    """List every dtype and head dim of the tuning table, then page sizes, groups and extras."""
     found = []
     for op in ("decode", "ragged"):
         for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
@@ -71,7 +71,7 @@ class GroupedCase:
 
 
 def grouped_cases() -> list[GroupedCase]:
-    """Decode of 64 tokens and a step of 2048, gate and upward projections."""
+    """List a decode of 64 tokens and a step of 2048, gate and upward projections."""
     models = (
         ("Qwen3-30B-A3B", 128, 2048, 1536, 8),
         ("gpt-oss-20b", 32, 2880, 5760, 4),
@@ -88,7 +88,7 @@ def grouped_cases() -> list[GroupedCase]:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedCase:
-    """A weight to compile a product with: groups of `group` inputs, 0 for one scale an output."""
+    """Weight to compile a product with: groups of `group` inputs, 0 for one scale an output."""
 
     form: str
     dtype: str
@@ -106,7 +106,7 @@ class QuantizedCase:
 
 
 def quantized_cases() -> list[QuantizedCase]:
-    """Return the gate and upward projections of Llama-3.1-8B, as quantized at load, and as AWQ
+    """List the gate and upward projections of Llama-3.1-8B, as quantized at load, and as AWQ
     and GPTQ have them; then another dtype, and sizes that no block divides."""
     found = [
         QuantizedCase(form, "bfloat16", tokens, 4096, 28672, group, zeros)
@@ -140,7 +140,7 @@ class QuantizedGroupedCase:
 
 
 def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
-    """Return the experts of `grouped_cases`: every form for one model, int4 for the others."""
+    """List the experts of `grouped_cases`: every form for one model, int4 for the others."""
     found = []
     for case in grouped_cases():
         first = case.model.startswith("Qwen")

@@ -1,4 +1,4 @@
-"""Compile every kernel configuration, and a model step, for an H200 on a machine without a GPU.
+"""Compilation of every kernel, and of a model step, for an H200 on a machine without a GPU.
 
     python -m scripts.gpu.compile_offline [--env DIR] [--only REGEX] [--out DIR]
 
@@ -39,7 +39,7 @@ ONE_GRAPH = "step 8b decode"
 
 
 def make_environment(folder: pathlib.Path, python: str) -> pathlib.Path:
-    """Create the environment if it is not there; returns its interpreter."""
+    """Create the environment if it is not there; return its interpreter."""
     interpreter, done = folder / "bin/python", folder / "complete"
     if done.is_file() and done.read_text() == JAX:
         return interpreter
@@ -64,7 +64,7 @@ def find_python() -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return kernels one a line, then what holds for whole calls."""
+    """Format kernels one a line, then what holds for whole calls."""
     columns = ("registers", "spill_bytes", "shared_memory", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
     lines = ["case | kernel | " + " | ".join(columns)]
     for row in rows:
@@ -89,7 +89,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the faults of required cases."""
+    """Find the faults of required cases."""
     found = [f"{row['name']}: {row['error'][:200]}" for row in rows if "error" in row]
     for row in rows:
         if "error" in row or not re.search(REQUIRED, row["name"]):
@@ -104,7 +104,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the rows of an earlier report in its order, replaced by these or followed by them."""
+    """Keep the rows of an earlier report in its order, replaced by these or followed by them."""
     new = {row["name"]: row for row in rows}
     kept = json.loads(report.read_text())["rows"] if report.is_file() else []
     return [new.pop(row["name"], row) for row in kept] + list(new.values())

@@ -26,7 +26,7 @@ PAGE_SIZE = 16
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A decoder; letters as in pallas_kernels; L layers, D hidden, F mlp, V vocabulary."""
+    """Shape of a decoder; letters as in pallas_kernels; L layers, D hidden, F mlp, V vocabulary."""
 
     architecture: str
     L: int
@@ -50,7 +50,7 @@ class ModelShape:
         return 2 * 2 * self.L * self.K * self.H
 
     def floor(self, rows: int, tokens: int, context: int, copy: float, matmul: float) -> float:
-        """Return least seconds of a step: bytes at ``copy`` B/s or products at ``matmul`` FLOP/s.
+        """Compute least seconds of a step: bytes at ``copy`` B/s, products at ``matmul`` FLOP/s.
 
         Args:
             rows: sequences, each of ``tokens`` new tokens that end at position ``context``.
@@ -63,7 +63,7 @@ class ModelShape:
         return max(moved / copy, products / matmul)
 
     def config(self) -> dict[str, Any]:
-        """Return contents of a config.json."""
+        """Make the contents of a config.json."""
         return {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
@@ -93,7 +93,7 @@ MODELS = {
 
 
 def empty_batch(T: int, R: int, context: int) -> StepBatch:
-    """Return a batch of padding with the shapes of a bucket.
+    """Make a batch of padding with the shapes of a bucket.
 
     Tables for ``context`` positions a row.
     """
@@ -104,7 +104,7 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
 
 
 def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> StepBatch:
-    """Return a batch of R rows of T / R tokens each.
+    """Make a batch of R rows of T / R tokens each.
 
     Args:
         context: tokens of each row after the last step.
@@ -114,15 +114,15 @@ def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int
     each, rng = T // R, np.random.default_rng(0)
     batch = empty_batch(T, R, context)
     pages = batch.page_table.shape[1]
-    known = context - num_steps + 1
-    start = known - each + np.tile(np.arange(each, dtype=np.int32), R)
+    length = context - num_steps + 1
+    start = length - each + np.tile(np.arange(each, dtype=np.int32), R)
     return dataclasses.replace(
         batch,
         tokens=rng.integers(0, 200, T, dtype=np.int32),
         positions=start.astype(np.int32),
         row_of_token=np.repeat(np.arange(R, dtype=np.int32), each),
         query_start=(np.arange(R + 1) * each).astype(np.int32),
-        kv_len=np.full(R, known, np.int32),
+        kv_len=np.full(R, length, np.int32),
         page_table=1 + rng.permutation(R * pages).astype(np.int32).reshape(R, pages),
         slots=np.arange(R, dtype=np.int32),
         sample_index=((np.arange(R) + 1) * each - 1).astype(np.int32),
@@ -148,7 +148,7 @@ def step_call(
     """Return the engine's compiled program of one bucket, as a function of arrays alone.
 
     Args:
-        draws: of a decode step, take the program that holds the sampler. Others always do.
+        draws: of a decode step, take the program that holds the sampler. Others always hold it.
         num_steps: of a launch; more than one of decodes alone.
 
     Returns:
@@ -178,7 +178,7 @@ def step_call(
 
 
 def random_arrays(shapes: Any, scale: float = 0.02) -> Any:
-    """Return arrays of the given shapes on the device: normal floats, zero integers."""
+    """Make arrays of the given shapes on the device: normal floats, zero integers."""
     leaves, treedef = jax.tree.flatten(shapes)
     make = jax.jit(
         lambda key, shape, dtype: scale * jax.random.normal(key, shape, dtype),

@@ -1,8 +1,8 @@
-"""Compile for an H200 on a machine without a GPU, and read off what the compiler did.
+"""Worker that compiles for an H200 without a GPU, and reads off what the compiler did.
 
 Runs inside the environment that ``compile_offline.py`` makes. Everything here works from what XLA
 and ptxas leave in a dump directory: registers, spills, shared memory, instruction counts, launches,
-command buffers (CUDA graphs), copies. Nothing says how long anything takes.
+command buffers (CUDA graphs), copies. None of it says how long anything takes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def device() -> Any:
 
 
 def abstract_mesh() -> Any:
-    """Return a mesh that tells the kernels which device they are traced for."""
+    """Make a mesh that names the device which the kernels are traced for."""
     described = jax.sharding.AbstractDevice(device_kind=DEVICE_KIND, num_cores=None, platform="gpu")
     return jax.sharding.AbstractMesh((), (), abstract_device=described)
 
@@ -127,7 +127,7 @@ def _disassembler() -> str | None:
 
 
 def _assemble(ptx: pathlib.Path) -> dict[str, Any]:
-    """Return Registers, spills and instruction counts of the one kernel in a PTX file."""
+    """Read registers, spills and instruction counts of the one kernel in a PTX file."""
     cubin = ptx.with_suffix(".assembled")
     run = subprocess.run(
         ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", str(cubin)],
@@ -164,7 +164,7 @@ def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
 
 
 def _launches(text: str) -> list[str]:
-    """Return lines of a thunk listing that put work on the device."""
+    """List lines of a thunk listing that put work on the device."""
     return [
         line
         for line in text.splitlines()
@@ -210,7 +210,7 @@ def analyse(
 
 
 def as_row(name: str, result: Compiled) -> Mapping[str, Any]:
-    """Return JSON form of one compiled case."""
+    """Return the JSON form of one compiled case."""
     return {"name": name, **dataclasses.asdict(result)}
 
 

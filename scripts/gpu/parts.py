@@ -47,10 +47,10 @@ class Setting:
         return "xla" if self.dry_run else "auto"
 
     def ceiling(self, name: str) -> float:
-        """Return a ceiling measured in this report, or an H200's if it was not."""
+        """Look up a ceiling that this report measured, or else an H200's."""
         measured = self.report["parts"].get("bandwidth", {}).get(name, {})
-        known = {"copy": 4.3e12, "matmul bfloat16": 790e12}
-        return measured.get("per_second", known[name])
+        defaults = {"copy": 4.3e12, "matmul bfloat16": 790e12}
+        return measured.get("per_second", defaults[name])
 
 
 def case(
@@ -65,7 +65,7 @@ def case(
     H: int = 128,
     S: int = 16,
 ) -> Case:
-    """Return a call on the GPU; 8B-shaped heads unless said otherwise."""
+    """Make a call on the GPU; its heads are 8B-shaped by default."""
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(op, "gpu", query, jnp.dtype(dtype), T, R, R * M + 1, S, M, N, K, H)
 
@@ -75,13 +75,13 @@ def _operation(op: str) -> Callable[..., jax.Array]:
 
 
 def _spread_lengths(count: int, longest: int) -> np.ndarray:
-    """Return lengths from 1 to ``longest``, spread evenly and shuffled; the mean is half of it."""
+    """Spread lengths evenly from 1 to ``longest``, shuffled; the mean is half of it."""
     lengths = np.linspace(1, longest, count).astype(np.int32)
     return np.random.default_rng(0).permutation(lengths)
 
 
 def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Return (query_start, kv_len) of a step: half the rows decode, the others share the rest."""
+    """Make (query_start, kv_len) of a step: half the rows decode, the others share the rest."""
     single = made.R // 2
     chunk = (made.T - single) // (made.R - single)
     counts = np.array([1] * single + [chunk] * (made.R - single))
@@ -92,7 +92,7 @@ def _mixed_rows(made: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check(made: Case, name: str, extras: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest error against the reference, relative to the largest value."""
+    """Compute the largest error against the reference, relative to the largest value."""
     arrays = list(attention_arrays(made, _spread_lengths(made.R, made.M * made.S)))
     if made.op != "decode":
         starts, lengths = _mixed_rows(made)
@@ -213,14 +213,14 @@ def _time_attention(
     kv_len: np.ndarray | None = None,
     starts: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Time, bytes and products of an attention call, against the measured ceilings."""
+    """Time an attention call, and hold its bytes and products against the measured ceilings."""
     arrays = list(attention_arrays(made, kv_len))
     if starts is not None:
         arrays[4] = jnp.asarray(starts)
     scales = {}
     if made.page_dtype.itemsize == 1:
-        one = jnp.ones((made.K,), jnp.float32)
-        scales = {"k_scale": one, "v_scale": one}
+        ones = jnp.ones((made.K,), jnp.float32)
+        scales = {"k_scale": ones, "v_scale": ones}
     function = _operation(made.op)
     times = 2 if setting.dry_run else gpu_timing.CHAIN
     program = gpu_timing.chained(lambda *a: function(*a, **scales, implementation=name), times)
@@ -306,7 +306,7 @@ def tuning_sweep(setting: Setting) -> Iterator[Item]:
         dtypes, head_dims = ("bfloat16", "float8_e4m3fn"), (128, 64, 256)
         targets = tune_kernels.targets(dtypes, head_dims)
 
-    def one(target: tune_kernels.Target) -> dict[str, Any]:
+    def sweep_target(target: tune_kernels.Target) -> dict[str, Any]:
         swept = tune_kernels.sweep(target, setting.item_seconds, setting.dry_run)
         if not setting.dry_run:
             today = datetime.date.today().isoformat()
@@ -314,7 +314,7 @@ def tuning_sweep(setting: Setting) -> Iterator[Item]:
         return swept
 
     for target in targets:
-        yield target.name, lambda t=target: one(t)
+        yield target.name, lambda t=target: sweep_target(t)
 
 
 def _time_step(
@@ -326,7 +326,7 @@ def _time_step(
     sampler: str = "",
     num_steps: int = 1,
 ) -> dict[str, Any]:
-    """Time of the engine's compiled step on random weights, against its floor.
+    """Time the engine's compiled step on random weights, against its floor.
 
     Decodes have no sampler, or one that is "drawing", or "idle": no row needs it. Of launches of
     several steps it is the time of one of them.
@@ -369,7 +369,7 @@ def _time_step(
 
 
 def steps(setting: Setting) -> Iterator[Item]:
-    """Decode steps at context 1024, and prefills, of whole models."""
+    """Time decode steps at context 1024, and prefills, of whole models."""
     if setting.dry_run:
         yield "tiny decode B=2", lambda: _time_step(setting, "tiny", 2, 2, 64)
         yield "tiny decode B=2, drawing", lambda: _time_step(setting, "tiny", 2, 2, 64, "drawing")

@@ -19,7 +19,7 @@ from scripts.lib.transformers_batching import start_batching
 
 
 def mix(model: gpu_models.ModelShape, dry_run: bool) -> tuple[list[list[int]], list[int]]:
-    """Return (prompts, numbers of tokens to draw): 256 requests of 100-1024 in and out, seed 0."""
+    """Draw (prompts, numbers of tokens to draw): 256 requests of 100-1024 in and out, seed 0."""
     count, low, high = (4, 3, 9) if dry_run else (256, 100, 1025)
     rng = np.random.default_rng(0)
     lengths = rng.integers(low, high, (count, 2))
@@ -68,7 +68,7 @@ def engine(setting: Setting) -> Iterator[Item]:
 
 
 def _torch_seconds(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
-    """Return median seconds of a torch call over five rounds."""
+    """Measure median seconds of a torch call over five rounds."""
     # Imported here: torch is not installed wherever this report runs.
     import torch
 

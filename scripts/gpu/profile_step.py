@@ -54,7 +54,7 @@ Table = dict[str, float]
 
 
 class TooShort(ValueError):
-    """Rows end before a launch of them can be measured."""
+    """Error of rows that end before a launch of them can be measured."""
 
 
 class Workload:
@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def has_room(self) -> bool:
-        """No row can end in the next step, nor in the one that is in flight."""
+        """Whether no row can end in the next step, nor in the one that is in flight."""
         drawn = max(self._drawn.values(), default=self._left)
         return drawn + 2 * self.engine.runner.max_steps < self._left
 
@@ -127,7 +127,7 @@ class Workload:
 
 
 def host_table(work: Workload, steps: int) -> Table:
-    """Return median microseconds of each part of the loop; `step` is the whole."""
+    """Measure median microseconds of each part of the loop; `step` is the whole."""
     spent: dict[str, list[float]] = defaultdict(list)
     while len(spent["step"]) < steps:
         if not work.has_room:
@@ -150,12 +150,12 @@ def host_table(work: Workload, steps: int) -> Table:
         packing.append(time.perf_counter() - started)
     parts["pack"] = 1e6 * statistics.median(packing)
     parts["submit"] = max(parts["submit"] - parts["pack"], 0.0)
-    known = sum(parts[name] for name in HOST if name != "rest")
-    return parts | {"rest": max(parts["step"] - known, 0.0)}
+    sum_of_parts = sum(parts[name] for name in HOST if name != "rest")
+    return parts | {"rest": max(parts["step"] - sum_of_parts, 0.0)}
 
 
 def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
-    """Run steps under the profiler; what the program's operations took, and the bucket.
+    """Run steps under the profiler; return what the program's operations took, and the bucket.
 
     Fewer steps where rows would end: each of them is like the others.
     """
@@ -234,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the settings of an engine that takes tokens, checked by the model's config.json.
+    """Read the settings of an engine that takes tokens, checked by the model's config.json.
 
     Raises:
         JaxserveError: no model, or none that can be served.
@@ -255,7 +255,7 @@ def read_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def check_sizes(arguments: argparse.Namespace, most_rows: int, longest: int) -> None:
-    """Fill in `rows`; see that all fits.
+    """Fill in `rows`; check that all fits.
 
     Args:
         most_rows: slots, but the prompt's.

@@ -22,12 +22,12 @@ SAME = ("device", "jax", "dry_run")
 
 
 class ReportError(Exception):
-    """A report that cannot be gone on with; says why in a line."""
+    """Error of a report that cannot be continued; its message says why in a line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """An item of a part, and the seconds after which it is held to hang."""
+    """Item of a part, and the seconds after which it is held to hang."""
 
     part: str
     name: str
@@ -36,7 +36,7 @@ class Task:
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """Return the status of ``main``, or 130 with a word when it is interrupted."""
+    """Run ``main``; return its status, or 130 with a word when it is interrupted."""
     try:
         return main()
     except KeyboardInterrupt:
@@ -45,7 +45,7 @@ def interruptible(main: Callable[[], int]) -> int:
 
 
 def save_text(path: pathlib.Path, text: str) -> None:
-    """Write a file so that whoever is killed meanwhile leaves the old one or the new one."""
+    """Write a file so that a process killed meanwhile leaves the old one or the new one."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     os.replace(part, path)
@@ -65,10 +65,10 @@ def read_report(path: pathlib.Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
         items = [item for part in report["parts"].values() for item in part.values()]
-        known = isinstance(report["about"], dict) and all(isinstance(i, dict) for i in items)
+        is_report = isinstance(report["about"], dict) and all(isinstance(i, dict) for i in items)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        known = False
-    if not known:
+        is_report = False
+    if not is_report:
         raise ReportError(f"{path} is no report")
     return report
 
@@ -87,7 +87,7 @@ def open_report(path: pathlib.Path, resume: bool, about: dict[str, Any]) -> dict
     if not resume:
         raise ReportError(f"{path} is there: go on with it with --resume, or name another by --out")
     report = read_report(path)
-    before, now = (_made_with(known) for known in (report["about"], about))
+    before, now = (_made_with(run) for run in (report["about"], about))
     if before != now:
         raise ReportError(f"--resume: {path} was made with {before}, and this is {now}")
     return {**report, "about": about}
@@ -105,24 +105,24 @@ def run_tasks(
     until: float,
     alive: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Do what the report lacks; False if time ran out, or an item took the device with it.
+    """Do what the report lacks; return False if time ran out, or an item took the device with it.
 
     New items come first, then those that failed, and last those that earlier runs did not survive,
     which are given up after `TRIES`. An item is in the file from before it begins.
 
     Args:
         until: of the monotonic clock; no item is begun later.
-        alive: whether the device still works; asked after an item that failed.
+        alive: whether the device still works; called after an item that failed.
     """
 
-    def known(task: Task) -> dict[str, Any]:
+    def result_of(task: Task) -> dict[str, Any]:
         return report["parts"].get(task.part, {}).get(task.name, {})
 
     def turn(task: Task) -> int:
-        return 2 if "tries" in known(task) else int("error" in known(task))
+        return 2 if "tries" in result_of(task) else int("error" in result_of(task))
 
     for task in sorted(tasks, key=turn):
-        before = known(task)
+        before = result_of(task)
         if before and "error" not in before:
             continue
         if before.get("tries", 0) >= TRIES:
@@ -132,8 +132,8 @@ def run_tasks(
             print(f"out of time before {task.part} / {task.name}; go on with --resume", flush=True)
             return False
         _run(task, before, report, path)
-        if "error" in known(task) and not alive():
-            known(task)["tries"] = before.get("tries", 0) + 1
+        if "error" in result_of(task) and not alive():
+            result_of(task)["tries"] = before.get("tries", 0) + 1
             save(path, report)
             print(f"{task.part} / {task.name}: the device is lost; go on with --resume", flush=True)
             return False

@@ -1,4 +1,4 @@
-"""Everything to find out on a GPU: are the kernels right, and how fast is what, against what.
+"""Report of a GPU: whether the kernels are right, and how fast each is, against what.
 
     python -m scripts.gpu.report --parts correctness,bandwidth,decode --resume --out report.json
     python -m scripts.gpu.report --parts tuning --resume --out report.json
@@ -57,7 +57,7 @@ PATIENCE = {"steps": 300.0, "engine": 500.0, "peers": 500.0}
 
 
 def tasks_of(parts: list[str], setting: gpu_parts.Setting) -> list[Task]:
-    """Return the items of some parts."""
+    """Gather the items of the given parts."""
     patience = {**PATIENCE, "tuning": 120 + 2 * setting.item_seconds}
     factor = 10 if setting.dry_run else 1
     return [
@@ -68,7 +68,7 @@ def tasks_of(parts: list[str], setting: gpu_parts.Setting) -> list[Task]:
 
 
 def device_works() -> bool:
-    """Return whether the device can still be used: after an illegal access it cannot."""
+    """Check whether the device can still be used: after an illegal access it cannot."""
     try:
         return float(jnp.ones(()) + 1) == 2
     except Exception:
@@ -76,7 +76,7 @@ def device_works() -> bool:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return one line an item: its main figure, and what share of its ceiling or floor that is."""
+    """Format one line an item: its main figure, and what share of its ceiling or floor that is."""
     lines = []
     for part, items in report["parts"].items():
         for name, item in items.items():

@@ -14,7 +14,7 @@ CHAIN = 16
 
 
 def once(call: Callable[..., Any], arrays: tuple[Any, ...], repeats: int) -> float:
-    """Return seconds per call when ``repeats`` are queued back to back, the device always busy."""
+    """Measure seconds per call when ``repeats`` are queued back to back, the device always busy."""
     begin = time.perf_counter()
     result = None
     for _ in range(repeats):
@@ -44,7 +44,7 @@ def interleaved(
 def measure(
     call: Callable[..., Any], arrays: tuple[Any, ...], rounds: int = 5, budget: float = 0.1
 ) -> dict[str, float]:
-    """Return median and spread in seconds of a call over ``rounds`` after warm-up."""
+    """Measure median and spread in seconds of a call over ``rounds`` after warm-up."""
     jax.block_until_ready(call(*arrays))
     repeats = max(1, min(500, int(budget / max(once(call, arrays, 2), 1e-6))))
     values = sorted(once(call, arrays, repeats) for _ in range(rounds))
@@ -52,7 +52,7 @@ def measure(
 
 
 def chained(function: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
-    """Return a program that runs an attention ``times`` times, each on the output before it."""
+    """Make a program that runs an attention ``times`` times, each on the output before it."""
     inner = jax.jit(function)  # is traced once
 
     def program(q: jax.Array, *rest: jax.Array) -> jax.Array:

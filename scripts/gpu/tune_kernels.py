@@ -1,4 +1,4 @@
-"""Find block sizes on the GPU at hand and write pallas_kernels/gpu/tuned/<device>.json.
+"""Tuning of block sizes on the GPU at hand, for pallas_kernels/gpu/tuned/<device>.json.
 
     python -m scripts.gpu.tune_kernels                 sweep on this GPU (about twenty minutes)
     python -m scripts.gpu.tune_kernels --dtypes bfloat16 --head-dims 128
@@ -56,11 +56,11 @@ WORKERS = min(8, os.cpu_count() or 1)
 
 
 class NothingRan(Exception):
-    """No candidate could be timed; says why."""
+    """Error of a sweep in which no candidate could be timed; its message says why."""
 
 
 def candidates(op: str, case: Case) -> Iterator[Any]:
-    """Return configurations worth timing for a call."""
+    """List configurations worth timing for a call."""
     if op == "decode":
         grid = itertools.product((32, 64, 128), (4, 8), (2, 3, 5, 7), (528, 1056, 2112))
         for block, warps, stages, programs in grid:
@@ -83,7 +83,7 @@ def candidates(op: str, case: Case) -> Iterator[Any]:
 
 
 def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: int) -> Case:
-    """Return description of a tuned call. ``pages``: per row."""
+    """Describe a tuned call. ``pages``: per row."""
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(
         op="decode" if op == "decode" else "ragged",
@@ -102,20 +102,20 @@ def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: i
 
 
 def changes(config: Any, base: Any) -> dict[str, Any]:
-    """Return the fields in which a configuration differs from another."""
+    """Find the fields in which a configuration differs from another."""
     ours, theirs = dataclasses.asdict(config), dataclasses.asdict(base)
     return {name: value for name, value in ours.items() if value != theirs[name]}
 
 
 def ordered(op: str, case: Case) -> list[Any]:
-    """Return the defaults, then what differs from them in one field, then in two, and so on."""
+    """Order the defaults first, then what differs from them in one field, in two, and so on."""
     base = tuning.defaults(tuning.CONFIGS[op], case)
     found = dict.fromkeys([base, *candidates(op, case)])
     return sorted(found, key=lambda config: len(changes(config, base)))
 
 
 def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
-    """Return a jitted program of `CALLS` calls of one operation with one configuration."""
+    """Make a jitted program of `CALLS` calls of one operation with one configuration."""
     extra = {"interpret": True} if interpret else {}
     functions = {
         "decode": triton_decode.paged_decode_attention,
@@ -128,7 +128,7 @@ def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
 
 
 def reason(error: Exception) -> str:
-    """Return what an exception says, in one line."""
+    """Give the message of an exception, in one line."""
     lines = str(error).splitlines() or ["without a word"]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
@@ -191,9 +191,9 @@ def sweep_one(
     seconds: dict[Any, float] = {}
     failed: collections.Counter[str] = collections.Counter()
     while tried < len(configs) and (not tried or time.monotonic() < until):
-        some = configs[tried : tried + WORKERS]
-        tried += len(some)
-        calls = {**best, **compiled({config: make(config) for config in some}, arrays, failed)}
+        chunk = configs[tried : tried + WORKERS]
+        tried += len(chunk)
+        calls = {**best, **compiled({config: make(config) for config in chunk}, arrays, failed)}
         if not calls:
             continue
         seconds = gpu_timing.interleaved(calls, arrays)
@@ -207,7 +207,7 @@ def sweep_one(
 
 
 def buckets(op: str, tiny: bool) -> list[tuple[int | None, int, int, int]]:
-    """Return (up_to, tokens, rows, pages per row) of an operation."""
+    """List (up_to, tokens, rows, pages per row) of an operation."""
     if op == "decode":
         sizes = ((2, 64),) if tiny else DECODE_BUCKETS
         found = [(rows, rows, rows, length // PAGE_SIZE) for rows, length in sizes]
@@ -219,7 +219,7 @@ def buckets(op: str, tiny: bool) -> list[tuple[int | None, int, int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A bucket to find a configuration for: an entry of the table. ``pages``: per row."""
+    """Bucket to find a configuration for: an entry of the table. ``pages``: per row."""
 
     op: str
     dtype: str
@@ -237,7 +237,7 @@ class Target:
 def targets(
     dtypes: Sequence[str], head_dims: Sequence[int], tiny: bool = False
 ) -> Iterator[Target]:
-    """Return every bucket of every operation that takes a dtype and head dim.
+    """List every bucket of every operation that takes a dtype and head dim.
 
     In the order given.
     """
@@ -279,7 +279,7 @@ def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> d
 
 
 def default_entries() -> list[dict[str, Any]]:
-    """Return entries that state the defaults for every dtype and head dim."""
+    """Make entries that state the defaults for every dtype and head dim."""
     entries = []
     for op, kind in tuning.CONFIGS.items():
         for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -314,9 +314,9 @@ def merge(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> Non
     def bucket(entry: dict[str, Any]) -> float:
         return math.inf if entry["up_to"] is None else entry["up_to"]
 
-    known = tuning.read_entries(device_kind) or default_entries()
+    old_entries = tuning.read_entries(device_kind) or default_entries()
     calls: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
-    for entry in [*known, *entries]:
+    for entry in [*old_entries, *entries]:
         calls.setdefault(tuple(entry[key] for key in KEY[:-1]), {})[bucket(entry)] = entry
     merged = [call[size] for call in calls.values() for size in sorted(call)]
     write(device_kind, measured, merged)
@@ -331,7 +331,7 @@ def merge_report(report: dict[str, Any]) -> None:
 
 
 def tune(found: Iterable[Target], budget: float) -> int:
-    """Sweep, and write the table after each; 1 if nothing ran for one."""
+    """Sweep, and write the table after each; return 1 if nothing ran for one."""
     status = 0
     for target in found:
         try:

@@ -1,4 +1,4 @@
-"""Types of the scripts' arguments. argparse says the argument's name, and these what is allowed."""
+"""Types of the scripts' arguments. argparse names the argument, and these say what is allowed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
-    """Return an integer from 1 on.
+    """Parse an integer from 1 on.
 
     Raises:
         ArgumentTypeError: anything else, as with all types here.
@@ -33,32 +33,32 @@ def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
 
 
 def integer_from_0(text: str) -> int:
-    """Return an integer from 0 on."""
+    """Parse an integer from 0 on."""
     return positive_integer(text, least=0)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of integers from `least` on."""
+    """Make the type of integers from `least` on."""
     return lambda text: positive_integer(text, least)
 
 
 def at_most(most: int) -> Callable[[str], int]:
-    """Return the type of integers from 1 to `most`."""
+    """Make the type of integers from 1 to `most`."""
     return lambda text: positive_integer(text, most=most)
 
 
 def number_of_bits(bits: int) -> Callable[[str], int]:
-    """Return the type of integers from 0 on that so many bits hold."""
+    """Make the type of integers from 0 on that so many bits hold."""
     return lambda text: positive_integer(text, least=0, most=(1 << bits) - 1)
 
 
 def integers(text: str) -> list[int]:
-    """Return integers from 1 on, with commas between them."""
+    """Parse integers from 1 on, with commas between them."""
     return [positive_integer(part) for part in text.split(",")]
 
 
 def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Return the type of names out of `names`, with commas between them; each counts once."""
+    """Make the type of names out of `names`, with commas between them; each counts once."""
 
     def type_(text: str) -> list[str]:
         found = [part for part in text.split(",") if part]
@@ -72,7 +72,7 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
-    """Return the type of numbers from `least` to `most`, or below `most`."""
+    """Make the type of numbers from `least` to `most`, or below `most`."""
 
     def type_(text: str) -> float:
         try:
@@ -90,7 +90,7 @@ def number_in(least: float, most: float, below: bool = False) -> Callable[[str],
 
 
 def positive_or_inf(text: str) -> float:
-    """Return a number above 0, which may be `inf`."""
+    """Parse a number above 0, which may be `inf`."""
     try:
         value = float(text)
     except ValueError:
@@ -101,7 +101,7 @@ def positive_or_inf(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0."""
+    """Parse a number above 0."""
     value = positive_or_inf(text)
     if value == math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, and finite")
@@ -109,7 +109,7 @@ def positive(text: str) -> float:
 
 
 def objective(text: str) -> tuple[str, float]:
-    """Return `ttft:200`: milliseconds that a request must meet, of its TTFT, TPOT or latency."""
+    """Parse `ttft:200`: milliseconds that a request must meet, of its TTFT, TPOT or latency."""
     name, _, limit = text.partition(":")
     if name not in OBJECTIVES:
         names = ", ".join(OBJECTIVES)
@@ -118,7 +118,7 @@ def objective(text: str) -> tuple[str, float]:
 
 
 def writable_file(text: str) -> Path:
-    """Return a file that can be written: what takes minutes must not fail at its end."""
+    """Check a file that is to be written: what takes minutes must not fail at its end."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; it must be a file to write")
@@ -130,7 +130,7 @@ def writable_file(text: str) -> Path:
 
 
 def results_file(text: str) -> Path:
-    """Return a file that results can be kept in beside its own; see `run_record.keep`."""
+    """Check a file that results can be kept in beside its own; see `run_record.keep`."""
     path = writable_file(text)
     try:
         kept = path.read_text() if path.is_file() else ""
@@ -145,14 +145,14 @@ def results_file(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """Return a file that is there."""
+    """Check a file that must be there."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file that exists")
     return Path(text)
 
 
 def writable_folder(text: str) -> Path:
-    """Return a folder that files can be written to."""
+    """Check a folder that files can be written to."""
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a folder that exists")
@@ -162,7 +162,7 @@ def writable_folder(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """Return a folder that files can be written to, or that can be made."""
+    """Check a folder that files can be written to, or that can be made."""
     path = Path(text)
     if path.exists():
         return writable_folder(text)
@@ -173,7 +173,7 @@ def new_folder(text: str) -> Path:
 
 
 def checkpoint(text: str) -> str:
-    """Return an engine's `model`: a folder, a GGUF file, or a name on the hub."""
+    """Check an engine's `model`: a folder, a GGUF file, or a name on the hub."""
     # Imported here and below: some scripts run where jaxserve is not installed.
     from jaxserve.config import kind_of_model
 
@@ -217,19 +217,19 @@ def check_room(
 
 
 def http_url(text: str) -> str:
-    """Return `http://HOST:PORT`, without a slash at its end."""
+    """Parse `http://HOST:PORT`, without a slash at its end."""
     try:
         parts = urlsplit(text)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number
-        known = False
-    if not known:
+        is_url = False
+    if not is_url:
         raise argparse.ArgumentTypeError(f"{text!r} must be a URL, like http://10.0.0.7:8000")
     return text.rstrip("/")
 
 
 def name_value(text: str) -> tuple[str, str]:
-    """Return `NAME=VALUE`."""
+    """Parse `NAME=VALUE`."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
@@ -237,7 +237,7 @@ def name_value(text: str) -> tuple[str, str]:
 
 
 def header(text: str) -> tuple[str, str]:
-    """Return `NAME=VALUE` of what a request may have as a header."""
+    """Parse `NAME=VALUE` of what a request may have as a header."""
     name, value = name_value(text)
     if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or re.search(r"[\r\n\0]", value):
         raise argparse.ArgumentTypeError(
@@ -247,7 +247,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return an object in JSON."""
+    """Parse an object in JSON."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -258,7 +258,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression."""
+    """Parse a regular expression."""
     try:
         re.compile(text)
     except re.error as error:

@@ -12,7 +12,7 @@ from pallas_kernels.arguments import Case
 def attention_arrays(
     case: Case, kv_len: np.ndarray | None = None, seed: int = 0
 ) -> tuple[jax.Array, ...]:
-    """Return arguments of the operation a case describes, with shuffled pages.
+    """Make arguments of the operation that a case describes, with shuffled pages.
 
     Decode rows have ``kv_len`` positions (all of them by default). Ragged rows are prompts of equal
     length that fill the tokens, without context before them, unless ``kv_len`` says otherwise.

@@ -1,4 +1,4 @@
-"""A clock on the parts of an engine's loop."""
+"""Clock on the parts of an engine's loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain way to run a model over paged KV, with the logits after every token."""
+"""Plain runner of a model over paged KV, with the logits after every token."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class PagedRunner:
     def greedy(
         self, prompts: Sequence[Sequence[int]], count: int, chunks: int = 1
     ) -> list[np.ndarray]:
-        """Append each row's `count` most likely tokens; the logits after each token of each row.
+        """Append each row's `count` most likely tokens; return the logits after each token.
 
         Prompts are read in as many steps as `chunks`, all of one padded shape.
         """

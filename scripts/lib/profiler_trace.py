@@ -32,7 +32,7 @@ _CONTAINERS = ("while", "conditional", "call")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of a program's operations.
+    """Instruction: one of a program's operations.
 
     Attributes:
         opcodes: its own, and those of the computation that it fuses.
@@ -46,7 +46,7 @@ class Instruction:
 
 
 def instructions(hlo: str) -> dict[str, Instruction]:
-    """Return every instruction of a compiled program's text, by name."""
+    """Parse every instruction of a compiled program's text, by name."""
     bodies: dict[str, list[str]] = defaultdict(list)
     inside: dict[str, set[str]] = defaultdict(set)
     current = ""
@@ -70,9 +70,9 @@ def instructions(hlo: str) -> dict[str, Instruction]:
 
 
 def class_of(name: str, instruction: Instruction) -> str:
-    """Return which of `CLASSES` an operation belongs to.
+    """Choose which of `CLASSES` an operation belongs to.
 
-    The path says which part of the model it is in, the opcodes what it does there. Products of
+    The path names the part of the model that it is in, the opcodes what it does there. Products of
     attention run in its loops over chunks, those with its weights outside them.
     """
     path, codes = f"/{instruction.op_name}/", instruction.opcodes
@@ -99,14 +99,14 @@ def class_of(name: str, instruction: Instruction) -> str:
 
 
 def read_events(trace: Path) -> list[dict[str, Any]]:
-    """Complete events of a trace in Chrome's form."""
+    """Read the complete events of a trace in Chrome's form."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Return microseconds and runs of each operation, without what ran inside it."""
+    """Sum microseconds and runs of each operation, without what ran inside it."""
     threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if "hlo_op" in event.get("args", {}) and not event["name"].startswith("end: "):
@@ -115,7 +115,7 @@ def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, in
     runs: dict[str, int] = defaultdict(int)
     for thread in threads.values():
         stack: list[Mapping[str, Any]] = []
-        for event in sorted(thread, key=lambda one: (one["ts"], -one["dur"])):
+        for event in sorted(thread, key=lambda entry: (entry["ts"], -entry["dur"])):
             while stack and event["ts"] >= stack[-1]["ts"] + stack[-1]["dur"]:
                 stack.pop()
             name = event["args"]["hlo_op"]
@@ -142,15 +142,15 @@ class DeviceTime:
 
 def device_time(events: list[dict[str, Any]], hlo: str, steps: int) -> DeviceTime:
     """Add up the operations of a trace of `steps` runs of one program."""
-    known = instructions(hlo)
+    by_name = instructions(hlo)
     micros: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     operations = []
     for name, (spent, runs) in self_times(events).items():
-        one = known.get(name)
-        kind = REST if one is None else class_of(name, one)
-        if one is not None and one.opcodes & set(_CONTAINERS):
-            kind = ATTENTION if "/attention/" in f"/{one.op_name}/" else REST
+        instruction = by_name.get(name)
+        kind = REST if instruction is None else class_of(name, instruction)
+        if instruction is not None and instruction.opcodes & set(_CONTAINERS):
+            kind = ATTENTION if "/attention/" in f"/{instruction.op_name}/" else REST
         micros[kind] += spent / steps
-        path = "" if one is None else one.op_name
+        path = "" if instruction is None else instruction.op_name
         operations.append((spent / steps, runs / steps, name, kind, path))
     return DeviceTime(micros, sorted(operations, reverse=True))

@@ -22,7 +22,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def random_checkpoint(shape: str, folder: Path, seed: int = 0) -> Path:
-    """Write the checkpoint unless it is there; its folder.
+    """Write the checkpoint unless it is there; return its folder.
 
     Every projection has variance 1 / inputs, those that end in the residual stream divided by the
     2 * layers of them, as `jaxserve.weights.random_weights` draws them: logits of about unit size,

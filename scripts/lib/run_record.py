@@ -16,7 +16,7 @@ SECRETS = ("--api-key", "--header")
 
 
 def about_run() -> dict[str, Any]:
-    """Return command, date, machine, Python, and the load; call it before the work.
+    """Record command, date, machine, Python and the load; to be called before the work.
 
     Folders of one machine, addresses and secrets are left out of the command.
     """
@@ -30,7 +30,7 @@ def about_run() -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """Return the words that this process was started with: `python -m MODULE` where it was."""
+    """Rebuild the words that this process was started with: `python -m MODULE` where it was."""
     main = sys.modules["__main__"]
     if main.__spec__ is None or sys.argv[0] != main.__file__:
         return ["python", *sys.argv]
@@ -38,7 +38,7 @@ def command_line() -> list[str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command line with `...` for secret options, abbreviated ones too."""
+    """Write a command line with `...` for secret options, abbreviated ones too."""
     found, is_value = [], False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -57,12 +57,12 @@ def keep(
     about: Mapping[str, Any],
     always: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write parts beside those of earlier runs; each keeps what is said of its own run.
+    """Write parts beside those of earlier runs; each keeps the facts of its own run.
 
     Args:
         path: absent, empty, or such a file; see `argument_types.results_file`.
         results: by the name of each part.
-        about: what `about_run` says, and what else holds for this run.
+        about: what `about_run` returns, and what else holds for this run.
         always: what holds for every run.
     """
     text = path.read_text() if path.is_file() else ""
@@ -77,7 +77,7 @@ def keep(
 
 
 def plain(text: str) -> str:
-    """Return a message or a command without what belongs to one machine: folders, and addresses."""
+    """Strip a message or a command of what belongs to one machine: folders, and addresses."""
     text = re.sub(r"\w+://\S+", "URL", text)
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
@@ -92,7 +92,7 @@ VECTORS = {
 
 
 def machine() -> dict[str, Any]:
-    """Return CPU by its name and vectors where /proc/cpuinfo tells them, cores, memory."""
+    """Describe the CPU by its name and vectors where /proc/cpuinfo has them, cores, memory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)

@@ -1,4 +1,4 @@
-"""A `jaxserve serve` of one's own: started, waited for, stopped."""
+"""Process of `jaxserve serve`: started, waited for, stopped."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ START_S, STOP_S = 300, 60
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """Find a port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Server:
-    """A server in a process of its own, as a context manager.
+    """Server in a process of its own, as a context manager.
 
     Args:
         arguments: of `jaxserve serve`, besides the port.
@@ -87,7 +87,7 @@ class Server:
         self._stack.close()
 
     def stop(self) -> int:
-        """Ask the server to end, and wait; its exit status."""
+        """Stop the server, and wait; return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -98,7 +98,7 @@ class Server:
         return self.process.returncode
 
     def log(self) -> str:
-        """Return what the server has written so far."""
+        """Read what the server has written so far."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read()

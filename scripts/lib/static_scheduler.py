@@ -14,17 +14,17 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 
-# No slot ever has this generation, so that nobody takes a padding row's result.
+# No slot ever has this generation, so that a padding row's result is never taken.
 _NO_GENERATION = -1
 
 
 class StaticScheduler(Scheduler):
-    """First come, first served in batches; a slot stays empty until its whole batch has ended.
+    """Scheduler of batches, first come, first served; a slot stays empty until its batch has ended.
 
     With `padded`, as a batch in one rectangular tensor runs: prompts are padded to the longest,
     the first decode waits for all prompts of the batch, and every row runs until the longest ends.
     The padding is computed: it forms rows of the null slot, which write to the null page and whose
-    result nobody reads. A step then has up to 2 * batch_size - 1 rows, and the slot table must
+    result is never read. A step then has up to 2 * batch_size - 1 rows, and the slot table must
     have as many slots (an engine's max_num_seqs), most of which stay empty.
 
     A batch reserves pages for its sequences' full length, so that nothing is ever preempted, and
@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
         self._padding_now = np.zeros(slots.num_slots, np.int32)
 
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
-        """Return the next step's rows, those of padding last, or None if there is nothing to do."""
+        """Choose the next step's rows, those of padding last, or None if there is nothing to do."""
         plan = super().schedule()
         if not self.padded:
             return plan
@@ -126,7 +126,7 @@ class StaticScheduler(Scheduler):
         return take[:, 0], int(take[:, 0].sum())
 
     def _prompt_padding(self) -> StepPlan:
-        """Return rows for this step's share of what the prompts lack to the longest."""
+        """Make rows for this step's share of what the prompts lack to the longest."""
         slots = np.flatnonzero(self._padding_now)
         counts = self._padding_now[slots]
         starts = self._padded_length - self._padding[slots]
@@ -135,7 +135,7 @@ class StaticScheduler(Scheduler):
         return self._null_rows(starts, counts)
 
     def _decode_padding(self, plan: StepPlan | None) -> StepPlan:
-        """Return a row of one token for each sequence of the batch that has ended."""
+        """Make a row of one token for each sequence of the batch that has ended."""
         missing = 0 if plan is None else self._num_members - len(plan)
         start = min(self._padded_length, self.slots.max_model_len - 1)
         self._padded_length += 1

@@ -17,8 +17,8 @@ HASHED_TOKENS = 512
 
 
 class TraceRow(NamedTuple):
-    """One request: seconds since the first, prompt tokens, generated tokens; and, where the trace
-    has them, an id for each 512 tokens of its prompt."""
+    """Request of a trace: seconds since the first, prompt tokens, generated tokens; and, where the
+    trace has them, an id for each 512 tokens of its prompt."""
 
     arrival_s: float
     input_tokens: int
@@ -42,7 +42,7 @@ def read_trace(rows: int | None = None, trace: str = "azure-conv") -> list[Trace
 
 
 def first_rows(count: int, trace: str = "azure-conv") -> list[TraceRow]:
-    """Return exactly the first `count` requests of a trace.
+    """Read exactly the first `count` requests of a trace.
 
     Raises:
         ValueError: it has fewer.

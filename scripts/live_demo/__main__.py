@@ -1,4 +1,4 @@
-"""`python -m scripts.live_demo`."""
+"""Entry of `python -m scripts.live_demo`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The live demo: requests of a real trace served at once, watched, checked and timed.
 
 Arrival times and lengths come from the first rows of the Azure LLM inference trace 2023, scaled to
-the model; each request is a question whose answer is known, and which the bundled model was not
+the model; each request is a question with one right answer, which the bundled model was not
 trained on. First the requests are served as they arrive, in slow motion, so that eyes can follow;
 then all of them are queued at once and timed under continuous and under static batching.
 """
@@ -49,7 +49,7 @@ MOST_REQUESTS = 2000
 
 
 def play(engine: Engine, scene: Scene, speed: float, steps_per_second: float, draw) -> float:
-    """Serve the requests as they arrive; the seconds it took. `draw` is called after each step."""
+    """Serve the requests as they arrive; return the seconds. `draw` is called after each step."""
     waiting = deque(scene.asks)
     start = next_step = time.perf_counter()
     while waiting or engine.has_work:
@@ -117,28 +117,28 @@ def play_as_log(console: Console, engine: Engine, scene: Scene, options) -> floa
 
 
 def report(console: Console, engine: Engine, scene: Scene, seconds: float) -> None:
-    """Report accuracy against the known answers, and how long requests took."""
-    stats, asks = engine.stats(), scene.ended
-    right = sum(ask.right for ask in asks)
-    latencies = sorted(ask.ended - ask.added for ask in asks)
-    cached = sum(ask.num_cached for ask in asks)
+    """Report accuracy against the right answers, and how long requests took."""
+    stats, requests = engine.stats(), scene.ended
+    right = sum(ask.right for ask in requests)
+    latencies = sorted(ask.ended - ask.added for ask in requests)
+    cached = sum(ask.num_cached for ask in requests)
     console.print(
-        f"[bold]{len(asks)} requests answered in {seconds:.1f} s; {right} answers are exactly "
-        f"right ({right / len(asks):.0%})[/]"
+        f"[bold]{len(requests)} requests answered in {seconds:.1f} s; {right} answers are exactly "
+        f"right ({right / len(requests):.0%})[/]"
     )
     by_task: dict[str, list[bool]] = {}
-    for ask in asks:
+    for ask in requests:
         by_task.setdefault(ask.task.name, []).append(ask.right)
     console.print(
         "  " + ", ".join(f"{name} {sum(got)}/{len(got)}" for name, got in sorted(by_task.items()))
     )
     console.print(
-        f"  {sum(len(ask.token_ids) for ask in asks)} prompt tokens, {cached} of them found in the "
-        f"prefix cache; {stats.generation_tokens} tokens generated in {stats.num_steps} steps; "
+        f"  {sum(len(ask.token_ids) for ask in requests)} prompt tokens, {cached} of them found in "
+        f"the prefix cache; {stats.generation_tokens} tokens generated in {stats.num_steps} steps; "
         f"median request {latencies[len(latencies) // 2]:.2f} s; {stats.num_preemptions} "
         f"preemptions; {stats.num_compiles} compilations since ready"
     )
-    for ask in asks:
+    for ask in requests:
         if ask.error:
             console.print(f"  request {ask.number} failed: {ask.error}")
     if engine.has_work or stats.pages_in_use:
@@ -167,7 +167,7 @@ class Timing:
 
 
 def schedulers() -> dict[str, tuple[MakeScheduler, int]]:
-    """Return by name what makes the scheduler, and the slots that its table needs.
+    """Name what makes each scheduler, and the slots that its table needs.
 
     All serve SLOTS sequences at once; where padding is computed, its rows need slots too.
     """
@@ -192,7 +192,7 @@ def schedulers() -> dict[str, tuple[MakeScheduler, int]]:
     }
 
 
-def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: int) -> Timing:
+def time_all(loaded: Loaded, requests: list[Ask], make: MakeScheduler, num_slots: int) -> Timing:
     """Queue every request at once, each with the trace's output length, and run them all."""
     # One step a launch, as static batching takes them: the schedules alone shall differ.
     config = replace(loaded.config, max_num_seqs=num_slots, num_scheduler_steps=1)
@@ -206,7 +206,7 @@ def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: in
         if delta.error:
             raise SystemExit(f"error: a request failed: {delta.error}")
 
-    for ask in asks:
+    for ask in requests:
         sampling = SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True)
         engine.add(engine.requests.make(ask.token_ids, sampling, request_id=str(ask.number)), count)
     start = time.perf_counter()
@@ -216,9 +216,9 @@ def time_all(loaded: Loaded, asks: list[Ask], make: MakeScheduler, num_slots: in
     return Timing(seconds, engine.stats().num_steps, received, SLOTS)
 
 
-def compare(console: Console, loaded: Loaded, asks: list[Ask]) -> None:
+def compare(console: Console, loaded: Loaded, requests: list[Ask]) -> None:
     """Print the table of continuous against static batching: same model, pages, requests."""
-    table = Table(title=f"The same {len(asks)} requests, all queued at once, at full speed")
+    table = Table(title=f"The same {len(requests)} requests, all queued at once, at full speed")
     table.add_column("schedule")
     for heading in ("output tok/s", "seconds", "steps", "slot use", "ratio"):
         table.add_column(heading, justify="right")
@@ -226,7 +226,7 @@ def compare(console: Console, loaded: Loaded, asks: list[Ask]) -> None:
     # Several rounds, and each schedule's best: other programs' noise only ever slows one down.
     for _ in range(ROUNDS):
         for name, (make, num_slots) in schedulers().items():
-            timing = time_all(loaded, asks, make, num_slots)
+            timing = time_all(loaded, requests, make, num_slots)
             fastest[name] = min(timing, fastest.get(name, timing), key=lambda t: t.seconds)
     base = next(iter(fastest.values()))
     for name, timing in fastest.items():
@@ -302,14 +302,14 @@ def main() -> int:
         options.steps_per_second = 20.0 if live else 0.0
     try:
         loaded = load_model(console, options.model)
-        asks, scale = make_asks(loaded.tokenizer, loaded.limits.max_model_len, options.requests)
+        requests, scale = make_asks(loaded.tokenizer, loaded.limits.max_model_len, options.requests)
         console.print(f"[dim]{CREDIT} Lengths times {scale:.2f}.[/]")
         config = replace(loaded.config, max_num_seqs=SLOTS, max_num_batched_tokens=LIVE_BUDGET)
-        engine, scene = Engine(replace(loaded, config=config)), Scene(asks)
+        engine, scene = Engine(replace(loaded, config=config)), Scene(requests)
         show = play_on_screen if live else play_as_log
         seconds = show(console, engine, scene, options)
         report(console, engine, scene, seconds)
-        compare(console, loaded, asks)
+        compare(console, loaded, requests)
         engine.close()
     except (JaxserveError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The requests of the live demo: lengths and arrivals of a real trace, tasks with known answers."""
+"""The requests of the live demo: lengths and arrivals of a real trace, tasks with their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.demo_model import tasks as demo_tasks
 from scripts.demo_model.tasks import Task
 from scripts.lib.trace_rows import read_trace
 
-# Prompts of at least so many tokens are documents, about which several questions are asked.
+# Prompts of at least so many tokens are documents, each with several questions.
 DOCUMENT_TOKENS = 100
 WORDS_PER_TOKEN = 0.8
 TEMPLATE_TOKENS = 12
@@ -20,7 +20,7 @@ LONGEST_ANSWER = 112
 
 @dataclass
 class Ask:
-    """One request of the scene, and what has become of it.
+    """Request of the scene, and what has become of it.
 
     `arrival` is in seconds of the trace; times are on the clock of `time.perf_counter`.
     """
@@ -44,7 +44,7 @@ class Ask:
 
 
 def follow_ups(task: Task) -> list[Task]:
-    """Return the other questions that a document of codes answers, those of training left out."""
+    """List the other questions that a document of codes answers, those of training left out."""
     codes = dict(re.findall(r"The code of (\w+) is (\d+)\.", task.prompt))
     document, question, asked = task.prompt.rpartition("What is the code of ")
     others = (name for name in codes if name != asked.rstrip("?"))
@@ -69,7 +69,7 @@ def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Ta
     fitting += 2 * ["facts", "key_value"] if words > 20 else []
     fitting += 3 * ["copy"] if output >= 8 else []
     name = rng.choice(fitting)
-    # What is copied is what is answered: there the output's length is ours to choose.
+    # What is copied is what is answered: there the output's length can be chosen.
     length = min(output, words) + 3 if name == "copy" else words
     return next(demo_tasks.stream(name, rng, "held_out", (length, length)))
 
@@ -80,8 +80,8 @@ def make_asks(
     """Make the requests; return also the factor that fits the trace's lengths to the model."""
     trace, rng = read_trace(count), random.Random(seed)
     longest = max_model_len - LONGEST_ANSWER
-    scale = min(1.0, longest / max(one.input_tokens + one.output_tokens for one in trace))
-    asks: list[Ask] = []
+    scale = min(1.0, longest / max(row.input_tokens + row.output_tokens for row in trace))
+    requests: list[Ask] = []
     questions: list[Task] = []
     for number, row in enumerate(trace, 1):
         wanted, output = round(row.input_tokens * scale), round(row.output_tokens * scale)
@@ -92,5 +92,5 @@ def make_asks(
             if len(token_ids) <= longest:
                 break
             wanted = wanted * 9 // 10
-        asks.append(Ask(number, row.arrival_s, task, token_ids, max(2, output)))
-    return asks, scale
+        requests.append(Ask(number, row.arrival_s, task, token_ids, max(2, output)))
+    return requests, scale

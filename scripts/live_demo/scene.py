@@ -26,8 +26,8 @@ class Rates:
 
     def output(self, now: float, count: int) -> None:
         self._events.append((now, 0, count))
-        at = int(now / SECONDS_PER_SPARK)
-        self._history[at] = self._history.get(at, 0) + count
+        spark = int(now / SECONDS_PER_SPARK)
+        self._history[spark] = self._history.get(spark, 0) + count
 
     def per_second(self, now: float) -> tuple[float, float]:
         while self._events and self._events[0][0] < now - WINDOW_SECONDS:
@@ -37,9 +37,9 @@ class Rates:
         return prompt / WINDOW_SECONDS, output / WINDOW_SECONDS
 
     def sparkline(self, now: float, width: int) -> str:
-        """Return output tokens of the last half seconds as bars, the one in progress left out."""
+        """Draw output tokens of the last half seconds as bars, the one in progress left out."""
         end = int(now / SECONDS_PER_SPARK)
-        counts = [self._history.get(at, 0) for at in range(end - width, end)]
+        counts = [self._history.get(spark, 0) for spark in range(end - width, end)]
         top = max(*counts, 1)
         return "".join(SPARKS[round(count / top * (len(SPARKS) - 1))] for count in counts)
 

@@ -26,7 +26,7 @@ GOOD, BAD, SHARED = "bold #59c27a", "bold #ff5f5f", "bold #ffffff"
 
 
 def question_of(prompt: str, width: int) -> str:
-    """Return the end of a prompt, where its question stands, in at most `width` characters."""
+    """Cut out the end of a prompt, where its question stands, in at most `width` characters."""
     line = " ".join(prompt.split())
     return line if len(line) <= width else "…" + line[len(line) - width + 1 :]
 
@@ -36,7 +36,7 @@ def colour_of(slot: int) -> str:
 
 
 class Board:
-    """Draws one engine and its scene as a Text of exactly the terminal's size."""
+    """Board that draws one engine and its scene as a Text of exactly the terminal's size."""
 
     def __init__(self, engine: Engine, scene: Scene, note: str) -> None:
         self.engine = engine
@@ -186,7 +186,7 @@ def _rule(title: str, width: int) -> Text:
 
 
 def _figures(groups: tuple[list[tuple[str, str]], ...]) -> Text:
-    """Return named figures: dim names, bright values."""
+    """Format named figures: dim names, bright values."""
     line = Text()
     for group in groups:
         line.append("  ")

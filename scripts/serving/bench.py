@@ -8,7 +8,7 @@
     python -m scripts.serving.bench --scene client       what this client can follow
 
 Arrivals are open-loop. Refused requests (429) are counted apart, with the time that their answer
-took. The client is one process; the report says what share of a core it took and how late it
+took. The client is one process; the report has the share of a core that it took and how late it
 sent. The scenes start a server themselves, with the bundled model, and write their results to
 `scripts/results`.
 """
@@ -125,7 +125,7 @@ def add_report(report: argparse._ArgumentGroup) -> None:
 
 
 def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
-    """Return the requests of a run, and the seconds at which they are to be sent."""
+    """Make the requests of a run, and the seconds at which they are to be sent."""
     rng = np.random.default_rng(arguments.seed)
     tokenizer = None
     if arguments.tokenizer:
@@ -153,7 +153,7 @@ def make_work(arguments: argparse.Namespace) -> tuple[list[Work], list[float]]:
 
 
 def first_model(base: str, headers: dict[str, str]) -> str:
-    """Return the first model that the server lists.
+    """Find the first model that the server lists.
 
     Raises:
         SystemExit: with a sentence; it cannot be reached, or lists none.
@@ -182,7 +182,7 @@ def make_target(arguments: argparse.Namespace) -> Target:
 async def serve_load(
     target: Target, works: list[Work], arrivals: list[float], arguments: argparse.Namespace
 ) -> Run:
-    """Send one request to see that all is well, then the warm-up, then the run."""
+    """Send one request as a check, then the warm-up, then the run."""
     async with open_session() as session:
         first = await send(session, target, works[0], 0)
         if not first.is_success:
@@ -195,7 +195,7 @@ async def serve_load(
 def settings(
     arguments: argparse.Namespace, target: Target, about: dict[str, Any], num_sent: int
 ) -> dict[str, Any]:
-    """Return what was run, by the report's names, beside the fields of `about_run`."""
+    """Record what was run, by the report's names, beside the fields of `about_run`."""
     rate = arguments.request_rate
     if rate is None:
         rate = "trace" if arguments.dataset_name == "trace" else math.inf

@@ -2,7 +2,7 @@
 
     python -m scripts.serving.canned PORT MILLISECONDS
 
-What the client of bench_serving can follow is measured with it.
+It measures how many events the client of bench_serving can follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Canned:
-    """All open streams, each with the events that it still gets."""
+    """Server's open streams, each with the events that it still gets."""
 
     def __init__(self) -> None:
         self._left: dict[asyncio.StreamWriter, int] = {}

@@ -1,4 +1,4 @@
-"""The load half of bench_serving: what to ask, when, and what came back.
+"""The load half of bench_serving: what to send, when, and what came back.
 
 Arrivals are open-loop: a request is sent when its time has come, whether or not earlier ones were
 answered. One process and one event loop; what that costs is reported with every run.
@@ -30,7 +30,7 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 @dataclass(frozen=True)
 class Work:
-    """One request to be sent: its prompt (token ids, or text), and how much to generate."""
+    """Request to be sent: its prompt (token ids, or text), and how much to generate."""
 
     prompt: list[int] | str
     input_tokens: int
@@ -47,7 +47,7 @@ class Outcome:
         ttft: from sending to the first token.
         itls: from each event with tokens to the next; an event may hold several tokens.
         latency: from sending to the end.
-        event_tokens: in each event; 1 where it does not say.
+        event_tokens: in each event; 1 where it has no number.
         error: what went wrong; empty for a request that was answered to the end.
     """
 
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """All outcomes of a load, in the order of their sending, and what the client spent."""
+    """Outcomes of a load, in the order of their sending, and what the client spent."""
 
     outcomes: list[Outcome]
     duration: float
@@ -145,7 +145,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Reader:
-    """Takes a stream of events apart as it comes.
+    """Reader that takes a stream of events apart as it comes.
 
     Args:
         outcome: filled in.
@@ -195,7 +195,7 @@ class Reader:
 
 
 async def send(session: aiohttp.ClientSession, target: Target, work: Work, start: float) -> Outcome:
-    """Send one request and follow it to its end; failures are told in the outcome."""
+    """Send one request and follow it to its end; failures are recorded in the outcome."""
     outcome = Outcome(work.input_tokens)
     body = target.body(work)
     clock = time.perf_counter()
@@ -239,7 +239,7 @@ async def run_load(
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
-    async def one(work: Work, planned: float) -> Outcome:
+    async def send_when_free(work: Work, planned: float) -> Outcome:
         if places is None:
             outcome = await send(session, target, work, start)
             outcome.lag = outcome.sent - planned
@@ -257,7 +257,7 @@ async def run_load(
                 delay = start + planned - time.perf_counter()
                 if delay > 0:
                     await asyncio.sleep(delay)
-                tasks.append(asyncio.create_task(one(work, planned)))
+                tasks.append(asyncio.create_task(send_when_free(work, planned)))
             outcomes = await asyncio.gather(*tasks)
             duration, cpu = time.perf_counter() - start, time.process_time() - cpu
     finally:
@@ -268,7 +268,7 @@ async def run_load(
 def poisson_arrivals(
     count: int, rate: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """Return times of arrival in seconds: gaps are gamma-distributed with shape `burstiness`.
+    """Draw times of arrival in seconds: gaps are gamma-distributed with shape `burstiness`.
 
     1 is a Poisson process, less is burstier, more is more even; an infinite rate sends all at once.
     """
@@ -323,7 +323,7 @@ def random_works(
 def trace_works(
     prompts: Prompts, count: int, length_scale: float, time_scale: float
 ) -> tuple[list[Work], list[float]]:
-    """Return requests with the lengths of the bundled trace, and their times of arrival."""
+    """Draw requests with the lengths of the bundled trace, and their times of arrival."""
     rows = first_rows(count)
     works = []
     for row in rows:

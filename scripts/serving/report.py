@@ -24,26 +24,26 @@ BLUE, GREEN, ORANGE = "#2a78d6", "#1baf7a", "#eb6834"
 
 
 def tpot(outcome: Outcome) -> float:
-    """Return seconds a token after the first one; 0 for a single token."""
+    """Compute seconds a token after the first one; 0 for a single token."""
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1)
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Return milliseconds of each metric over requests that were answered."""
-    done = [one for one in outcomes if one.is_success]
+    """Gather milliseconds of each metric over requests that were answered."""
+    done = [outcome for outcome in outcomes if outcome.is_success]
     seconds = {
-        "ttft": [one.ttft for one in done if one.output_tokens],
-        "tpot": [tpot(one) for one in done if one.output_tokens > 1],
-        "itl": [gap for one in done for gap in one.itls],
-        "e2el": [one.latency for one in done],
+        "ttft": [outcome.ttft for outcome in done if outcome.output_tokens],
+        "tpot": [tpot(outcome) for outcome in done if outcome.output_tokens > 1],
+        "itl": [gap for outcome in done for gap in outcome.itls],
+        "e2el": [outcome.latency for outcome in done],
     }
     return {name: np.array(values) * 1e3 for name, values in seconds.items()}
 
 
 def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """Return mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
+    """Compute mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
     if not len(values):
         values = np.zeros(1)
     table = {
@@ -63,28 +63,32 @@ def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
 
 
 def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds from the start of each event with tokens, and its number of tokens."""
-    came = [one for one in outcomes if one.ttft or one.itls]
-    times = [one.sent + one.ttft + np.cumsum([0.0, *one.itls]) for one in came]
-    tokens = [_event_tokens(one) for one in came]
+    """Gather seconds from the start of each event with tokens, and its number of tokens."""
+    came = [outcome for outcome in outcomes if outcome.ttft or outcome.itls]
+    times = [outcome.sent + outcome.ttft + np.cumsum([0.0, *outcome.itls]) for outcome in came]
+    tokens = [_event_tokens(outcome) for outcome in came]
     return np.concatenate([[], *times]), np.concatenate([[], *tokens])
 
 
 def _event_tokens(outcome: Outcome) -> np.ndarray:
-    """Return tokens of each event; where events do not say, the server's count in equal parts."""
+    """Count tokens of each event; where they have no number, the server's count in equal parts."""
     tokens = np.array(outcome.event_tokens or [1.0] * (len(outcome.itls) + 1))
     return tokens * (outcome.output_tokens / tokens.sum())
 
 
 def each_second(outcomes: Iterable[Outcome]) -> np.ndarray:
-    """Return output tokens in each second of a run."""
+    """Count output tokens in each second of a run."""
     times, tokens = token_times(outcomes)
     return np.bincount(times.astype(int), tokens) if len(times) else np.zeros(1)
 
 
 def most_at_once(outcomes: Iterable[Outcome]) -> int:
-    """Return the most requests that were in flight together, refused ones apart."""
-    spans = [(one.sent, one.sent + one.latency) for one in outcomes if not one.is_refused]
+    """Count the most requests that were in flight together, refused ones apart."""
+    spans = [
+        (outcome.sent, outcome.sent + outcome.latency)
+        for outcome in outcomes
+        if not outcome.is_refused
+    ]
     edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     return int(max(np.cumsum([change for _, change in edges]), default=0))
 
@@ -95,12 +99,12 @@ def summarize(
     percentiles: Sequence[float] = (99,),
     objectives: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the results of a run; throughputs are per second of the whole run."""
+    """Summarize the results of a run; throughputs are per second of the whole run."""
     outcomes, duration = run.outcomes, run.duration
-    done = [one for one in outcomes if one.is_success]
-    refused = [one for one in outcomes if one.is_refused]
+    done = [outcome for outcome in outcomes if outcome.is_success]
+    refused = [outcome for outcome in outcomes if outcome.is_refused]
     inputs, outputs = sum(o.input_tokens for o in done), sum(o.output_tokens for o in done)
-    failures = [one.error for one in outcomes if one.error and not one.is_refused]
+    failures = [outcome.error for outcome in outcomes if outcome.error and not outcome.is_refused]
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
@@ -117,21 +121,21 @@ def summarize(
     }
     if objectives:
         result["goodput_slo_ms"] = objectives
-        result["request_goodput"] = sum(is_good(one, objectives) for one in done) / duration
+        result["request_goodput"] = sum(is_good(outcome, objectives) for outcome in done) / duration
     values = samples(outcomes)
     for name in metrics:
         result |= statistics_of(values[name], name, percentiles)
     if refused:
-        milliseconds = np.array([one.latency for one in refused]) * 1e3
+        milliseconds = np.array([outcome.latency for outcome in refused]) * 1e3
         result |= statistics_of(milliseconds, "refused", sorted({50, 99, *percentiles}))
     result["failures"] = dict(Counter(failures).most_common(10))
     return result | _client(run)
 
 
 def _client(run: Run) -> dict[str, float]:
-    """Return signs of a client that is too slow: its share of a core, and how late it sent."""
-    lags = np.array([one.lag for one in run.outcomes] or [0.0]) * 1e3
-    events = sum(len(one.itls) + 1 for one in run.outcomes)
+    """Measure signs of a client that is too slow: its share of a core, and how late it sent."""
+    lags = np.array([outcome.lag for outcome in run.outcomes] or [0.0]) * 1e3
+    events = sum(len(outcome.itls) + 1 for outcome in run.outcomes)
     return {
         "client_cpu_cores": run.cpu_seconds / run.duration,
         "client_cpu_us_per_event": run.cpu_seconds / max(1, events) * 1e6,
@@ -140,17 +144,17 @@ def _client(run: Run) -> dict[str, float]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """Return one entry a request, for `--save-detailed`; times in seconds."""
+    """List one entry a request, for `--save-detailed`; times in seconds."""
     outcomes = run.outcomes
     return {
-        "input_lens": [one.input_tokens for one in outcomes],
-        "output_lens": [one.output_tokens for one in outcomes],
-        "start_times": [one.sent for one in outcomes],
-        "statuses": [one.status for one in outcomes],
-        "ttfts": [one.ttft for one in outcomes],
-        "itls": [one.itls for one in outcomes],
-        "generated_texts": [one.text for one in outcomes],
-        "errors": [one.error for one in outcomes],
+        "input_lens": [outcome.input_tokens for outcome in outcomes],
+        "output_lens": [outcome.output_tokens for outcome in outcomes],
+        "start_times": [outcome.sent for outcome in outcomes],
+        "statuses": [outcome.status for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.itls for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
     }
 
 

@@ -72,8 +72,10 @@ def streams() -> int:
         alone = _load(server, works[::64], [0.0] * 8, max_concurrency=1)
         healthy = ask(server.url + "/health")["status"] == "ok"
     whole = [
-        one.is_success and len(one.token_ids) == STREAM_TOKENS and one.finish_reason == "length"
-        for one in run.outcomes
+        outcome.is_success
+        and len(outcome.token_ids) == STREAM_TOKENS
+        and outcome.finish_reason == "length"
+        for outcome in run.outcomes
     ]
     pairs = zip(run.outcomes[::64], alone.outcomes, strict=True)
     result = about | {
@@ -116,8 +118,8 @@ def overload() -> int:
             runs[name] = _load(server, _works(count, rng), arrivals)
         time.sleep(1)
         healthy = ask(server.url + "/health")["status"] == "ok"
-    at, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
-    ratio = over["p99_itl_ms"] / at["p99_itl_ms"]
+    at_capacity, over = (summarize(run, percentiles=PERCENTILES) for run in runs.values())
+    ratio = over["p99_itl_ms"] / at_capacity["p99_itl_ms"]
     refusal = over.get("p99_refused_ms", 0.0)
     result = about | {
         "capacity_requests_per_s": capacity,
@@ -126,17 +128,17 @@ def overload() -> int:
         "output_tokens": f"{OUTPUT} +- 50%",
         "p99_itl_ratio": ratio,
         "p99_itl_ratio_gate": ITL_GATE,
-        "p99_tpot_ratio": over["p99_tpot_ms"] / at["p99_tpot_ms"],
-        "median_tpot_ratio": over["median_tpot_ms"] / at["median_tpot_ms"],
+        "p99_tpot_ratio": over["p99_tpot_ms"] / at_capacity["p99_tpot_ms"],
+        "median_tpot_ratio": over["median_tpot_ms"] / at_capacity["median_tpot_ms"],
         "p99_refused_ms": refusal,
         "p99_refused_gate_ms": REFUSAL_GATE_MS,
         "healthy_after": healthy,
         "closed_loop": summarize(closed, percentiles=PERCENTILES),
-        "at_capacity": at,
+        "at_capacity": at_capacity,
         "overload": over,
     }
-    for one in (at, over):
-        show(one)
+    for summary in (at_capacity, over):
+        show(summary)
     print(
         f"p99 inter-token latency, {OVERLOAD} times capacity over capacity: {ratio:.2f} (gate "
         f"{ITL_GATE}); time per output token: p99 {result['p99_tpot_ratio']:.2f}, median "

@@ -1,4 +1,4 @@
-"""`python -m scripts.simulate`."""
+"""Entry of `python -m scripts.simulate`."""
 
 from __future__ import annotations
 

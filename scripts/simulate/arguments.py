@@ -35,7 +35,7 @@ _ENGINES_NAMES = {"num_pages": "num_gpu_blocks_override", "max_steps": "num_sche
 
 
 def read_setting(base: Setting, changes: list[str] | None) -> Setting:
-    """Return a setting with `name=value` changes.
+    """Apply `name=value` changes to a setting.
 
     Raises:
         ValueError: a name that is no field, a value that an engine would refuse, or so few pages
@@ -61,12 +61,12 @@ def _value(name: str, text: str, is_switch: bool) -> Any:
         value = int(text)
     except ValueError:
         raise ValueError(f"--set {name}=N: {text!r} must be an integer, like {name}=64") from None
-    known = _ENGINES_NAMES.get(name, name)
-    given: dict[str, Any] = {known: value}
+    field_name = _ENGINES_NAMES.get(name, name)
+    given: dict[str, Any] = {field_name: value}
     try:
         EngineConfig(**given)
     except ValueError as error:
-        raise ValueError(f"--set {str(error).replace(known, name)}") from None
+        raise ValueError(f"--set {str(error).replace(field_name, name)}") from None
     return value
 
 
@@ -211,7 +211,7 @@ def check_arrivals(rate: float, last: float) -> None:
     """Check the arrivals: a clock that is far from 0 rounds a step's time away.
 
     Args:
-        rate: as asked for.
+        rate: as it was given.
         last: when the last request comes, in seconds.
 
     Raises:

@@ -4,8 +4,8 @@ A step that is queued again and again, alone, takes less than one that an engine
 host works on the same cores, a step differs from the one before it, and after a pause caches are
 cold and threads asleep. So a real engine serves requests that come at random, every launch is
 timed, and lines are laid through what was found. The less an engine has to do, the longer short
-launches take, so that lines tell of a load what was found at such a load: requests of its lengths
-at its rate, or at several rates where none is known.
+launches take, so that lines hold for a load like the one they were found at: requests of its
+lengths at its rate, or at several rates where none is given.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LOADS = (0.05, 0.2, 0.4, 0.6, 0.8)  # of the highest rate of requests
 
 @dataclass
 class _Launch:
-    """A launch, and what is known of it; all times are seconds of one clock.
+    """Record of a launch, with its times as far as they were seen; all are seconds of one clock.
 
     Attributes:
-        tokens: the array that it draws, until it was read: to free it is the engine's work.
+        tokens: the array that it draws, until it was read: the engine frees it.
         begun: the turn of the loop that submits it, later by what the log itself took in it.
         submitted, returned: the call that starts it.
         within: it had run when that returned, as XLA on CPU may do.
@@ -75,14 +75,14 @@ class _Launch:
 
 
 class LaunchLog:
-    """Times every launch of an engine, from within its loop.
+    """Log of the times of every launch of an engine, from within its loop.
 
-    A launch that ends while the host is at work is not seen to end; what is known is between which
-    looks it was. It wraps methods of this engine's objects until `close`. Only `samples` computes
+    A launch that ends while the host is at work is not seen to end; its end lies between two
+    looks. It wraps methods of this engine's objects until `close`. Only `samples` computes
     anything: what the log does within the loop delays it.
 
     Args:
-        engine: that has not served yet.
+        engine: one that has not served yet.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -102,7 +102,7 @@ class LaunchLog:
         self._restore.append((owner, name))
 
     def _look(self) -> None:
-        """Look which launches have ended."""
+        """Look for launches that have ended."""
         for launch in self._in_flight:
             if launch.ended is None:
                 ready = launch.tokens.is_ready()
@@ -166,10 +166,14 @@ class LaunchLog:
         return result
 
     def _usual(self) -> tuple[float, float]:
-        """Return seconds of calls that do not wait: to submit a launch, to read an ended one."""
-        taken = [one.returned - one.submitted for one in self._launches]
-        calls = [took for took, one in zip(taken, self._launches, strict=True) if not one.within]
-        reads = [one.read - one.asked for one in self._launches if one.ended is not None]
+        """Compute seconds of calls that do not wait: to submit a launch, to read an ended one."""
+        taken = [launch.returned - launch.submitted for launch in self._launches]
+        calls = [
+            took for took, launch in zip(taken, self._launches, strict=True) if not launch.within
+        ]
+        reads = [
+            launch.read - launch.asked for launch in self._launches if launch.ended is not None
+        ]
         return float(np.median(calls or [min(taken, default=0.0)])), float(np.median(reads or [0]))
 
     def close(self) -> None:
@@ -179,7 +183,7 @@ class LaunchLog:
         self._restore.clear()
 
     def samples(self, times: Measured) -> Samples:
-        """Return all that was found.
+        """Gather all that was found.
 
         Args:
             times: the table that launches are compared with.
@@ -190,7 +194,7 @@ class LaunchLog:
             if launch.within:
                 now = min(launch.submitted + call, now)
                 begun, launch.runs = launch.submitted, max(launch.submitted, launch.returned - call)
-            # The host asks for results that are there, or waits and has them a little later.
+            # The host reads results that are there, or waits and has them a little later.
             read = launch.asked
             if launch.ended is None:
                 read = max(launch.read - reading, launch.runs)
@@ -217,21 +221,21 @@ class LaunchLog:
 class Round:
     """Samples of one round: of queueing requests, and of launches.
 
-    It is computed when it is asked for, so that no run begins right after a second of computing.
+    They are computed when they are needed, so that no run begins right after a second of computing.
     """
 
     asked: Samples
     log: LaunchLog
 
     def samples(self, alone: Measured) -> Samples:
-        """Return all of it, launches compared with their time alone."""
+        """Gather all of it, launches compared with their time alone."""
         found = self.log.samples(alone)
         found.update(self.asked)
         return found
 
 
 class Calibration:
-    """Times an engine's loop while it serves, in as many rounds as are wanted.
+    """Calibration of an engine's loop while it serves, in as many rounds as are wanted.
 
     Args:
         loaded: the engine's parts.
@@ -261,7 +265,7 @@ class Calibration:
         return self.serve_timed(alike(jobs, self._rng))[1]
 
     def serve_timed(self, jobs: list[Job]) -> tuple[list[Record], Round]:
-        """Serve these jobs at the times they arrive; what became of them, and what was found."""
+        """Serve these jobs as they arrive; return what became of them, and what was found."""
         with self._users() as (users, found):
             records = serve_really(users.engine, jobs, found.asked)
         return records, found
@@ -277,11 +281,11 @@ class Calibration:
             found.log.close()
 
     def times(self, *near: Round, among: Sequence[Round] = ()) -> Measured:
-        """Return the table with lines through all that was found in these rounds.
+        """Make the table with lines through all that was found in these rounds.
 
         Args:
             among: rounds of the same load, these included. What the near ones met too rarely to
-                tell how it spreads is taken from all of them: the largest launches, which make the
+                show its spread is taken from all of them: the largest launches, which make the
                 slowest requests.
         """
         samples = self._found(near)
@@ -292,15 +296,15 @@ class Calibration:
 
     def _found(self, rounds: Sequence[Round]) -> Samples:
         samples = Samples()
-        for one in rounds:
-            samples.update(self._samples_of(one))
+        for timed_round in rounds:
+            samples.update(self._samples_of(timed_round))
         return samples
 
-    def _samples_of(self, one: Round) -> Samples:
+    def _samples_of(self, timed_round: Round) -> Samples:
         """Compute the samples once: a round is near to two runs, and among all."""
-        if one not in self._computed:
-            self._computed[one] = one.samples(self._alone)
-        return self._computed[one]
+        if timed_round not in self._computed:
+            self._computed[timed_round] = timed_round.samples(self._alone)
+        return self._computed[timed_round]
 
 
 class _Users:

@@ -12,7 +12,7 @@ Scheduler, page pool, slot table and buckets are the engine's own, so that admis
 preemption and prefix hits are what they would be; only steps take as long as the table says.
 `measure` and `validate` run a model, on this device; nothing else imports JAX.
 Traces: azure-conv, azure-code, mooncake (see traces/README.md). Prompts are random tokens, equal
-where the trace says that they are.
+where the trace marks them as equal.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SHOWN = ("ttft", "tpot", "itl", "e2el")
 
 
 def print_summary(summary: Mapping[str, float]) -> None:
-    """Print latencies as a table, the rest below it."""
+    """Print latencies as a table, and the rest below it."""
     print(f"{'ms':<8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name in SHOWN:
         if f"mean_{name}_ms" in summary:
@@ -211,11 +211,11 @@ def do_suggest(arguments: argparse.Namespace) -> int:
     found = suggestions(setting, times, jobs, slo, isinstance(times, Measured), arguments.users)
     print(f"{'max_num_seqs':>13}{'max_num_batched_tokens':>24}{'good %':>8}{'p99 ttft':>10}"
           f"{'p99 tpot':>10}{'pages %':>9}")  # fmt: skip
-    for one, summary in found[:8]:
+    for candidate, summary in found[:8]:
         print(
-            f"{one.max_num_seqs:>13}{one.max_num_batched_tokens:>24}{summary['good_pct']:>8.1f}"
-            f"{summary['p99_ttft_ms']:>10.1f}{summary.get('p99_tpot_ms', math.nan):>10.2f}"
-            f"{summary['page_use_max_pct']:>9.1f}"
+            f"{candidate.max_num_seqs:>13}{candidate.max_num_batched_tokens:>24}"
+            f"{summary['good_pct']:>8.1f}{summary['p99_ttft_ms']:>10.1f}"
+            f"{summary.get('p99_tpot_ms', math.nan):>10.2f}{summary['page_use_max_pct']:>9.1f}"
         )
     best = found[0][0]
     flags = (
@@ -235,7 +235,7 @@ def do_suggest(arguments: argparse.Namespace) -> int:
         most = f"{rate:.3g}" if is_highest else f"at least {rate:.3g}"
         print(f"suggested: {flags}; 99 % of requests meet the SLO up to {most} a second")
     if arguments.json:
-        tried = [{"setting": repr(one)} | summary for one, summary in found]
+        tried = [{"setting": repr(candidate)} | summary for candidate, summary in found]
         found_rate = {"highest_rate": rate, "highest_rate_is_least": not is_highest}
         _write(arguments, {"suggested": flags, **found_rate, "tried": tried})
     return 0
@@ -248,12 +248,13 @@ def do_slo(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--requests {requests}: must be at least {max(SLO_USERS)}, one a user")
     results = [slo_8b(users, arguments.shape, requests) for users in SLO_USERS]
     print(f"step times: {results[0]['assumed']}")
-    for one in results:
+    for result in results:
         print(
-            f"{one['users']} users: p99 TTFT {one['p99_ttft_ms']:.0f} ms; tokens/s a user p50 "
-            f"{one['tokens_a_second_a_user_p50']:.0f}, p1 {one['tokens_a_second_a_user_p1']:.0f}; "
-            f"{one['output_throughput']:.0f} tokens/s in all; pages at most "
-            f"{one['page_use_max_pct']:.0f} %"
+            f"{result['users']} users: p99 TTFT {result['p99_ttft_ms']:.0f} ms; tokens/s a user "
+            f"p50 {result['tokens_a_second_a_user_p50']:.0f}, "
+            f"p1 {result['tokens_a_second_a_user_p1']:.0f}; "
+            f"{result['output_throughput']:.0f} tokens/s in all; pages at most "
+            f"{result['page_use_max_pct']:.0f} %"
         )
     if arguments.json:
         _write(arguments, {"runs": results})
@@ -278,7 +279,7 @@ def _setting_and_times(arguments: argparse.Namespace) -> tuple[Setting, Any]:
 
 
 def _sizes(times: Measured) -> dict[str, Any]:
-    """Return the compiled sizes that a table's labels name."""
+    """Read the compiled sizes off a table's labels."""
     decode = sorted(int(n.split()[1].rstrip(",")) for n in times.base_us if n.startswith("decode"))
     tokens = sorted(int(n.split()[0]) for n in times.base_us if "tokens" in n)
     return {

@@ -24,8 +24,8 @@ HOST_PARTS = ("request", "before", "call", "after")
 
 
 class StepTimes(Protocol):
-    """Seconds of what the loop does: queue a request, prepare a launch, call it, run it, and tell
-    of it.
+    """Seconds of what the loop does: queue a request, prepare a launch, call it, run it, and report
+    it.
 
     `waiting` is a share: of the launches that find the device free, those that the call which
     submits them waits for, as XLA on CPU does with some.
@@ -44,29 +44,29 @@ class StepTimes(Protocol):
 
 
 def kind_of(name: str, idle: float) -> str:
-    """Return the line of a part of the loop: another one after a pause."""
+    """Name the line of a part of the loop: another one after a pause."""
     return f"{name}, woken" if idle >= WOKEN_SECONDS else name
 
 
 def kind_of_bucket(bucket: Bucket) -> str:
-    """Return the line of all launches like those of a bucket."""
+    """Name the line of all launches like those of a bucket."""
     return "decode" if bucket.decode_only else "tokens"
 
 
 def kind_of_after(plan: StepPlan) -> str:
-    """Return the line of reporting a launch: it takes longer where prompts end."""
+    """Name the line of reporting a launch: it takes longer where prompts end."""
     decodes = plan.num_steps > 1 or bool((plan.num_tokens == 1).all())
     return "after, decode" if decodes else "after, tokens"
 
 
 def num_drawn(plan: StepPlan) -> int:
-    """Return the tokens that a launch draws."""
+    """Count the tokens that a launch draws."""
     return int(plan.samples.sum()) if plan.row_steps is None else int(plan.row_steps.sum())
 
 
 @dataclass(frozen=True)
 class Line:
-    """Microseconds: a fixed part and one for each of an amount, times a ratio.
+    """Line of microseconds: a fixed part and one for each of an amount, times a ratio.
 
     Attributes:
         fixed, each: the parts.
@@ -81,11 +81,11 @@ class Line:
     edges: tuple[float, ...] = ()
 
     def at(self, amount: float) -> float:
-        """Return the value on the line."""
+        """Compute the value on the line."""
         return self.fixed + self.each * amount
 
     def micros(self, amount: float, luck: float) -> float:
-        """Return the value at a quantile of what was measured."""
+        """Compute the value at a quantile of what was measured."""
         spread = self.spreads[int(np.searchsorted(self.edges, amount))]
         place = (np.arange(len(spread)) + 0.5) / len(spread)
         return self.at(amount) * float(np.interp(luck, place, spread))
@@ -134,11 +134,11 @@ class Samples:
 
 
 def quantiles(least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Return f64[QUANTILES] of values that lie between a least and a most each.
+    """Estimate f64[QUANTILES] of values that lie between a least and a most each.
 
     Turnbull's estimate: the shares of a grid's places that explain themselves. Each value is
     spread over the places that it may have, as all values together are. What is seen exactly is
-    what the host waited for, the longest of all, so that it alone would tell too much.
+    what the host waited for, the longest of all, so that it alone would count for too much.
     """
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
     if np.array_equal(least, most):
@@ -162,15 +162,15 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     columns = [np.ones(len(x)), x] if np.ptp(x) > 0 else [np.ones(len(x))]
     parts = _least_absolute(columns, y)
     if min(parts) < 0:
-        # One of them alone: what fits better.
+        # One of them alone: whichever fits better.
         alone = [(_least_absolute([column], y), column) for column in columns]
-        best = min(alone, key=lambda one: float(np.abs(one[0][0] * one[1] / y - 1).sum()))
+        best = min(alone, key=lambda fit: float(np.abs(fit[0][0] * fit[1] / y - 1).sum()))
         parts = [part[0] if column is best[1] else 0.0 for part, column in alone]
     return parts[0], parts[1] if len(parts) > 1 else 0.0
 
 
 def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, each: float) -> Line:
-    """Return a line, and quantiles of what is measured over it.
+    """Fit a line, and quantiles of what is measured over it.
 
     What takes long is delayed by less in proportion, so that quantiles are kept for each of several
     ranges of the amount.
@@ -188,7 +188,7 @@ def spread(x: np.ndarray, least: np.ndarray, most: np.ndarray, fixed: float, eac
 
 
 def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
-    """Return factors of columns whose sum misses y by the least share, summed without its sign."""
+    """Find factors of columns whose sum misses y by the least share, summed without its sign."""
     design, weights = np.stack(columns, axis=1) / y[:, None], np.ones(len(y))
     found = np.zeros(len(columns))
     for _ in range(30):
@@ -199,7 +199,7 @@ def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
 
 
 def attention_work(plan: StepPlan) -> tuple[int, int]:
-    """Return cells that the rows of one token read, and pairs of query and position of the others.
+    """Count cells that rows of one token read, and pairs of query and position of the others.
 
     Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
     positions in chunks of 256.
@@ -251,14 +251,14 @@ class Measured:
     def read(cls, path: Path) -> Measured:
         kept = json.loads(path.read_text())
         for of_lines in ("base_us", "more_us", "lines"):
-            kept[of_lines] = {name: Line(**one) for name, one in kept[of_lines].items()}
+            kept[of_lines] = {name: Line(**fields) for name, fields in kept[of_lines].items()}
         return cls(**kept)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def alone(self, plan: StepPlan, buckets: BucketSet) -> float:
-        """Return seconds of a launch that is queued behind its like."""
+        """Compute seconds of a launch that is queued behind its like."""
         label = self._label(buckets.pick(plan))
         cells, pairs = attention_work(plan)
         attention = self.cell_us[label] * cells / 1e3 + self.pair_us[label] * pairs / 1e6
@@ -268,7 +268,7 @@ class Measured:
         return (self.base_us[label].at(tokens) + attention + further) * 1e-6
 
     def _label(self, bucket: Bucket) -> str:
-        """Return the label of the measured bucket; prompts are matched by tokens, at any rows."""
+        """Find the label of the measured bucket; prompts are matched by tokens, at any rows."""
         label = str(bucket)
         if label not in self.base_us and not bucket.decode_only:
             alike = label.partition(", ")[0] + ", "
@@ -302,7 +302,7 @@ class Measured:
     def _line(self, name: str, idle: float, none: Line | None = None) -> Line:
         woken = f"{name}, woken"
         names = (kind_of(name, idle), name, woken)
-        found = next((self.lines[one] for one in names if one in self.lines), none)
+        found = next((self.lines[kind] for kind in names if kind in self.lines), none)
         return found or Line(0.0, 0.0)
 
 
@@ -332,7 +332,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """A GPU that nobody has measured: its ceilings, and the share of them that steps reach.
+    """Assumed GPU, which was not measured: its ceilings, and the share of them that steps reach.
 
     A step takes the longer of reading weights and cache at `memory_share` of the bandwidth, and
     of its multiplications at `compute_share` of the peak. Defaults are an H200's ceilings (4.3 TB/s
@@ -377,7 +377,7 @@ class Assumed:
 
 
 def table(times: Measured) -> str:
-    """Return the table as text."""
+    """Format the table as text."""
     names = ("each token", "1,000 cells", "1e6 pairs", "a further step", "each token")
     lines = [f"{'bucket':<28}{'fixed us':>12}" + "".join(f"{name:>16}" for name in names)]
     lines += [
@@ -387,9 +387,10 @@ def table(times: Measured) -> str:
         for name, base in times.base_us.items()
     ]
     lines.append(f"\n{'in the loop':<28}{'fixed us':>12}{'each':>22}{'p10 to p99 over it':>20}")
-    for name, one in sorted(times.lines.items()):
-        low, high = np.quantile(np.concatenate(one.spreads), (0.1, 0.99))
+    for name, loop_line in sorted(times.lines.items()):
+        low, high = np.quantile(np.concatenate(loop_line.spreads), (0.1, 0.99))
         lines.append(
-            f"{name:<28}{one.fixed:>12,.0f}{one.each:>22,.2f}{f'{low:.2f} to {high:.2f}':>20}"
+            f"{name:<28}{loop_line.fixed:>12,.0f}{loop_line.each:>22,.2f}"
+            f"{f'{low:.2f} to {high:.2f}':>20}"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Requests of a simulation: a trace's rows at any rate, or users who ask again when answered."""
+"""Requests of a simulation: a trace's rows at any rate, or users who send again when answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True)
 class Job:
-    """A request to be served.
+    """Request to be served.
 
     Attributes:
         request: as the engine would have made it.
@@ -69,7 +69,7 @@ def make_jobs(
 def _arrivals(
     rows: list[TraceRow], count: int, rate: float | None, kind: str, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return f64[count], seconds, ascending from 0."""
+    """Make arrivals f64[count], seconds, ascending from 0."""
     given = np.array([row.arrival_s for row in rows])
     gap = given[-1] / max(len(rows) - 1, 1)
     if kind == "poisson":
@@ -78,7 +78,7 @@ def _arrivals(
         return np.cumsum(gaps) * (gap if rate is None else 1.0 / rate)
     index = np.arange(count)
     times = given[index % len(rows)] + index // len(rows) * (given[-1] + gap)
-    # The trace's own mean over the rows in use, so that the rate is what was asked for.
+    # The trace's own mean over the rows in use, so that the rate is as given.
     mean = times[-1] / max(count - 1, 1)
     return times if rate is None or mean == 0 else times / (mean * rate)
 
@@ -86,7 +86,7 @@ def _arrivals(
 def _prompt(
     row: TraceRow, number: int, length: int, scale: float, noise: np.ndarray, vocabulary: int
 ) -> np.ndarray:
-    """Return i32[length]: equal where the trace says so, and else as good as random."""
+    """Make a prompt i32[length]: equal where the trace marks it, else as good as random."""
     if not row.hash_ids:
         start = number * 7919 % (len(noise) - length)
         return noise[start : start + length]

@@ -91,7 +91,7 @@ class Outcome:
     prefix_hits: int
 
     def summary(self, slo: dict[str, float] | None = None) -> dict[str, float]:
-        """Return metrics by vLLM's names, in ms, tokens a second and percent.
+        """Summarize as metrics by vLLM's names, in ms, tokens a second and percent.
 
         Args:
             slo: most milliseconds of "ttft", "tpot" and "e2el", for the goodput.
@@ -145,7 +145,7 @@ def _meets(record: Record, slo: dict[str, float]) -> bool:
 
 
 class Simulation:
-    """Serves jobs; tokens are drawn by nobody and no array is computed.
+    """Simulation that serves jobs; no tokens are drawn and no array is computed.
 
     The order of things is `Engine.step`'s: what has arrived is queued, a step is scheduled and
     submitted, then the step before it is waited for and committed. A step runs once it has been

@@ -40,7 +40,7 @@ def load_engine(config: EngineConfig) -> Loaded:
 
 
 def setting_of(loaded: Loaded, **changes: Any) -> Setting:
-    """Return the settings of a simulation of this engine."""
+    """Make the settings of a simulation of this engine."""
     config, buckets = loaded.config, loaded.runner.buckets
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
@@ -123,8 +123,8 @@ def _times_of(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, float, 
     for tokens, starts in ((bucket.num_tokens, (0, far)), (max(fewest, 2), (0,))):
         rows = -(-tokens // min(tokens, longest // 2))
         count = tokens // rows if len(starts) > 1 else -(-tokens // rows)
-        took = [1e6 * steps.seconds(rows, at, count) for at in starts]
-        pairs = [attention_work(steps.plan(rows, at, count))[1] for at in starts]
+        took = [1e6 * steps.seconds(rows, start, count) for start in starts]
+        pairs = [attention_work(steps.plan(rows, start, count))[1] for start in starts]
         if len(starts) > 1:
             slope = max(0.0, (took[1] - took[0]) / max(pairs[1] - pairs[0], 1))
         bases.append((rows * count, max(took[0] - slope * pairs[0], 0.0)))
@@ -155,7 +155,7 @@ def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
 
 
 def measure(loaded: Loaded, about: dict[str, str]) -> Measured:
-    """Step times of every bucket, each queued again and again; `sim_calibrate` adds the loop's."""
+    """Measure step times of every bucket, each queued many times; `calibrate` adds the loop's."""
     steps = _Steps(loaded)
     base, cell, pair, more = {}, {}, {}, {}
     for bucket in loaded.runner.buckets:

@@ -29,7 +29,7 @@ def suggestions(
     """Try settings; return them by goodput, the best first; among equals by p99 TTFT.
 
     Measured tables hold the sizes that were compiled, so that settings stay within them. With
-    `users` each of them asks again when answered.
+    `users` each of them sends again when answered.
 
     Raises:
         ValueError: limits below all that is tried.
@@ -49,11 +49,11 @@ def suggestions(
             continue
         setting = _within(replace(base, max_num_seqs=most_seqs, max_num_batched_tokens=most_tokens))
         tried.append((setting, Simulation(setting, times).run(jobs, users).summary(slo)))
-    return sorted(tried, key=lambda one: (-one[1]["goodput"], one[1]["p99_ttft_ms"]))
+    return sorted(tried, key=lambda trial: (-trial[1]["goodput"], trial[1]["p99_ttft_ms"]))
 
 
 def _within(setting: Setting) -> Setting:
-    """Return the same with the compiled sizes that a smaller limit still needs.
+    """Copy the setting with the compiled sizes that a smaller limit still needs.
 
     A measured table prices the rows of its own buckets, so sizes above the limits go, and the
     limit itself is added where it is none: its steps cost what the next larger bucket does.
@@ -87,7 +87,7 @@ def highest_rate(
         jobs_at: a load of so many requests a second; see `lasting`.
 
     Returns:
-        The rate, and whether it is the highest: where it is not, nobody tried a higher one.
+        The rate, and whether it is the highest: where it is not, no higher one was tried.
     """
     low, high = 0.0, 1.0
 
@@ -105,7 +105,7 @@ def highest_rate(
 
 
 def lasting(rate: float, least: int) -> int:
-    """Return the number of requests of a load that is long enough for queues to grow."""
+    """Count the requests of a load that is long enough for queues to grow."""
     return max(least, math.ceil(LOAD_SECONDS * rate))
 
 

@@ -6,7 +6,7 @@ loop, and simulated twice. From what was timed in the run itself: what is off th
 simulator's fault. And from the rounds right before and after it, of other requests: what is off
 then is the machine's speed, too, which is not that of the seconds beside. The requests of all real
 runs are taken together, and those of all simulations. Both hold the same requests as often. How far
-halves of the real runs are apart says how much of an error may be chance.
+halves of the real runs are apart shows how much of an error may be chance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPLITS = 30
 
 @dataclass(frozen=True)
 class Pair:
-    """A run of the engine, and simulations of it: draws of what its parts take.
+    """Pair of a run of the engine and simulations of it: draws of what its parts take.
 
     Attributes:
         simulated: from what was timed in the run itself.
@@ -55,7 +55,7 @@ class Pair:
 
 
 class Undisturbed:
-    """Serves again what another machine on the same host disturbed.
+    """Repeater of servings that another machine on the same host disturbed.
 
     A stall of the cores is in no table of step times, and one of 0.1 s makes the p99 of a run.
 
@@ -81,7 +81,7 @@ class Undisturbed:
 
 
 def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
-    """Return seconds that the host gave to others while processes here could run, and seconds that
+    """Read seconds that the host gave to others while processes here could run, and seconds that
     these could run; both 0 where the system does not report them."""
     try:
         ticks = [int(field) for field in path.read_text().split()[1:9]]
@@ -93,7 +93,7 @@ def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 def cut(jobs: list[Job], size: int) -> list[list[Job]]:
-    """Return jobs in parts of about `size`, none much shorter than others.
+    """Cut jobs into parts of about `size`, none much shorter than others.
 
     Each begins at 0 seconds.
     """
@@ -109,21 +109,21 @@ def pooled(runs: list[list[Record]]) -> dict[str, float]:
     """Summarize all requests of all runs, as if one run had come after the other."""
     alone = [summarize(records) for records in runs]
     found = summarize([record for records in runs for record in records])
-    seconds = sum(one["duration_s"] for one in alone)
+    seconds = sum(summary["duration_s"] for summary in alone)
     for name in ("request_throughput", "output_throughput"):
-        found[name] = sum(one[name] * one["duration_s"] for one in alone) / seconds
+        found[name] = sum(summary[name] * summary["duration_s"] for summary in alone) / seconds
     return found | {"duration_s": seconds}
 
 
 def chance(pairs: list[Pair]) -> dict[str, float]:
-    """Return by how much halves of real runs with the same requests differ, as a share.
+    """Estimate by how much halves of real runs with the same requests differ, as a share.
 
     Of each part, half of the runs are held against as many others, in many ways: the root of the
     mean square of the ratios' logarithms. NaN where parts were served once. All real runs together
     are off by about half of this.
     """
     rng = np.random.default_rng(0)
-    parts = [[pair.real for pair in one] for _, one in groupby(pairs, lambda pair: pair.part)]
+    parts = [[pair.real for pair in group] for _, group in groupby(pairs, lambda pair: pair.part)]
     if min(len(runs) for runs in parts) < 2:
         return dict.fromkeys(COMPARED, float("nan"))
     ratios = []
@@ -133,8 +133,8 @@ def chance(pairs: list[Pair]) -> dict[str, float]:
             order, half = rng.permutation(len(runs)), len(runs) // 2
             for n, side in enumerate(halves):
                 side.extend(runs[i] for i in order[n * half : (n + 1) * half])
-        one, other = (pooled(side) for side in halves)
-        ratios.append([np.log(one[name] / other[name]) for name in COMPARED])
+        first, second = (pooled(side) for side in halves)
+        ratios.append([np.log(first[name] / second[name]) for name in COMPARED])
     found = np.expm1(np.sqrt(np.mean(np.square(ratios), axis=0)))
     return dict(zip(COMPARED, found.tolist(), strict=True))
 

@@ -54,7 +54,7 @@ def real_models(request: pytest.FixtureRequest) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def is_long(request: pytest.FixtureRequest) -> bool:
-    return request.config.getoption("real_long")
+    return bool(request.config.getoption("real_long"))
 
 
 @dataclass(frozen=True)
