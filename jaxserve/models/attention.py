@@ -33,7 +33,7 @@ class Attention(nnx.Module):
         self,
         config: ModelConfig,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits = LLAMA_TRAITS,
         window: int | None = None,
     ) -> None:

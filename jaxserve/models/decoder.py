@@ -37,7 +37,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: ModelConfig,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits = LLAMA_TRAITS,
         index: int = 0,
     ) -> None:
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         self,
         config: ModelConfig,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits = LLAMA_TRAITS,
     ) -> None:
         self.config = config

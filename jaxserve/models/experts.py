@@ -19,7 +19,7 @@ from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import GatedMLP
-from jaxserve.models.linear import Normal, accumulator, constant, matmul, value_of, weight
+from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedExperts
@@ -38,7 +38,7 @@ class SparseMLP(nnx.Module):
         config: ModelConfig,
         experts: Experts,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits,
     ) -> None:
         embed, count, mlp = config.hidden_size, experts.count, experts.size
@@ -132,9 +132,7 @@ def _add_bias(
 
 
 def _stacked(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
 ) -> nnx.Param[Array]:
     """Create every expert's matrix, with normal values of variance 1 / inputs."""
-    initial = Normal(shape[1] ** -0.5)
-    values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
-    return nnx.Param(values.astype(dtype), axes=axes, initial=initial)
+    return normal(rngs, shape, axes, dtype, shape[1] ** -0.5)

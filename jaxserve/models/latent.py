@@ -40,7 +40,7 @@ class LatentAttention(nnx.Module):
         config: ModelConfig,
         latent: Latent,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits,
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads

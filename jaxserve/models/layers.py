@@ -73,7 +73,7 @@ class Embedding(nnx.Module):
     at those sizes, and spares the memory of a second copy (a fifth of a 135M-parameter model).
     """
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         vocab, embed = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
         self.project = weight(rngs, (embed, vocab), ("embed", "vocab"), dtype)
@@ -109,7 +109,7 @@ class GatedMLP(nnx.Module):
         self,
         config: ModelConfig,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:

@@ -44,12 +44,32 @@ class Constant:
 
 
 def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike, contract: int = 1
+    rngs: nnx.Rngs | None,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    dtype: DTypeLike,
+    contract: int = 1,
 ) -> nnx.Param[Array]:
-    """Create a parameter of normal values: variance 1 / product of its first `contract` sizes."""
-    initial = Normal(prod(shape[:contract]) ** -0.5)
-    values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * initial.scale
-    return nnx.Param(values.astype(dtype), axes=axes, initial=initial)
+    """Create a parameter of normal values: variance 1 / product of its first `contract` sizes.
+
+    Without `rngs` they are zero.
+    """
+    return normal(rngs, shape, axes, dtype, prod(shape[:contract]) ** -0.5)
+
+
+def normal(
+    rngs: nnx.Rngs | None,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    dtype: DTypeLike,
+    scale: float,
+) -> nnx.Param[Array]:
+    """Create a parameter of normal values with a standard deviation; without `rngs`, of zeros."""
+    if rngs is None:
+        values = jnp.zeros(shape, dtype)
+    else:
+        values = jax.random.normal(rngs.params(), shape, accumulator(dtype)) * scale
+    return nnx.Param(values.astype(dtype), axes=axes, initial=Normal(scale))
 
 
 def constant(

@@ -80,17 +80,16 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
 def build_model(
     config: ModelConfig, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None = None
 ) -> Decoder:
-    """Build a model with random weights.
-
-    Under `nnx.eval_shape` nothing is allocated; `abstract_model` does that.
-    """
+    """Build a model with random weights."""
     traits = ARCHITECTURES[config.architecture].traits_of(config)
     return Decoder(config, dtype, nnx.Rngs(0) if rngs is None else rngs, traits)
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
     """Build a model's structure, with shapes and dtypes in place of arrays."""
-    return nnx.eval_shape(lambda: build_model(config, dtype))
+    traits = ARCHITECTURES[config.architecture].traits_of(config)
+    # Without random numbers: tracing them takes longer than all the rest.
+    return nnx.eval_shape(lambda: Decoder(config, dtype, None, traits))
 
 
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
