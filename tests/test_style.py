@@ -52,9 +52,9 @@ Unescape Shorten Group Expire Tabulate Stamp Sweep Blend Rescale Dress
 # Verbs that are nouns too, and may begin a class's docstring.
 ALSO_NOUNS = frozenset(
     """
-Step Request Cost Filter Answer Stream Queue State Time Part Form Index Plan Order Test Report Scale Tile
+Step Request Answer Stream Queue State Time Part Form Index Plan Order Test Report Scale Tile Cost
 Name Number Cache Call Block Format Prefix Work Trace Limit Label Shape Size View Mark Match
-Slice Stack Process Profile Record Sample Score Share Log Model Guard Set List Map Mask
+Slice Stack Process Profile Record Sample Score Share Log Model Guard Set List Map Mask Filter
     """.split()
 )
 NO_NOUNS = frozenset(
