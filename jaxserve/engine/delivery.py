@@ -16,7 +16,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
 from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -121,7 +121,7 @@ class Delivery:
         live.sequence = sequence
         self._live[sequence] = live
 
-    def keep_prompt_logprobs(self, plan: StepPlan, logprobs: StepLogprobs) -> None:
+    def keep_prompt_logprobs(self, plan: LaunchPlan, logprobs: StepLogprobs) -> None:
         """Hand each prompt the logprobs of its chunk, before its sequence may lose its slot."""
         live = self._slots.generation[plan.slots] == plan.generations
         wanted = live & self._slots.wants_logprob(plan.slots, plan.starts)

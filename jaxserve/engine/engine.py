@@ -23,7 +23,7 @@ from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import PromptLogprobs
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -213,7 +213,7 @@ class Engine:
         self._num_steps += 1
         self._delivery.deliver(result, logprobs)
 
-    def _recover(self, error: Exception, plans: list[StepPlan]) -> None:
+    def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
         """Rebuild after a step was lost, and the cache with it; every sequence is computed again.
 
         Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -80,7 +80,7 @@ class Recovery:
             return 1
         return 2 if self.is_testing and sequence in self._suspects else 0
 
-    def has_read(self, plan: StepPlan) -> None:
+    def has_read(self, plan: LaunchPlan) -> None:
         """Note a step that did not fail, before it is committed."""
         if not self._is_active:
             return
@@ -96,7 +96,7 @@ class Recovery:
         for sequence in drawn:
             sequence.num_failures = 0
 
-    def has_failed(self, plans: list[StepPlan]) -> list[Sequence]:
+    def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
         """Preempt every sequence after failed steps.
 
         Args:
@@ -131,7 +131,7 @@ class Recovery:
 
 
 def _sequences(
-    slots: SlotTable, plan: StepPlan, where: np.ndarray | bool = True
+    slots: SlotTable, plan: LaunchPlan, where: np.ndarray | bool = True
 ) -> Iterable[Sequence]:
     """Return the sequences of a plan's rows that still have their slots.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
 Array = Any
@@ -106,7 +106,7 @@ def unpack(words: Array, num_tokens: int, num_rows: int) -> StepBatch:
     )
 
 
-def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
+def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     """Lay a ragged plan out in a bucket's shapes, all of it in one array, i32[N].
 
     One argument of a compiled program costs the host a tenth of what twenty do. It is new each
@@ -154,7 +154,7 @@ def pack(plan: StepPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     return words
 
 
-def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
+def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Any:
     """Return i32[R], or one number for all: each row's first token, where the host knows it."""
     on_host = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
     if not len(on_host):
@@ -164,7 +164,7 @@ def _first_tokens(plan: StepPlan, slots: SlotTable) -> Any:
     return tokens
 
 
-def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
+def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts) -> None:
     """Lay out the rows of several tokens, whose tokens are all known: chunks of prompts.
 
     They are few, and long: a copy each costs less than an index for each of their tokens.
@@ -178,7 +178,7 @@ def _lay_chunks(plan: StepPlan, slots: SlotTable, parts: _Parts) -> None:
         row_of_token[first : first + count] = row
 
 
-def _prompt_targets(plan: StepPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:
+def _prompt_targets(plan: LaunchPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:
     """Return i32[tokens]: the prompt token after each whose log-probability is requested."""
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)

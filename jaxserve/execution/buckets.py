@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 
 
 @dataclass(frozen=True, order=True)
@@ -115,7 +115,7 @@ class BucketSet:
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def pick(self, plan: StepPlan, greedy: bool = False, mixed: bool = False) -> Bucket:
+    def pick(self, plan: LaunchPlan, greedy: bool = False, mixed: bool = False) -> Bucket:
         """Return the smallest bucket that holds the plan.
 
         Args:

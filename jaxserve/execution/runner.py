@@ -19,7 +19,7 @@ from jaxserve.execution.state import DeviceState, StepOutput, release
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 # Called with (stage, done, total) while the engine starts.
@@ -73,7 +73,7 @@ class Programs:
 class InFlight:
     """A submitted step whose results have not been read."""
 
-    plan: StepPlan
+    plan: LaunchPlan
     output: StepOutput
     bucket: Bucket
     num_logprobs: np.ndarray | None  # i32[R], alternatives asked for; None if none is
@@ -143,7 +143,7 @@ class Runner:
         self._state = release(self._state, error)
         self._state = self._make_state()
 
-    def submit(self, plan: StepPlan, slots: SlotTable) -> InFlight:
+    def submit(self, plan: LaunchPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
         any_features = int(np.bitwise_or.reduce(slots.features[plan.slots]))
         # Only steps with rows of several tokens have a program that scores prompts.
@@ -167,7 +167,7 @@ class Runner:
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.logprobs)
         return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
 
-    def _load(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+    def _load(self, state: Any, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""
         sampler = state.sampler
         for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
@@ -176,7 +176,7 @@ class Runner:
             slots.needs_load[slot] = slots.needs_mask[slot] = False
         return replace(state, sampler=sampler)
 
-    def _guide(self, state: Any, plan: StepPlan, slots: SlotTable) -> DeviceState:
+    def _guide(self, state: Any, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Tell the device what guided rows may draw, where that has changed."""
         changed = plan.slots[slots.needs_mask[plan.slots]]
         if not len(changed):

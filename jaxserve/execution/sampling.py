@@ -18,7 +18,7 @@ from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.random import uniform
 from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.request import SamplerFeature
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from pallas_kernels.implementation import target_platform
 
@@ -160,7 +160,7 @@ def _sampled(logits: Array, batch: Any, greedy: Array, greatest: Array) -> Array
     return jnp.where(warm, _draw(probs, number), greedy)
 
 
-def is_greedy(plan: StepPlan, slots: SlotTable) -> bool:
+def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:
     """Return whether every row takes its most likely token, with no stop token to avoid."""
     rows = plan.slots
     if slots.temperature[rows].any():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -52,7 +52,7 @@ class DrawnTokens(NamedTuple):
 
 
 def draws_of(
-    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
+    table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
     """Return the tokens that the sequences of a launch keep.
 
@@ -82,7 +82,7 @@ def draws_of(
 
 
 def _draws_of_several(
-    table: SlotTable, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
+    table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
     """Repeat the decisions that the device took: a row goes on until its first token that ends it,
     or its first logits that are not finite."""

@@ -1,4 +1,4 @@
-"""StepPlan: what one launch computes, for which slots."""
+"""LaunchPlan: what one launch computes, for which slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """A sequence's share of a step: tokens [start, start + num_tokens) of its slot."""
+    """A sequence's share of a launch: tokens [start, start + num_tokens) of its slot."""
 
     slot: int
     start: int
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepPlan:
+class LaunchPlan:
     """The rows of one launch, as arrays of one entry a row.
 
     A launch of several steps has rows of one token that draw in every step, and compute in the next

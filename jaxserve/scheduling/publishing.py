@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -41,7 +41,7 @@ class Publisher:
         return sequence.prefix_keys
 
     def note(
-        self, plan: StepPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray
+        self, plan: LaunchPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray
     ) -> None:
         """Count the tokens of a launch whose results were read, and offer the pages that are due.
 

@@ -20,7 +20,7 @@ from jaxserve.scheduling.commit_result import StepResult, draws_of
 from jaxserve.scheduling.guided_rows import BESIDE_WAITING, awaits_token, would_part
 from jaxserve.scheduling.invariants import check
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
@@ -125,7 +125,7 @@ class Scheduler:
             self._vacate([sequence.slot])
         return True
 
-    def schedule(self, max_steps: int = 1) -> StepPlan | None:
+    def schedule(self, max_steps: int = 1) -> LaunchPlan | None:
         """Plan the next launch; return None where there is nothing to compute now.
 
         Args:
@@ -150,7 +150,7 @@ class Scheduler:
 
     def _plan(
         self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
-    ) -> StepPlan:
+    ) -> LaunchPlan:
         """Make a plan of these rows; from now on they count as computed."""
         table = self.slots
         starts = table.num_computed[slots]
@@ -166,10 +166,10 @@ class Scheduler:
         generations = table.generation[slots]
         if num_steps > 1:
             each = np.ones(len(slots), np.int32)
-            return StepPlan(
+            return LaunchPlan(
                 slots, starts, each, samples, generations, num_steps, total, row_steps=take
             )
-        return StepPlan(slots, starts, take, samples, generations, 1, total)
+        return LaunchPlan(slots, starts, take, samples, generations, 1, total)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return slots, and how many tokens each draws in one launch, with their pages reserved.
@@ -331,7 +331,7 @@ class Scheduler:
             return NO_PAGES
         return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
 
-    def commit(self, plan: StepPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
+    def commit(self, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Take a launch's results: append tokens, publish full pages, end what has ended.
 
         Args:

@@ -35,7 +35,7 @@ from jaxserve.engine.request_factory import Limits
 from jaxserve.execution.start.warm_up import start_runner
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.weights import random_weights
@@ -249,7 +249,7 @@ def _plain(panels: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(panels.transpose(1, 0, 2)).reshape(panels.shape[1], -1)
 
 
-def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, StepPlan]:
+def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, LaunchPlan]:
     """Lay out rows with about `context` cached tokens each, on scattered pages."""
     config = loaded.config
     assert config.max_num_seqs and config.max_model_len
@@ -263,7 +263,7 @@ def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, 
         count = -(-int(length + 1) // config.block_size)
         slots.page_table[slot, :count], pages = pages[:count], pages[count:]
     slots.num_known[:batch] = lengths + 1
-    return slots, StepPlan(
+    return slots, LaunchPlan(
         slots=np.arange(batch, dtype=np.int32),
         starts=lengths,
         num_tokens=np.ones(batch, np.int32),

@@ -43,7 +43,7 @@ import numpy as np
 
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -139,7 +139,7 @@ class Loop:
         pages: int,
         budget: int,
         prefix_caching: bool,
-        pack: Callable[[StepPlan, SlotTable], Any] | None = None,
+        pack: Callable[[LaunchPlan, SlotTable], Any] | None = None,
     ) -> None:
         self.pool = PagePool(pages + 1, PAGE_SIZE)
         self.slots = SlotTable(slots, MAX_MODEL_LEN, PAGE_SIZE)
@@ -153,7 +153,7 @@ class Loop:
         self.device: Device | None = None
         self.overlapped = True
         self.num_finished = 0
-        self._in_flight: tuple[StepPlan, float] | None = None
+        self._in_flight: tuple[LaunchPlan, float] | None = None
         self._tokens = np.full(slots, 7, np.int32)
         self._ok = np.ones(slots, bool)
 
@@ -177,7 +177,7 @@ class Loop:
             committing += self._commit(*before)
         return scheduled - started, packed - scheduled, committing
 
-    def _commit(self, plan: StepPlan, done: float) -> float:
+    def _commit(self, plan: LaunchPlan, done: float) -> float:
         """Wait for a step, and commit it; return the seconds of the latter."""
         Device.wait(done)
         started, rows = time.perf_counter(), len(plan)

@@ -18,7 +18,7 @@ from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
 from jaxserve.models.registry import abstract_model
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 PAGE_SIZE = 16
@@ -98,7 +98,7 @@ def empty_batch(T: int, R: int, context: int) -> StepBatch:
     Tables for ``context`` positions a row.
     """
     none = np.zeros(0, np.int32)
-    plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
+    plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
     words = pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
     return unpack(words, T, R)
 

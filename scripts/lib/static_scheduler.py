@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.scheduling.budget import TokenShares
 from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -71,7 +71,7 @@ class StaticScheduler(Scheduler):
         self._padding = np.zeros(slots.num_slots, np.int32)
         self._padding_now = np.zeros(slots.num_slots, np.int32)
 
-    def schedule(self, max_steps: int = 1) -> StepPlan | None:
+    def schedule(self, max_steps: int = 1) -> LaunchPlan | None:
         """Choose the next step's rows, those of padding last, or None if there is nothing to do."""
         plan = super().schedule()
         if not self.padded:
@@ -125,7 +125,7 @@ class StaticScheduler(Scheduler):
         self._padding_now[running] = take[:, 1]
         return take[:, 0], int(take[:, 0].sum())
 
-    def _prompt_padding(self) -> StepPlan:
+    def _prompt_padding(self) -> LaunchPlan:
         """Make rows for this step's share of what the prompts lack to the longest."""
         slots = np.flatnonzero(self._padding_now)
         counts = self._padding_now[slots]
@@ -134,15 +134,15 @@ class StaticScheduler(Scheduler):
         self._padding_now[slots] = 0
         return self._null_rows(starts, counts)
 
-    def _decode_padding(self, plan: StepPlan | None) -> StepPlan:
+    def _decode_padding(self, plan: LaunchPlan | None) -> LaunchPlan:
         """Make a row of one token for each sequence of the batch that has ended."""
         missing = 0 if plan is None else self._num_members - len(plan)
         start = min(self._padded_length, self.slots.max_model_len - 1)
         self._padded_length += 1
         return self._null_rows(np.full(missing, start, np.int32), np.ones(missing, np.int32))
 
-    def _null_rows(self, starts: np.ndarray, counts: np.ndarray) -> StepPlan:
-        return StepPlan(
+    def _null_rows(self, starts: np.ndarray, counts: np.ndarray) -> LaunchPlan:
+        return LaunchPlan(
             slots=np.full(len(starts), self.slots.num_slots, np.intp),
             starts=starts,
             num_tokens=counts,
@@ -151,11 +151,11 @@ class StaticScheduler(Scheduler):
         )
 
 
-def _joined(*plans: StepPlan) -> StepPlan:
+def _joined(*plans: LaunchPlan) -> LaunchPlan:
     def column(name: str) -> np.ndarray:
         return np.concatenate([getattr(plan, name) for plan in plans])
 
-    return StepPlan(
+    return LaunchPlan(
         slots=column("slots"),
         starts=column("starts"),
         num_tokens=column("num_tokens"),

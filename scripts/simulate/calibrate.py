@@ -24,7 +24,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import InFlight
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from scripts.simulate.client import add_request, alike, serve_really
 from scripts.simulate.fits import (
     Measured,
@@ -58,7 +58,7 @@ class _Launch:
         told: the turn that read it was over.
     """
 
-    plan: StepPlan
+    plan: LaunchPlan
     bucket: Bucket
     tokens: Any
     begun: float
@@ -128,7 +128,7 @@ class LaunchLog:
         for launch in self._reads:
             launch.told = now
 
-    def _submit(self, submit: Callable[..., InFlight], plan: StepPlan, slots: Any) -> InFlight:
+    def _submit(self, submit: Callable[..., InFlight], plan: LaunchPlan, slots: Any) -> InFlight:
         looked = time.perf_counter()
         self._look()
         before = self._in_flight

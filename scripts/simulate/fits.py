@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 
 # A device that had nothing to do for so long must wake up, and the loop with it.
 WOKEN_SECONDS = 1e-3
@@ -36,10 +36,10 @@ class StepTimes(Protocol):
     """
 
     def request(self, prompt: int, idle: float, luck: float) -> float: ...
-    def before(self, plan: StepPlan, idle: float, luck: float) -> float: ...
-    def call(self, plan: StepPlan, idle: float, luck: float) -> float: ...
-    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
-    def after(self, plan: StepPlan, luck: float) -> float: ...
+    def before(self, plan: LaunchPlan, idle: float, luck: float) -> float: ...
+    def call(self, plan: LaunchPlan, idle: float, luck: float) -> float: ...
+    def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float: ...
+    def after(self, plan: LaunchPlan, luck: float) -> float: ...
     def waiting(self, idle: float) -> float: ...
 
 
@@ -53,13 +53,13 @@ def kind_of_bucket(bucket: Bucket) -> str:
     return "decode" if bucket.decode_only else "tokens"
 
 
-def kind_of_after(plan: StepPlan) -> str:
+def kind_of_after(plan: LaunchPlan) -> str:
     """Name the line of reporting a launch: it takes longer where prompts end."""
     decodes = plan.num_steps > 1 or bool((plan.num_tokens == 1).all())
     return "after, decode" if decodes else "after, tokens"
 
 
-def num_drawn(plan: StepPlan) -> int:
+def num_drawn(plan: LaunchPlan) -> int:
     """Count the tokens that a launch draws."""
     return int(plan.samples.sum()) if plan.row_steps is None else int(plan.row_steps.sum())
 
@@ -198,7 +198,7 @@ def _least_absolute(columns: list[np.ndarray], y: np.ndarray) -> list[float]:
     return found.tolist()
 
 
-def attention_work(plan: StepPlan) -> tuple[int, int]:
+def attention_work(plan: LaunchPlan) -> tuple[int, int]:
     """Count cells that rows of one token read, and pairs of query and position of the others.
 
     Pairs are counted as the CPU's attention computes them: 32 queries of a row at a time, over
@@ -257,7 +257,7 @@ class Measured:
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
-    def alone(self, plan: StepPlan, buckets: BucketSet) -> float:
+    def alone(self, plan: LaunchPlan, buckets: BucketSet) -> float:
         """Compute seconds of a launch that is queued behind its like."""
         label = self._label(buckets.pick(plan))
         cells, pairs = attention_work(plan)
@@ -277,7 +277,7 @@ class Measured:
             raise ValueError(f"the table has no bucket {label!r}; it has {', '.join(self.base_us)}")
         return label
 
-    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
+    def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         alike = self._line(kind_of_bucket(bucket), idle, Line(0.0, 1.0))
         line = self._line(self._label(bucket), idle, alike)
@@ -286,13 +286,13 @@ class Measured:
     def request(self, prompt: int, idle: float, luck: float) -> float:
         return 1e-6 * self._line("request", idle).micros(prompt, luck)
 
-    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def before(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return 1e-6 * self._line("before", idle).micros(len(plan), luck)
 
-    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def call(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return 1e-6 * self._line("call", idle).micros(len(plan), luck)
 
-    def after(self, plan: StepPlan, luck: float) -> float:
+    def after(self, plan: LaunchPlan, luck: float) -> float:
         line = self.lines.get(kind_of_after(plan)) or self._line("after", 0.0)
         return 1e-6 * line.micros(num_drawn(plan), luck)
 
@@ -353,7 +353,7 @@ class Assumed:
     def request(self, prompt: int, idle: float, luck: float) -> float:
         return 0.0
 
-    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
+    def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         bucket = buckets.pick(plan)
         ends = plan.lengths.astype(np.int64)
         read = self.shape.weight_bytes + self.shape.kv_bytes * float(ends.sum())
@@ -363,13 +363,13 @@ class Assumed:
         memory = read / (self.bandwidth * self.memory_share)
         return plan.num_steps * max(memory, work / (self.flops * self.compute_share))
 
-    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def before(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return self.host_before
 
-    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def call(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return 0.0
 
-    def after(self, plan: StepPlan, luck: float) -> float:
+    def after(self, plan: LaunchPlan, luck: float) -> float:
         return self.host_after
 
     def waiting(self, idle: float) -> float:

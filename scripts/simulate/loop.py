@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -181,7 +181,7 @@ class Simulation:
         self.now = 0.0
         self.usage = Usage()
         self._device_free = 0.0
-        self._in_flight: tuple[StepPlan, float, float] | None = None
+        self._in_flight: tuple[LaunchPlan, float, float] | None = None
         self._records: dict[Sequence, Record] = {}
         self._arrivals = 0
         self._ready: list[tuple[float, int, Job]] = []
@@ -263,7 +263,7 @@ class Simulation:
             self.now += self.times.request(sequence.num_prompt, self._idle, self._rng.random())
             self.scheduler.add(sequence)
 
-    def _commit(self, plan: StepPlan, submitted: float, done: float, closed: bool) -> None:
+    def _commit(self, plan: LaunchPlan, submitted: float, done: float, closed: bool) -> None:
         self.now = max(self.now, done)
         self.pace.has_read(submitted, plan.num_steps, self.now)
         self.now += self.times.after(plan, self._rng.random())

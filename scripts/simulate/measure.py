@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import Loaded, load
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.runner import Runner
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from scripts.simulate.calibrate import Calibration
 from scripts.simulate.fits import Line, Measured, attention_work
@@ -86,16 +86,16 @@ class _Steps:
         steps = int(np.clip(0.15 / once, 5, 200))
         return statistics.median(self._queue(plan, steps) for _ in range(ROUNDS))
 
-    def plan(self, rows: int, start: int, count: int, num_steps: int = 1) -> StepPlan:
+    def plan(self, rows: int, start: int, count: int, num_steps: int = 1) -> LaunchPlan:
         full = np.ones(rows, np.int32)
         slots = np.arange(rows, dtype=np.int32)
         steps = None if num_steps == 1 else full * num_steps
         generations = full.astype(np.int64)
-        return StepPlan(
+        return LaunchPlan(
             slots, full * start, full * count, full > 0, generations, num_steps, row_steps=steps
         )
 
-    def _queue(self, plan: StepPlan, steps: int) -> float:
+    def _queue(self, plan: LaunchPlan, steps: int) -> float:
         before, started = None, time.perf_counter()
         for _ in range(steps):
             submitted = self.runner.submit(plan, self.slots)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
 SLOTS, BUDGET = 24, 200
 
 
-def plan_of(slots: list[int], starts: list[int], counts: list[int]) -> StepPlan:
-    return StepPlan(
+def plan_of(slots: list[int], starts: list[int], counts: list[int]) -> LaunchPlan:
+    return LaunchPlan(
         np.array(slots, np.int32),
         np.array(starts, np.int32),
         np.array(counts, np.int32),

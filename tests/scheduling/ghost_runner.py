@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
 EMPTY = 0
@@ -76,7 +76,7 @@ def oracle(request: Request) -> Expected:
 class GhostStep:
     """A submitted step: its plan, i32[R] tokens and bool[R] ok; [S, R] of a launch of several."""
 
-    plan: StepPlan
+    plan: LaunchPlan
     token_ids: np.ndarray
     ok: np.ndarray
 
@@ -103,7 +103,7 @@ class GhostRunner:
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
         self._poisoned: set[tuple[int, int]] = set()
 
-    def submit(self, plan: StepPlan, poison: int | None = None) -> GhostStep:
+    def submit(self, plan: LaunchPlan, poison: int | None = None) -> GhostStep:
         """Run a step, or a launch of several; `poison` is a row whose values become NaN from this
         step on, or from one of the launch's."""
         bucket = self.buckets.pick(plan)

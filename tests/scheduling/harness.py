@@ -7,7 +7,7 @@ import numpy as np
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.commit_result import StepResult
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -50,7 +50,7 @@ class Served:
         tokens = 1024 if budget is None else budget
         self.scheduler = make(self.pool, self.slots, max_num_batched_tokens=tokens, **options)
         self.lag = lag
-        self.in_flight: StepPlan | None = None
+        self.in_flight: LaunchPlan | None = None
         self.num_added = 0
         self.nan_slots: set[int] = set()
 
@@ -72,7 +72,7 @@ class Served:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> tuple[StepPlan | None, StepResult | None]:
+    def step(self) -> tuple[LaunchPlan | None, StepResult | None]:
         """One step; its plan, and what was committed in it."""
         plan = self.scheduler.schedule()
         before, self.in_flight = (self.in_flight, plan) if self.lag else (plan, None)

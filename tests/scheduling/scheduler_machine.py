@@ -30,7 +30,7 @@ from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.commit_result import StepResult
 from jaxserve.scheduling.page_pool import PagePool
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from tests.scheduling.ghost_runner import GhostRunner, GhostStep, oracle
@@ -300,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority = sequence.request.priority if by_priority else 0
         return (-self.precedences.get(sequence, 0), priority, number)
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self) -> LaunchPlan | None:
         before = self.scheduler.running_sequences()
         plan = self.scheduler.schedule(self.setup.num_steps)
         after = self.scheduler.running_sequences()
@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self._last_in_flight(s) for s in idle), "a running sequence stands still"
         return plan
 
-    def _check_admission(self, plan: StepPlan | None) -> None:
+    def _check_admission(self, plan: LaunchPlan | None) -> None:
         """Nobody waits for what is there: a slot, budget, and pages with one to spare for each."""
         waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
         spent = 0 if plan is None else plan.total_tokens
@@ -341,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draws = plan.samples if plan.row_steps is None else plan.row_steps
         return known + int(draws[mine].sum()) >= sequence.request.max_length
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def _check_plan(self, plan: LaunchPlan) -> None:
         real = plan.slots < self.setup.num_slots
         assert len(plan) and (self.setup.kind == "padded" or real.all())
         assert len(plan) <= self.setup.num_slots and plan.total_tokens <= self.setup.budget

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.scheduling.guided_rows import BESIDE_WAITING
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from tests.scheduling.harness import Served
 
 
@@ -22,7 +22,7 @@ def served(*guided: bool, **options) -> Served:
     return one
 
 
-def slots(plan: StepPlan | None) -> list[int]:
+def slots(plan: LaunchPlan | None) -> list[int]:
     return [] if plan is None else sorted(plan.slots.tolist())
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from scripts.bench.prefix import hit_rates, ideal_hits
 from scripts.simulate import command as simulate
 from scripts.simulate import planner as sim_questions
@@ -62,16 +62,16 @@ class Fixed:
     def request(self, prompt: int, idle: float, luck: float) -> float:
         return 0.0
 
-    def device(self, plan: StepPlan, buckets: BucketSet, idle: float, luck: float) -> float:
+    def device(self, plan: LaunchPlan, buckets: BucketSet, idle: float, luck: float) -> float:
         return self.unit
 
-    def before(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def before(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return 0.1 * self.unit
 
-    def call(self, plan: StepPlan, idle: float, luck: float) -> float:
+    def call(self, plan: LaunchPlan, idle: float, luck: float) -> float:
         return self.called
 
-    def after(self, plan: StepPlan, luck: float) -> float:
+    def after(self, plan: LaunchPlan, luck: float) -> float:
         return 0.2 * self.unit
 
     def waiting(self, idle: float) -> float:
@@ -328,9 +328,9 @@ def test_what_the_host_waited_for_is_not_taken_for_all() -> None:
     assert np.median(took[seen]) > 70 and np.median(found) == pytest.approx(60, rel=0.05)
 
 
-def plan_of(starts: list[int], counts: list[int]) -> StepPlan:
+def plan_of(starts: list[int], counts: list[int]) -> LaunchPlan:
     full = np.ones(len(starts), np.int32)
-    return StepPlan(
+    return LaunchPlan(
         np.arange(len(starts), dtype=np.int32),
         np.array(starts, np.int32),
         np.array(counts, np.int32),

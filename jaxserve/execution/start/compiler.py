@@ -18,7 +18,7 @@ from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 
@@ -52,7 +52,7 @@ class Compiler:
     def null_batch(self, bucket: Bucket) -> np.ndarray:
         """Return a batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
-        plan = StepPlan(none, none, none, none.astype(bool), none.astype(np.int64))
+        plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
         return pack(plan, self._null_slots, bucket)
 
     def null_load(self) -> Any:
