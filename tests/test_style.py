@@ -95,7 +95,7 @@ def docstring_faults(tree: ast.Module) -> Iterator[str]:
 
 
 def field_names(tree: ast.Module) -> set[int]:
-    """Identities of the nodes that name fields: others may depend on these names."""
+    """Collect the nodes that name fields, as ids: others may depend on these names."""
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return {id(part.target) for body in bodies for part in body if isinstance(part, ast.AnnAssign)}
 

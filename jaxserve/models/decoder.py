@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
 
     Leaves: 6 a layer (1 less with parallel blocks, 2 more with norms around each block, 2 more with
     query and key norms, 1 more with each bias, others with experts or latent attention), the final
-    norm, and the embedding (1 if tied, else 2).
+    norm, and the embedding (1 if tied, else 2). Without `rngs` all weights are zero.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class _Launch:
         runs: it was seen to be still at work, last at this time.
         ended: it was seen to have ended, first at this time.
         asked, read: the call that waits for its results.
-        told: the turn that read it was over.
+        reported: the turn that read it was over.
     """
 
     plan: LaunchPlan
@@ -71,7 +71,7 @@ class _Launch:
     ended: float | None = None
     asked: float = 0.0
     read: float = 0.0
-    told: float = 0.0
+    reported: float = 0.0
 
 
 class LaunchLog:
@@ -126,7 +126,7 @@ class LaunchLog:
         step()
         now = time.perf_counter()
         for launch in self._reads:
-            launch.told = now
+            launch.reported = now
 
     def _submit(self, submit: Callable[..., InFlight], plan: LaunchPlan, slots: Any) -> InFlight:
         looked = time.perf_counter()
@@ -205,7 +205,7 @@ class LaunchLog:
             samples.add(kind_of("before", idle), len(plan), launch.submitted - launch.begun)
             samples.add(kind_of("call", idle), len(plan), now - launch.submitted)
             for name in ("after", kind_of_after(plan)):
-                samples.add(name, num_drawn(plan), launch.told - read)
+                samples.add(name, num_drawn(plan), launch.reported - read)
             expected = times.alone(plan, self._buckets)
             latest = earliest = max(read, begun)
             if launch.ended is not None:

@@ -72,7 +72,7 @@ def read_model(path: Path) -> Any:
         state[f"{prefix}{names[name]}.weight"] = torch.from_numpy(values)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True, assign=True)
-    # Buffers that no file holds are computed where they are made.
+    # The file holds no buffers, and the device above left them without values.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if not is_llama:
         embed = model.model.embed_tokens

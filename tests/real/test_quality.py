@@ -29,7 +29,7 @@ def check_drift(real: Real, form: str, sequences: list[list[int]], base: float) 
 
 
 def test_int4_drifts_on_the_first_chunk(smollm2: Real) -> None:
-    """From what Transformers finds in float32, which other tests find equal to ours."""
+    """The drift is counted from Transformers' float32, which other tests find equal to ours."""
     want = smollm2.reference["long"]
     base = perplexity(np.array(want["prompt_logprobs"][: CHUNK - 1]))
     check_drift(smollm2, "int4", [want["ids"][:CHUNK]], base)

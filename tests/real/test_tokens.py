@@ -98,7 +98,7 @@ def test_prose_without_a_window(smollm2: Real) -> None:
 
 @pytest.mark.real_long
 def test_eight_thousand_tokens(gemma3: Real) -> None:
-    """With the same rotary frequencies, since theirs are an ulp off; then 8e-5 was seen."""
+    """Both have the same rotary frequencies: Transformers' own are an ulp off. 8e-5 was seen."""
     loaded = load_real(gemma3.path, max_model_len=VERY_LONG + 16)
     assert loaded.tokenizer is not None
     ids = loaded.tokenizer.encode(prose())[:VERY_LONG]

@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[Row]:
-    """Yield the scores of each token; the pieces of scores have a row for each in all."""
+    """Yield the scores of each token; the pieces have one row for each token in total."""
     ids = iter(token_ids)
     for piece in scores:
         columns = (

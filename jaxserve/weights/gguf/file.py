@@ -241,11 +241,14 @@ class _Header:
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {what}")
 
+    def _beyond(self, count: int, what: str) -> CheckpointError:
+        limit = "the file" if self._end == self._size else f"{MAX_HEADER_BYTES} bytes"
+        return self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
+
     def take(self, count: int, what: str) -> bytes:
         """Read the next bytes; the error names `what` is missing."""
         if not 0 <= count <= self._end - self.position:
-            limit = "the file" if self._end == self._size else f"{MAX_HEADER_BYTES} bytes"
-            raise self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
+            raise self._beyond(count, what)
         data = self._file.read(count)
         if len(data) < count:
             raise self.fail("changed while it was being loaded")
@@ -316,20 +319,20 @@ class _Header:
         read, lengths, found = self._file.read, struct.Struct("<Q"), []
         for _ in range(count):
             head = read(lengths.size)
-            length = lengths.unpack(head)[0] if len(head) == lengths.size else self._end
+            if len(head) < lengths.size:
+                raise self._beyond(lengths.size, what)
+            length = lengths.unpack(head)[0]
             self.position += lengths.size
             if length > self._end - self.position:
-                self._file.seek(self.position - lengths.size)
-                self.position -= lengths.size
-                self.text(MAX_HEADER_BYTES, what)  # raises
+                raise self._beyond(length, what)
             data = read(length)
             if len(data) < length:
                 raise self.fail("changed while it was being loaded")
+            self.position += length
             try:
                 found.append(data.decode())
             except UnicodeDecodeError:
                 raise self.fail(f"{what} is not UTF-8") from None
-            self.position += length
         return found
 
     def tensor_info(self) -> _Info:
