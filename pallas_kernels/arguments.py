@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.devices import DeviceLimits
+
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 FP8_BITS = jnp.dtype(jnp.uint8)  # pages that XLA on CPU does not convert to float32 as a whole
@@ -28,7 +30,7 @@ class Case:
     """
 
     op: str
-    platform: str
+    device: DeviceLimits
     query_dtype: jnp.dtype
     page_dtype: jnp.dtype
     T: int
@@ -39,6 +41,11 @@ class Case:
     N: int
     K: int
     H: int
+
+    @property
+    def platform(self) -> str:
+        """The device's platform."""
+        return self.device.platform
 
     @property
     def group(self) -> int:
@@ -55,13 +62,18 @@ class Case:
 class GroupedCase:
     """A call of ``grouped_matmul``: A rows of D inputs, E groups, F outputs."""
 
-    platform: str
+    device: DeviceLimits
     dtype: jnp.dtype
     A: int
     E: int
     D: int
     F: int
     op: str = "grouped_matmul"
+
+    @property
+    def platform(self) -> str:
+        """The device's platform."""
+        return self.device.platform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,7 +177,7 @@ def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, num_kv_h
 
 def attention_case(
     op: str,
-    platform: str,
+    device: DeviceLimits,
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -211,7 +223,7 @@ def attention_case(
     options.check(num_heads, num_kv_heads)
     return Case(
         op=op,
-        platform=platform,
+        device=device,
         query_dtype=jnp.dtype(q.dtype),
         page_dtype=jnp.dtype(k_pages.dtype),
         T=tokens,
@@ -226,7 +238,7 @@ def attention_case(
 
 
 def kv_write_case(
-    platform: str,
+    device: DeviceLimits,
     k: jax.Array,
     v: jax.Array,
     k_pages: jax.Array,
@@ -257,7 +269,7 @@ def kv_write_case(
     _check_scales(k_scale, v_scale, num_kv_heads)
     return Case(
         op="kv_write",
-        platform=platform,
+        device=device,
         query_dtype=jnp.dtype(k.dtype),
         page_dtype=jnp.dtype(k_pages.dtype),
         T=tokens,
@@ -271,7 +283,9 @@ def kv_write_case(
     )
 
 
-def grouped_case(platform: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> GroupedCase:
+def grouped_case(
+    device: DeviceLimits, x: jax.Array, w: jax.Array, group_sizes: jax.Array
+) -> GroupedCase:
     """Check a ``grouped_matmul`` call and describe it.
 
     Raises:
@@ -290,7 +304,7 @@ def grouped_case(platform: str, x: jax.Array, w: jax.Array, group_sizes: jax.Arr
                 raise ValueError(f"{name} has {letter} = {size}; at least 1 is needed")
     _check_dtype("group_sizes", group_sizes, (jnp.dtype(jnp.int32),))
     _check_shape("group_sizes", group_sizes, (w.shape[0],), "[E]")
-    return GroupedCase(platform, jnp.dtype(x.dtype), x.shape[0], w.shape[0], w.shape[1], w.shape[2])
+    return GroupedCase(device, jnp.dtype(x.dtype), x.shape[0], w.shape[0], w.shape[1], w.shape[2])
 
 
 def check_page_table(

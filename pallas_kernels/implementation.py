@@ -11,9 +11,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-import jax
-
 from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
+from pallas_kernels.devices import target_device
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -37,31 +36,9 @@ MAX_GROUP = 16
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
-def target_platform() -> str:
-    """Return the platform being compiled for: "gpu", "cpu" or another XLA name.
-
-    An abstract device in the current mesh wins (that is how code is compiled for a GPU on a machine
-    without one), then ``jax.default_device``, then the default backend.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    platform = getattr(device, "platform", None)
-    if platform is None:
-        default: Any = getattr(jax.config, "jax_default_device", None)
-        platform = default if isinstance(default, str) else getattr(default, "platform", None)
-    platform = platform or jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm") else platform
-
-
 def has_llvm() -> bool:
     """Return whether the code being compiled can call the kernels for CPU."""
-    return target_platform() == "cpu" and find_spec("llvmlite") is not None
-
-
-def target_device_kind() -> str:
-    """Return the name of the device being compiled for, for example "NVIDIA H200"."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kind = getattr(device, "device_kind", None)
-    return kind or jax.devices()[0].device_kind
+    return target_device().platform == "cpu" and find_spec("llvmlite") is not None
 
 
 def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
@@ -80,6 +57,13 @@ def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)(*args, **kwargs, **options)
 
     return run
+
+
+def _card_limit(case: Case | GroupedCase) -> str | None:
+    """Return the reason why the card cannot run Triton kernels; None when it can."""
+    if case.device.runs_triton:
+        return None
+    return f"triton needs compute capability 8.0 and the card is {case.device}; allowed: xla"
 
 
 def _triton_limit(case: Case | GroupedCase) -> str | None:
@@ -113,6 +97,11 @@ def _mosaic_limit(case: Case | GroupedCase) -> str | None:
     """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
     if isinstance(case, GroupedCase) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
+    if not case.device.has_wgmma:
+        return (
+            f"mosaic_gpu needs compute capability 9.0 and the card is {case.device}; "
+            "allowed: triton or xla"
+        )
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
     if case.H not in (64, 128, 256):
@@ -164,7 +153,9 @@ def limit(name: str, case: Case | GroupedCase) -> str | None:
             f"{name} needs a GPU and the platform is {case.platform}; "
             "allowed: xla, triton_interpret"
         )
-    return _triton_limit(case) if name == "triton" else _mosaic_limit(case)
+    if name == "triton":
+        return _card_limit(case) or _triton_limit(case)
+    return _mosaic_limit(case)
 
 
 def choose(requested: str, case: Case | GroupedCase) -> str:
@@ -188,4 +179,4 @@ def choose(requested: str, case: Case | GroupedCase) -> str:
     return next(name for name in names if limit(name, case) is None)
 
 
-__all__ = ["FP8", "IMPLEMENTATIONS", "choose", "limit", "target_device_kind", "target_platform"]
+__all__ = ["FP8", "IMPLEMENTATIONS", "choose", "limit"]

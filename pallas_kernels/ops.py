@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import xla, xla_grouped_matmul
 from pallas_kernels.arguments import AttentionOptions, attention_case, grouped_case, kv_write_case
-from pallas_kernels.implementation import choose, deferred, has_llvm, target_platform
+from pallas_kernels.devices import target_device
+from pallas_kernels.implementation import choose, deferred, has_llvm
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
@@ -106,9 +107,9 @@ def ragged_paged_attention(
     arrays = (q, k_pages, v_pages, page_table, query_start, kv_len)
     q, k_pages, v_pages, page_table, query_start, kv_len = map(jnp.asarray, arrays)
     options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    platform = target_platform()
+    device = target_device()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
+        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     run = RAGGED[choose(implementation, case)]
     return run(q, k_pages, v_pages, page_table, query_start, kv_len, options)
@@ -145,10 +146,8 @@ def paged_decode_attention(
     arrays = (q, k_pages, v_pages, page_table, kv_len)
     q, k_pages, v_pages, page_table, kv_len = map(jnp.asarray, arrays)
     options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
-    platform = target_platform()
-    case = attention_case(
-        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, options
-    )
+    device = target_device()
+    case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
     run = DECODE[choose(implementation, case)]
     return run(q, k_pages, v_pages, page_table, kv_len, options)
 
@@ -186,7 +185,7 @@ def kv_write(
     arrays = (k, v, k_pages, v_pages, slot_mapping)
     k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    case = kv_write_case(target_platform(), k, v, k_pages, v_pages, slot_mapping, **scales)
+    case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
     run = KV_WRITE[choose(implementation, case)]
     return run(k, v, k_pages, v_pages, slot_mapping, **scales)
 
@@ -213,7 +212,7 @@ def grouped_matmul(
         ValueError: naming the argument at fault and what is allowed.
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
-    run = GROUPED[choose(implementation, grouped_case(target_platform(), x, w, group_sizes))]
+    run = GROUPED[choose(implementation, grouped_case(target_device(), x, w, group_sizes))]
     return run(x, w, group_sizes)
 
 

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, deferred, target_platform
+from pallas_kernels.devices import target_device
+from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, deferred
 from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
 
 BLOCK_COLUMNS = 256
@@ -91,7 +92,7 @@ def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
     is_addressable = not TWO_GIB <= values.size <= FOUR_GIB
     if implementation == "auto":
         is_narrow = x.dtype.itemsize <= 4
-        return "triton" if target_platform() == "gpu" and is_narrow and is_addressable else "xla"
+        return "triton" if target_device().runs_triton and is_narrow and is_addressable else "xla"
     if implementation != "xla" and not is_addressable:
         raise ValueError(f"values take {values.size} bytes; triton takes no 2 to 4 GiB")
     return implementation

@@ -20,7 +20,7 @@ from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
-from pallas_kernels.implementation import target_platform
+from pallas_kernels.devices import target_device
 
 Array = Any
 
@@ -71,7 +71,7 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     bits = keys.dtype.itemsize * 8
     # On a GPU one reading of the keys serves 15 trials, and passes lie one after the other: a loop
     # would keep the step from being one graph. XLA on CPU takes five times as long that way.
-    is_gpu = target_platform() == "gpu"
+    is_gpu = target_device().is_gpu
     width = 4 if is_gpu else 1
 
     def try_digits(step: Array, found: Array) -> Array:

@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
+from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_ragged import tile_plan
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
 from pallas_kernels.gpu.tuning import MosaicConfig, lookup
-from pallas_kernels.implementation import target_platform
 
 _ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
 ROWS = 64
@@ -469,9 +469,9 @@ def ragged_paged_attention(
         config: block sizes; None reads the tuning table.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
-    platform = target_platform()
+    device = target_device()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
+        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     soft_cap = None if options.soft_cap is None else float(options.soft_cap)
     factor = float(options.score_scale(case.H)) * (1.0 if soft_cap else LOG2E)

@@ -1,9 +1,10 @@
 """Attention of one query per row over paged KV, in Pallas-Triton, split over programs and merged.
 
 The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from ``kv_len``: all
-blocks of the step are divided over about ``target_programs`` programs, so that a long row gets many
-programs and a short row few, and a row's blocks are divided evenly among its programs. Shapes alone
-bound the number of work items; items past the step's own have no blocks and end at once.
+blocks of the step are divided over about ``programs_per_sm`` programs an SM, so that a long row
+gets many programs and a short row few, and a row's blocks are divided evenly among its programs.
+Shapes alone bound the number of work items; items past the step's own have no blocks and end at
+once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
+from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     NEGATIVE,
@@ -32,7 +34,6 @@ from pallas_kernels.gpu.triton_tile import (
     tile_bounds,
 )
 from pallas_kernels.gpu.tuning import DecodeConfig, lookup
-from pallas_kernels.implementation import target_platform
 
 MIN_DOT_ROWS = 16
 """Rows of the smallest tensor core product."""
@@ -72,7 +73,7 @@ def split_plan(
     most = -(-case.M * case.S // block)
     if window is not None:
         most = min(most, -(-window // block) + 1)
-    target = max(1, config.target_programs // case.K)
+    target = max(1, config.programs_per_sm * max(1, case.device.num_sms) // case.K)
     count = min(rows + target, rows * -(-most // config.min_blocks))
     first = jnp.zeros_like(kv_len)
     if window is not None:
@@ -293,10 +294,8 @@ def paged_decode_attention(
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    platform = target_platform()
-    case = attention_case(
-        "decode", platform, q, k_pages, v_pages, page_table, None, kv_len, options
-    )
+    device = target_device()
+    case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
     rows = jnp.arange(case.R, dtype=jnp.int32)

@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import GroupedCase, grouped_case
+from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_decode import owner, running_sum
 from pallas_kernels.gpu.triton_tile import ceil_div
 from pallas_kernels.gpu.tuning import GroupedConfig, grouped_config
-from pallas_kernels.implementation import target_platform
 
 
 def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
@@ -111,7 +111,7 @@ def grouped_matmul(
         config: block sizes; None reads the tuning table.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    case = grouped_case(target_platform(), x, w, group_sizes)
+    case = grouped_case(target_device(), x, w, group_sizes)
     config = config or grouped_config(case)
     plan = tile_plan(group_sizes, case.A, config.block_rows)
     return pl.pallas_call(

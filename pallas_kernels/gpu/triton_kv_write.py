@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import FP8, kv_write_case
+from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_tile import power_of_two
 from pallas_kernels.gpu.tuning import KvWriteConfig, lookup
-from pallas_kernels.implementation import target_platform
 from pallas_kernels.reference import FP8_MAX
 
 
@@ -75,7 +75,7 @@ def kv_write(
         interpret: run on any device, slowly, as plain JAX operations.
     """
     case = kv_write_case(
-        target_platform(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale
+        target_device(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale
     )
     config = config or lookup(KvWriteConfig, case)
     scaled = k_scale is not None

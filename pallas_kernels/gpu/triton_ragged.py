@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
+from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_decode import fit_block, owner, running_sum, split_and_merge
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
@@ -33,7 +34,6 @@ from pallas_kernels.gpu.triton_tile import (
     tile_bounds,
 )
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, lookup
-from pallas_kernels.implementation import target_platform
 
 
 def tile_count(tokens: int, rows: int, tile: int, skip_single: bool) -> int:
@@ -143,9 +143,9 @@ def ragged_paged_attention(
         decode_config: likewise, for the rows of one query.
         interpret: run on any device, slowly, as plain JAX operations.
     """
-    platform = target_platform()
+    device = target_device()
     case = attention_case(
-        "ragged", platform, q, k_pages, v_pages, page_table, query_start, kv_len, options
+        "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
     config = config or lookup(RaggedConfig, case)
     arrays = (q, k_pages, v_pages, page_table)

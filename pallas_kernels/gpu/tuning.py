@@ -1,16 +1,18 @@
-"""Block sizes, by device kind, dtype, head dim and size of the call; read while tracing.
+"""Block sizes, by card, dtype, head dim and size of the call; read while tracing.
 
-``tuned/<device>.json`` holds a sweep's result for a device kind (``scripts.gpu.tune_kernels``):
+`defaults` computes sizes that fit the card. ``tuned/<capability>/<card>.json`` holds what a sweep
+found better on a card (``scripts.gpu.tune_kernels``):
 
     {"device_kind": "NVIDIA H200",
-     "measured": "2026-01-31" or "not measured: defaults",
+     "measured": "2026-01-31",
      "entries": [{"op": "decode", "dtype": "bfloat16", "head_dim": 128, "up_to": 64,
                   "config": {"block_tokens": 64, ...}}, ...]}
 
+A card without a file takes that of another one of its compute capability, the first by name.
 ``dtype`` is that of the pages, or of the weights of "grouped_matmul", which has no head dim.
 ``up_to`` bounds the bucket: rows R for "decode", tokens T for "ragged", "mosaic_ragged" and
 "kv_write", rows a group for "grouped_matmul"; null means any. The first entry that fits is used,
-fields it leaves out keep their defaults, and a device without a file gets the defaults throughout.
+and fields it leaves out keep their defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Case, GroupedCase
-from pallas_kernels.implementation import target_device_kind
+from pallas_kernels.devices import DeviceLimits
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
 
@@ -35,7 +37,7 @@ class DecodeConfig:
     Attributes:
         block_tokens: KV positions per loop step; above the page size, pages are gathered.
         num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
-        target_programs: programs over which all KV of the step is divided, evenly.
+        programs_per_sm: programs an SM over which all KV of the step is divided, evenly.
         min_blocks: blocks below which a row is not split further.
         merge_splits: partial results that the merging kernel reads at a time.
     """
@@ -43,7 +45,7 @@ class DecodeConfig:
     block_tokens: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    target_programs: int = 1056
+    programs_per_sm: int = 8
     min_blocks: int = 4
     merge_splits: int = 16
 
@@ -104,16 +106,17 @@ CONFIGS = {
 Config = TypeVar("Config", DecodeConfig, RaggedConfig, MosaicConfig, KvWriteConfig)
 
 
-def table_name(device_kind: str) -> str:
-    """Return the file name of a device kind's table: "NVIDIA H200" -> "h200.json"."""
-    words = [w for w in device_kind.lower().replace("/", " ").split() if w != "nvidia"]
-    return "-".join(words) + ".json"
+def table_path(device: DeviceLimits) -> pathlib.Path:
+    """Return where a card's table is: "NVIDIA H200" -> tuned/9.0/h200.json."""
+    words = [w for w in device.kind.lower().replace("/", " ").split() if w != "nvidia"]
+    return TABLES / ".".join(map(str, device.capability)) / ("-".join(words) + ".json")
 
 
-def read_entries(device_kind: str) -> list[dict]:
-    """Read the entries of a device's table; none when the device has no table."""
-    path = TABLES / table_name(device_kind)
-    return json.loads(path.read_text())["entries"] if path.is_file() else []
+def read_entries(device: DeviceLimits) -> list[dict]:
+    """Read the table of a card or, where it has none, of another of its compute capability."""
+    path = table_path(device)
+    found = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
+    return json.loads(found[0].read_text())["entries"] if found else []
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
@@ -134,12 +137,12 @@ def defaults(kind: type[Config], case: Case) -> Any:
     return kind()
 
 
-def lookup(kind: type[Config], case: Case, device_kind: str | None = None) -> Config:
-    """Return the configuration for a call on the device being compiled for, or a named kind."""
+def lookup(kind: type[Config], case: Case) -> Config:
+    """Return the configuration for a call."""
     op = next(name for name, config in CONFIGS.items() if config is kind)
     size = case.R if op == "decode" else case.T
     base = defaults(kind, case)
-    for entry in read_entries(device_kind or target_device_kind()):
+    for entry in read_entries(case.device):
         if entry["op"] != op or entry["dtype"] != case.page_dtype.name:
             continue
         if entry["head_dim"] != case.H or (entry["up_to"] is not None and size > entry["up_to"]):
@@ -160,11 +163,11 @@ def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
     return GroupedConfig(rows, num_warps=8 if rows == 128 else 4)
 
 
-def grouped_config(case: GroupedCase, device_kind: str | None = None) -> GroupedConfig:
-    """Return the configuration for a call on the device being compiled for, or a named kind."""
+def grouped_config(case: GroupedCase) -> GroupedConfig:
+    """Return the configuration for a call."""
     mean = -(-case.A // case.E)
     up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
-    for entry in read_entries(device_kind or target_device_kind()):
+    for entry in read_entries(case.device):
         if entry["op"] != case.op or entry["dtype"] != case.dtype.name:
             continue
         if entry["up_to"] is None or mean <= entry["up_to"]:

@@ -20,6 +20,7 @@ from pallas_kernels import (
     reference,
 )
 from pallas_kernels.arguments import AttentionOptions, Case
+from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import limit
 from scripts.gpu import models as gpu_models
 from scripts.gpu import timing as gpu_timing
@@ -310,7 +311,7 @@ def tuning_sweep(setting: Setting) -> Iterator[Item]:
         swept = tune_kernels.sweep(target, setting.item_seconds, setting.dry_run)
         if not setting.dry_run:
             today = datetime.date.today().isoformat()
-            tune_kernels.merge(jax.devices()[0].device_kind, today, [swept["entry"]])
+            tune_kernels.merge(target_device(), today, [swept["entry"]])
         return swept
 
     for target in targets:

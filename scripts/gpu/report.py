@@ -10,7 +10,7 @@ Parts:
     bandwidth    copy bandwidth and bfloat16 matmul rate: the ceilings the rest is held against
     decode       paged decode attention over batch and context; ragged lengths; float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
-    tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned/<device>.json, which later
+    tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned, which later
                  runs with this report fill again first: the next machine may not have it
     steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors
     engine       throughput of 256 requests of 100-1024 tokens in and out
@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.devices import target_device
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
 from scripts.gpu import tune_kernels
@@ -110,7 +111,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
     if not arguments.dry_run and jax.default_backend() != "gpu":
         parser.error(f"needs a GPU, found {jax.default_backend()}; --dry-run rehearses on a CPU")
     about = {
-        "device": jax.devices()[0].device_kind,
+        "device": target_device().kind,
+        "capability": target_device().capability,
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "dry_run": arguments.dry_run,

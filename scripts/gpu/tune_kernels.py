@@ -1,9 +1,8 @@
-"""Tuning of block sizes on the GPU at hand, for pallas_kernels/gpu/tuned/<device>.json.
+"""Tuning of block sizes on the GPU at hand, for pallas_kernels/gpu/tuned.
 
     python -m scripts.gpu.tune_kernels                 sweep on this GPU (about twenty minutes)
     python -m scripts.gpu.tune_kernels --dtypes bfloat16 --head-dims 128
     python -m scripts.gpu.tune_kernels --merge gpu_report.json    write what a report found (no GPU)
-    python -m scripts.gpu.tune_kernels --defaults "NVIDIA H200"   write the defaults (no GPU)
 
 For every dtype, head dim and bucket the candidates are timed in turn, interleaved, and the one
 with the smallest median is kept; those most like the defaults come first, and when the bucket's
@@ -30,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Case
+from pallas_kernels.devices import DeviceLimits, find_card, target_device
 from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.progress import ReportError, interruptible, read_report, save_text
@@ -43,7 +43,6 @@ DECODE_BUCKETS = ((1, 8192), (8, 4096), (64, 4096), (256, 2048))
 """(rows, positions of each) that stand for buckets of up to that many rows; the last for any."""
 RAGGED_BUCKETS = ((512, 2), (2048, 1), (8192, 1))
 """(tokens, prompts they belong to) likewise."""
-UNMEASURED = "not measured: defaults"
 OPERATIONS = ("decode", "ragged", "mosaic_ragged")
 KEY = ("op", "dtype", "head_dim", "up_to")
 """What names an entry of the table."""
@@ -62,7 +61,7 @@ class NothingRan(Exception):
 def candidates(op: str, case: Case) -> Iterator[Any]:
     """List configurations worth timing for a call."""
     if op == "decode":
-        grid = itertools.product((32, 64, 128), (4, 8), (2, 3, 5, 7), (528, 1056, 2112))
+        grid = itertools.product((32, 64, 128), (4, 8), (2, 3, 5, 7), (4, 8, 16))
         for block, warps, stages, programs in grid:
             yield tuning.DecodeConfig(block, warps, stages, programs)
     elif op == "ragged":
@@ -83,11 +82,12 @@ def candidates(op: str, case: Case) -> Iterator[Any]:
 
 
 def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: int) -> Case:
-    """Describe a tuned call. ``pages``: per row."""
+    """Describe a tuned call, on the GPU at hand or else an H200. ``pages``: per row."""
+    device = target_device()
     query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
     return Case(
         op="decode" if op == "decode" else "ragged",
-        platform="gpu",
+        device=device if device.is_gpu else find_card("H200").limits,
         query_dtype=query,
         page_dtype=jnp.dtype(dtype),
         T=tokens,
@@ -278,35 +278,8 @@ def sweep(target: Target, budget: float = ITEM_SECONDS, tiny: bool = False) -> d
     return result
 
 
-def default_entries() -> list[dict[str, Any]]:
-    """Make entries that state the defaults for every dtype and head dim."""
-    entries = []
-    for op, kind in tuning.CONFIGS.items():
-        for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
-            mosaic = dtype in ("bfloat16", "float16") and head_dim in (64, 128, 256)
-            if op == "mosaic_ragged" and not mosaic:
-                continue
-            config = tuning.defaults(kind, case_of(op, dtype, head_dim, 64, 64, 64))
-            entry = {"op": op, "dtype": dtype, "head_dim": head_dim, "up_to": None}
-            entries.append({**entry, "config": dataclasses.asdict(config)})
-    for dtype, up_to in itertools.product(DTYPES[:3], tuning.GROUPED_SIZES):
-        config = tuning.grouped_defaults(jnp.dtype(dtype), up_to)
-        entry = {"op": "grouped_matmul", "dtype": dtype, "head_dim": None, "up_to": up_to}
-        entries.append({**entry, "config": dataclasses.asdict(config)})
-    return entries
-
-
-def write(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> None:
-    """Write a device's table, one entry a line."""
-    lines = ",\n  ".join(json.dumps(entry) for entry in entries)
-    head = f'{{"device_kind": {json.dumps(device_kind)},\n "measured": {json.dumps(measured)},\n'
-    path = tuning.TABLES / tuning.table_name(device_kind)
-    save_text(path, f'{head} "entries": [\n  {lines}\n ]}}\n')
-    print(f"wrote {path}")
-
-
-def merge(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> None:
-    """Put measured entries in a device's table in place of those for the same buckets.
+def merge(device: DeviceLimits, measured: str, entries: list[dict[str, Any]]) -> None:
+    """Put measured entries in a card's table in place of those for the same buckets.
 
     The first that fits is used, so the buckets of a call are written from small to any.
     """
@@ -314,20 +287,26 @@ def merge(device_kind: str, measured: str, entries: list[dict[str, Any]]) -> Non
     def bucket(entry: dict[str, Any]) -> float:
         return math.inf if entry["up_to"] is None else entry["up_to"]
 
-    old_entries = tuning.read_entries(device_kind) or default_entries()
+    path = tuning.table_path(device)
+    old_entries = json.loads(path.read_text())["entries"] if path.is_file() else []
     calls: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
     for entry in [*old_entries, *entries]:
         calls.setdefault(tuple(entry[key] for key in KEY[:-1]), {})[bucket(entry)] = entry
     merged = [call[size] for call in calls.values() for size in sorted(call)]
-    write(device_kind, measured, merged)
+    lines = ",\n  ".join(json.dumps(entry) for entry in merged)
+    head = f'{{"device_kind": {json.dumps(device.kind)},\n "measured": {json.dumps(measured)},\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_text(path, f'{head} "entries": [\n  {lines}\n ]}}\n')
+    print(f"wrote {path}")
 
 
 def merge_report(report: dict[str, Any]) -> None:
     """Put what a report's tuning found in the table: it may have been on another machine."""
-    items = report["parts"].get("tuning", {}).values()
+    items, about = report["parts"].get("tuning", {}).values(), report["about"]
     entries = [item["entry"] for item in items if "entry" in item]
     if entries:
-        merge(report["about"]["device"], report["about"]["date"], entries)
+        device = DeviceLimits("gpu", about["device"], tuple(about["capability"]))
+        merge(device, about["date"], entries)
 
 
 def tune(found: Iterable[Target], budget: float) -> int:
@@ -342,7 +321,7 @@ def tune(found: Iterable[Target], budget: float) -> int:
             continue
         print(f"{target.name}: {result}", flush=True)
         today = datetime.date.today().isoformat()
-        merge(jax.devices()[0].device_kind, today, [result["entry"]])
+        merge(target_device(), today, [result["entry"]])
     return status
 
 
@@ -361,7 +340,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.tune_kernels", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--defaults", metavar="DEVICE", help="write untuned defaults for a device")
     parser.add_argument(
         "--merge", type=report_to_merge, metavar="REPORT", help="write what gpu_report.py found"
     )
@@ -375,14 +353,11 @@ def main() -> int:
         help="a bucket ends after this with the best so far; default %(default)g",
     )
     arguments = parser.parse_args()
-    if arguments.defaults:
-        write(arguments.defaults, UNMEASURED, default_entries())
-        return 0
     if arguments.merge:
         merge_report(arguments.merge)
         return 0
     if jax.default_backend() != "gpu":
-        raise SystemExit("no GPU: a sweep measures; --defaults DEVICE writes the untuned table")
+        raise SystemExit("no GPU: a sweep measures")
     found = targets(arguments.dtypes, [int(h) for h in arguments.head_dims])
     return tune(found, arguments.seconds_per_item)
 

@@ -19,6 +19,7 @@ from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.random import uniform as row_uniform
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.request import SamplingParams
+from pallas_kernels.devices import DeviceLimits
 from tests.support.oracle import kept_tokens, uniform
 
 ROWS = 6
@@ -58,7 +59,7 @@ def as_for(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device, "target_platform", lambda: platform)
+            patch.setattr(device, "target_device", lambda: DeviceLimits(platform, platform))
             return function(*arguments)
 
     return jax.jit(call)

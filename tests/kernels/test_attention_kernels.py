@@ -15,12 +15,13 @@ from pallas_kernels import reference, xla
 from pallas_kernels.arguments import AttentionOptions
 from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu import ragged as cpu_ragged
+from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.gpu import triton_decode, triton_ragged
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
-DECODE = DecodeConfig(block_tokens=32, target_programs=8, min_blocks=1, merge_splits=2)
+DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_splits=2)
 RAGGED = RaggedConfig(tile_rows=32, block_tokens=32)
 
 SETUPS = {
@@ -177,13 +178,16 @@ def test_full_tiles_and_long_rows(implementation: str) -> None:
     assert_close(run(call.ragged, {}), expected, jnp.float32)
 
 
+ONE_SM = DeviceLimits("gpu", "NVIDIA H200", (9, 0), num_sms=1)
+
+
 def test_work_is_divided_evenly_and_completely() -> None:
     """The plan covers every block of every row once, and no item has more than its share."""
     call = paged_call([(1, 1000), (1, 0), (1, 17), (1, 333)], head_dim=16)
     case = triton_decode.attention_case(
-        "decode", "gpu", *call.decode[:4], None, call.decode[4], call.attention_options
+        "decode", ONE_SM, *call.decode[:4], None, call.decode[4], call.attention_options
     )
-    config = DecodeConfig(block_tokens=16, target_programs=24, min_blocks=2)
+    config = DecodeConfig(block_tokens=16, programs_per_sm=24, min_blocks=2)
     token, take = jnp.array([7, 5, 3, 9]), jnp.array([1, 0, 1, 1])
     items, rows = triton_decode.split_plan(call.kv_len, token, take, case, None, config)
     covered = [[] for _ in range(4)]

@@ -17,6 +17,7 @@ from pallas_kernels import (
     ragged_paged_attention,
 )
 from pallas_kernels.arguments import Case
+from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import choose
 
 
@@ -95,10 +96,13 @@ def test_kv_write_refuses(change: dict, message: str) -> None:
         kv_write(**{**arguments, **change})
 
 
+CPU = DeviceLimits("cpu", "cpu")
+
+
 def gpu_case(**change) -> Case:
     fields = {
         "op": "decode",
-        "platform": "gpu",
+        "device": find_card("H200").limits,
         "query_dtype": jnp.dtype(jnp.bfloat16),
         "page_dtype": jnp.dtype(jnp.bfloat16),
         "T": 8,
@@ -113,6 +117,7 @@ def gpu_case(**change) -> Case:
     return Case(**{**fields, **change})
 
 
+ON_T4, ON_B300 = ({"device": find_card(name).limits} for name in ("T4", "B300"))
 FP8_ARRAY = {"page_dtype": jnp.dtype(jnp.float8_e4m3fn), "P": 3 * 2**31 // 2 // (8 * 16 * 128)}
 
 
@@ -125,7 +130,9 @@ FP8_ARRAY = {"page_dtype": jnp.dtype(jnp.float8_e4m3fn), "P": 3 * 2**31 // 2 // 
         ("triton", {"query_dtype": jnp.dtype(jnp.float64)}, "dtypes are float64"),
         ("triton", FP8_ARRAY, "one-byte page arrays from 2 to 4 GiB are not addressable"),
         ("llvm", {}, "llvm needs a CPU and the platform is gpu; allowed: triton or xla"),
+        ("triton", ON_T4, "needs compute capability 8.0 and the card is Tesla T4 (compute capabil"),
         ("mosaic_gpu", {}, "no mosaic_gpu kernel for decode"),
+        ("mosaic_gpu", {"op": "ragged", **ON_B300}, "needs compute capability 9.0 and the card is"),
         ("mosaic_gpu", {"op": "ragged", "H": 96}, "head dim is 96; allowed: 64, 128 or 256"),
         ("mosaic_gpu", {"op": "ragged", **FP8_ARRAY}, "allowed: bfloat16 or float16 for both"),
     ],
@@ -155,7 +162,7 @@ FLOAT64 = {"page_dtype": jnp.dtype(jnp.float64), "query_dtype": jnp.dtype(jnp.fl
     ],
 )
 def test_what_llvm_cannot_do_is_left_to_xla(change: dict, message: str) -> None:
-    case = gpu_case(**{"platform": "cpu", **change})
+    case = gpu_case(**{"device": CPU, **change})
     with pytest.raises(ValueError, match=re.escape(message)):
         choose("llvm", case)
     assert choose("auto", case) == "xla"
@@ -163,7 +170,7 @@ def test_what_llvm_cannot_do_is_left_to_xla(change: dict, message: str) -> None:
 
 def test_llvm_can_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    case = gpu_case(platform="cpu")
+    case = gpu_case(device=CPU)
     with pytest.raises(ValueError, match="llvm needs the package llvmlite, which is not installed"):
         choose("llvm", case)
     assert choose("auto", case) == "xla"
@@ -172,9 +179,11 @@ def test_llvm_can_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_follows_the_table() -> None:
     assert choose("auto", gpu_case()) == "triton"
     assert choose("auto", gpu_case(S=24)) == "xla"
-    assert choose("auto", gpu_case(platform="cpu")) == "llvm"
-    assert choose("auto", gpu_case(platform="cpu", op="kv_write")) == "xla"
-    assert choose("auto", gpu_case(platform="tpu")) == "xla"
+    assert choose("auto", gpu_case(**ON_T4)) == "xla"
+    assert choose("auto", gpu_case(**ON_B300)) == "triton"
+    assert choose("auto", gpu_case(device=CPU)) == "llvm"
+    assert choose("auto", gpu_case(device=CPU, op="kv_write")) == "xla"
+    assert choose("auto", gpu_case(device=DeviceLimits("tpu", "TPU v5e"))) == "xla"
 
 
 def test_page_table_check_names_the_entry() -> None:

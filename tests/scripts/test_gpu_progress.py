@@ -18,7 +18,13 @@ from scripts.gpu import tune_kernels
 from scripts.gpu.progress import ReportError, Task, open_report, run_tasks
 
 ROOT = Path(__file__).parents[2]
-ABOUT = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-01-31", "dry_run": False}
+ABOUT = {
+    "device": "NVIDIA H200",
+    "capability": (9, 0),
+    "jax": "0.11.2",
+    "date": "2026-01-31",
+    "dry_run": False,
+}
 FILL = """
     import json, os, pathlib, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
@@ -187,7 +193,7 @@ def test_what_a_report_found_is_put_in_the_table(
     path.write_text(json.dumps({"about": ABOUT, "parts": parts}))
     monkeypatch.setattr(sys, "argv", ["scripts/gpu/tune_kernels.py", "--merge", str(path)])
     assert tune_kernels.main() == 0
-    table = json.loads((tmp_path / "h200.json").read_text())
+    table = json.loads((tmp_path / "9.0/h200.json").read_text())
     assert table["measured"] == ABOUT["date"] and item["entry"] in table["entries"]
     path.write_text(json.dumps({"about": {**ABOUT, "dry_run": True}, "parts": parts}))
     with pytest.raises(SystemExit):
