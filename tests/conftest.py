@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, TextIO
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support.kept_programs import borrow_programs, keep_programs, kept_folder
 
 # The same examples in every run, and no clocks.
 settings.register_profile(
@@ -34,6 +37,34 @@ TOGETHER = tuple(
 # A browser, a server and what they show of each other in time: they need the machine.
 ALONE = "tests/page/"
 DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
+
+
+def make_folder() -> None:
+    """Make one folder for all processes of a run; in it JAX keeps what it compiles.
+
+    Tests, servers and scripts compile many programs alike. `Runner.num_compiles` counts those that
+    are read from there too, so that a test still sees a compilation that should not be.
+    """
+    folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
+    os.environ[FOLDER] = folder
+    borrow_programs(Path(folder, "compiled"), kept_folder())
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
+    # Otherwise the folder's name is in every key.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def remove_folder() -> None:
+    """Remove it at the end of a run, and keep its programs for the next."""
+    folder = Path(os.environ[FOLDER])
+    keep_programs(folder / "compiled", kept_folder())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# Here, because conftest files of the folders below import JAX, which reads the environment then.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    make_folder()
 
 
 class ByFixtures(LoadScopeScheduling):
@@ -60,6 +91,8 @@ def choose_platform(config: pytest.Config) -> None:
     named = [(root / text.split("::")[0]).resolve() for text in config.args]
     if config.option.markexpr != "gpu" and not all(path.is_relative_to(NEED_GPU) for path in named):
         os.environ["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules:  # a folder's conftest has imported it
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,19 +121,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder for all processes of a run; in it JAX keeps what it compiles.
-
-    Tests, servers and scripts compile many programs alike. `Runner.num_compiles` counts those that
-    are read from there too, so that a test still sees a compilation that should not be.
-    """
     if not hasattr(config, "workerinput"):
         choose_platform(config)
-        folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ[FOLDER] = folder
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        config.add_cleanup(remove_folder)
     for key, name in ((DOOR, "door"), (TURNS, "turns")):
         file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
         config.add_cleanup(file.close)
