@@ -13,7 +13,7 @@ from jaxserve.engine.source import Source, find_source, local_path
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
-from jaxserve.execution.start.device import start_device
+from jaxserve.execution.start.jax_start import start_jax
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
 
 CONFIG = "config.json"
@@ -40,7 +40,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     source = find_source(config, on_progress)
     model_config = source.model_config
     quantization = choose_quantization(config.quantization, model_config)
-    dtype = placed_dtype(config, source, start_device())
+    dtype = placed_dtype(config, source, start_jax())
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.

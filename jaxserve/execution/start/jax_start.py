@@ -54,7 +54,7 @@ class CudaParts:
     jaxlib: str
 
 
-def start_device(root: Path = Path("/")) -> str:
+def start_jax(root: Path = Path("/")) -> str:
     """Start JAX; return "cpu" or "gpu", which is any other device.
 
     Where a card is there and JAX runs on the CPU, log one warning with the reason and the remedy,
@@ -107,7 +107,7 @@ def why_cpu(root: Path, records: list[logging.LogRecord]) -> str | None:
     """Explain why JAX does not use a card; None where nothing speaks for one.
 
     Args:
-        root: see `start_device`.
+        root: see `start_jax`.
         records: what JAX logged as it started.
     """
     files = (DRIVER_FILE, *CARD_FILES)

@@ -12,8 +12,8 @@ import jaxlib
 import pytest
 
 from jaxserve.errors import DeviceError
-from jaxserve.execution.start import device
-from jaxserve.execution.start.device import CudaParts, check_card, problems, remedy
+from jaxserve.execution.start import jax_start
+from jaxserve.execution.start.jax_start import CudaParts, check_card, problems, remedy
 from pallas_kernels.devices import find_card
 from scripts import find_device
 
@@ -26,8 +26,8 @@ MEANT = "set JAX_PLATFORMS=cpu if the CPU is meant\n"
 SEEN = "from jax._src import hardware_utils; hardware_utils.has_visible_nvidia_gpu = lambda: True\n"
 START = """
 from pathlib import Path
-from jaxserve.execution.start.device import start_device
-print(start_device(Path({root!r})))
+from jaxserve.execution.start.jax_start import start_jax
+print(start_jax(Path({root!r})))
 """
 REGISTER = """
 from jax._src import hardware_utils, xla_bridge
@@ -150,6 +150,10 @@ def test_jax_has_its_own_say_where_no_sentence_of_ours_takes_its_place(tmp_path:
     said = start(root, tmp_path / "plugins", seen="")[1]
     assert "Traceback" in said and "libcudart.so" in said and "backend 'tpu'" not in said
     assert start(root, tmp_path / "plugins", seen="", JAX_PLATFORMS="cpu")[1] == ""
+    # At the level that its user has set.
+    play_plugin(tmp_path / "quiet", "else", "1.0", REGISTER.format(quietly=True))
+    said = start(root, tmp_path / "quiet", seen="import logging; logging.basicConfig()\n")[1]
+    assert "Falling back to cpu" in said and "no luck" not in said
 
 
 BROKEN = {
@@ -230,7 +234,7 @@ def test_problems_and_remedies(have: CudaParts, said: str, done: str) -> None:
 def test_both_kinds_of_driver_say_their_version(tmp_path: Path, kind: str, driver: int) -> None:
     root = play_machine(tmp_path / "root", "0.0", has_card=False)
     (root / "proc/driver/nvidia/version").write_text(NVRM.format(kind, f"{driver}.86.10"))
-    found = device.find_parts(root)
+    found = jax_start.find_parts(root)
     assert (found.driver, found.has_driver, found.reaches_cards) == (driver, True, False)
 
 
@@ -248,5 +252,5 @@ def test_a_card_used_through_a_plugin_of_another_version_is_named() -> None:
 
 
 def test_the_engine_and_the_installer_agree_on_drivers_and_cards() -> None:
-    assert device.OLDEST_DRIVERS == find_device.OLDEST_DRIVERS
-    assert device.OLDEST_CARDS == find_device.OLDEST_CARDS
+    assert jax_start.OLDEST_DRIVERS == find_device.OLDEST_DRIVERS
+    assert jax_start.OLDEST_CARDS == find_device.OLDEST_CARDS
