@@ -266,6 +266,11 @@ def compiler_settings() -> dict[str, str]:
     return {name: value.strip() for name, value in values.items() if value.strip()}
 
 
+def cards_are_hidden() -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES hides every card."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
 def cpu_threads() -> int:
     """Return the cores that this process may use; XLA divides a program's work by them."""
     if hasattr(os, "sched_getaffinity"):

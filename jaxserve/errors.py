@@ -32,6 +32,10 @@ class CheckpointError(JaxserveError, ValueError):
     """Files that do not hold the weights which the model's configuration promises."""
 
 
+class DeviceError(JaxserveError, RuntimeError):
+    """A device that JAX cannot start, or that its build does not run."""
+
+
 class Overloaded(JaxserveError, RuntimeError):
     """More work than the configured queue holds; try again later."""
 

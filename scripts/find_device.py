@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 # Of the driver, for CUDA 12 and 13 (docs.jax.dev, "Installation").
 OLDEST_DRIVERS = {"cuda13": 580, "cuda12": 525}
-# The kernels multiply bfloat16, which older cards cannot.
-OLDEST_CARD = (8, 0)
+# Compute capability that each was still built for. Below 8.0 plain XLA computes in float16.
+OLDEST_CARDS = {"cuda13": (7, 5), "cuda12": (7, 0)}
 # Drivers without persistence need several seconds a card to wake up.
 SECONDS = 40.0
 QUERY = "driver_version,compute_cap,uuid,name"
@@ -98,19 +98,28 @@ def _judge(result: subprocess.CompletedProcess[str], seconds: float) -> Choice:
     if not matches:
         return Choice("cpu", "", f"nvidia-smi answers {lines[0][:80]!r}, not a driver and a card")
     driver = int(matches[0]["driver"])
-    build = next((name for name, oldest in OLDEST_DRIVERS.items() if driver >= oldest), None)
-    if build is None:
+    builds = [name for name, oldest in OLDEST_DRIVERS.items() if driver >= oldest]
+    if not builds:
         return Choice("cpu", "", _old_driver(driver))
-    usable = [row for row in matches if tuple(map(int, row["cap"].split("."))) >= OLDEST_CARD]
-    if not usable:
+    # The newest that runs any card: a Volta takes CUDA 12 where the driver would carry 13.
+    usable: list[re.Match[str]] = []
+    for build in builds:
+        usable = [row for row in matches if _capability(row) >= OLDEST_CARDS[build]]
+        if usable:
+            break
+    else:
         cards = ", ".join(sorted({f"{row['name']} has {row['cap']}" for row in matches}))
-        least = ".".join(map(str, OLDEST_CARD))
+        least = ".".join(map(str, OLDEST_CARDS[builds[-1]]))
         return Choice("cpu", "", f"compute capability {least} or newer is needed; {cards}")
     cards = "" if len(usable) == len(lines) else ",".join(row["uuid"] for row in usable)
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         cards = ""  # the user has chosen
     names = ", ".join(dict.fromkeys(f"{row['name']} ({row['cap']})" for row in usable))
     return Choice(build, cards, f"{names}, driver {driver}")
+
+
+def _capability(row: re.Match[str]) -> tuple[int, ...]:
+    return tuple(map(int, row["cap"].split(".")))
 
 
 def _old_driver(driver: int) -> str:

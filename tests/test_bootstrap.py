@@ -72,27 +72,42 @@ def test_the_driver_chooses_the_build(played: Path, driver: str, build: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("capability", "usable"),
-    [("7.5", False), ("8.0", True), ("8.6", True), ("9.0", True), ("12.0", True), ("5.2", False)],
+    ("driver", "capability", "build"),
+    [
+        ("595.45.04", "12.0", "cuda13"),
+        ("595.45.04", "8.0", "cuda13"),
+        ("595.45.04", "7.5", "cuda13"),
+        ("580.65.06", "7.0", "cuda12"),  # CUDA 13 was not built for Volta
+        ("580.65.06", "7.2", "cuda12"),
+        ("550.54.15", "7.5", "cuda12"),
+        ("550.54.15", "7.0", "cuda12"),
+        ("580.65.06", "6.1", "cpu"),
+        ("550.54.15", "5.2", "cpu"),
+    ],
 )
-def test_old_cards_are_left_alone(played: Path, capability: str, usable: bool) -> None:
-    play(played, "nvidia-smi", cards(card("595.45.04", capability)))
+def test_an_old_card_takes_the_build_that_still_has_it(
+    played: Path, driver: str, capability: str, build: str
+) -> None:
+    play(played, "nvidia-smi", cards(card(driver, capability)))
     choice = find_device.find()
-    assert choice.build == ("cuda13" if usable else "cpu")
-    needed = f"compute capability 8.0 or newer is needed; Card 0 has {capability}"
-    assert choice.why == (f"Card 0 ({capability}), driver 595" if usable else needed)
+    assert choice.build == build
+    needed = f"compute capability 7.0 or newer is needed; Card 0 has {capability}"
+    used = f"Card 0 ({capability}), driver {driver[:3]}"
+    assert choice.why == (needed if build == "cpu" else used)
 
 
 def test_of_several_cards_those_are_used_that_can_be(
     played: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed = [card("595.45.04", cap, i) for i, cap in enumerate(("7.5", "8.6", "[N/A]", "12.0"))]
+    mixed = [card("595.45.04", cap, i) for i, cap in enumerate(("7.0", "8.6", "[N/A]", "12.0"))]
     play(played, "nvidia-smi", cards(*mixed))
     choice = find_device.find()
     assert (choice.build, choice.cards) == ("cuda13", "GPU-1,GPU-3")
     assert choice.why == "Card 1 (8.6), Card 3 (12.0), driver 595"
     play(played, "nvidia-smi", cards(mixed[1], mixed[3]))
     assert find_device.find().cards == ""
+    play(played, "nvidia-smi", cards(card("550.54.15", "7.0"), card("550.54.15", "6.1", 1)))
+    assert find_device.find() == find_device.Choice("cuda12", "GPU-0", "Card 0 (7.0), driver 550")
     play(played, "nvidia-smi", cards(*mixed))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert find_device.find().cards == ""  # whoever started this has chosen
@@ -339,10 +354,10 @@ def test_cuda_that_does_not_start_leaves_cpu(copy: Copy, program: str) -> None:
 
 def test_only_cards_that_can_be_used_are_seen(copy: Copy) -> None:
     copy.try_cuda("print(os.environ['CUDA_VISIBLE_DEVICES'])")
-    play(copy.played, "nvidia-smi", cards(card("595.45.04", "7.5"), card("595.45.04", "8.6", 1)))
+    play(copy.played, "nvidia-smi", cards(card("595.45.04", "6.1"), card("595.45.04", "7.5", 1)))
     out, err = copy.run(f'install ""; {TELL}')
     assert out == ["install .[cuda13]", " GPU-1"]
-    assert err[-1] == "Runs on GPU-1, with JAX for CUDA 13 (Card 1 (8.6), driver 595)."
+    assert err[-1] == "Runs on GPU-1, with JAX for CUDA 13 (Card 1 (7.5), driver 595)."
 
 
 def test_the_demo_starts_what_was_installed(copy: Copy) -> None:

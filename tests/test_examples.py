@@ -1,9 +1,15 @@
-"""The examples run as their pages say, on the bundled model, and print what they promise."""
+"""The examples run as their pages say, on the bundled model, and print what they promise.
+
+The notebook's cells run in tests/real, with its model; here is what it installs, and where.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.live_server import SMALL, Server
+from tests.support.notebook import code_cells
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "scripts/examples"
@@ -29,6 +36,11 @@ PRINTS = {
     "tools": r"get_weather \{'town': '(Oslo|Rome)'\}\n",
 }
 MOST_LINES = 40
+NOTEBOOK = FOLDER / "colab.ipynb"
+HOSTS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
+CUDA_PACKAGES = [
+    f"jax-{cuda}-{half}" for cuda in ("cuda12", "cuda13") for half in ("plugin", "pjrt")
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +80,77 @@ def test_every_example_is_run_and_short() -> None:
     assert files.keys() == PRINTS.keys()
     for name, text in files.items():
         assert text.count("\n") <= MOST_LINES, name
+
+
+def test_the_notebook_is_short_and_keeps_no_outputs() -> None:
+    assert [path.name for path in FOLDER.glob("*.ipynb")] == [NOTEBOOK.name]
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert all(len(cell["source"]) <= MOST_LINES for cell in cells)
+
+
+class Host:
+    """A played host of notebooks: commands are written down, not run.
+
+    Args:
+        folder: that the notebook's process is in.
+        build: what scripts/find_device.py says.
+
+    Attributes:
+        commands: those of the notebook, without the interpreter.
+        signals: what its process was sent.
+    """
+
+    def __init__(self, folder: Path, build: str, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.build = folder, build
+        self.commands: list[str] = []
+        self.signals: list[int] = []
+        patch.chdir(folder)
+        patch.setattr(subprocess, "run", self.run)
+        patch.setattr(os, "kill", lambda process, signal: self.signals.append(signal))
+
+    def run(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        self.commands.append(" ".join(command).removeprefix(f"{sys.executable} "))
+        if command[0] == "git":
+            (self.folder / "jaxserve/scripts").mkdir(parents=True)
+            (self.folder / "jaxserve/scripts/find_device.py").touch()
+        return subprocess.CompletedProcess(command, 0, f"{self.build}\n\nTesla T4, driver 550\n")
+
+    def install(self) -> list[str]:
+        self.commands = []
+        exec(code_cells(NOTEBOOK)["install"], {})
+        return self.commands
+
+
+@pytest.mark.parametrize("variable", HOSTS)
+@pytest.mark.parametrize(("build", "extra"), [("cuda12", "[cuda12]"), ("cpu", "")])
+def test_the_notebook_installs_what_the_driver_carries_on_colab_and_kaggle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, build: str, extra: str
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    host = Host(tmp_path, build, monkeypatch)
+    clone, *rest = host.install()
+    assert clone.startswith("git clone ") and Path.cwd() == tmp_path / "jaxserve"
+    assert rest == [
+        "scripts/find_device.py",
+        f"-m pip uninstall -q -y {' '.join(CUDA_PACKAGES)}",
+        f"-m pip install -q -e .{extra} matplotlib",
+    ]
+    assert host.signals == [signal.SIGKILL]
+
+
+def test_the_notebook_goes_on_after_the_restart_and_installs_nothing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(FOLDER, "cuda12", monkeypatch)
+    for name in HOSTS:
+        monkeypatch.delenv(name, raising=False)
+    assert host.install() == [] and Path.cwd() == ROOT
+    monkeypatch.setenv(HOSTS[0], "x")
+    assert host.install() == []  # jaxserve is installed here
+    assert host.signals == []

@@ -133,6 +133,7 @@ class LLM:
     Raises:
         InvalidRequest: a setting is out of range or not supported.
         CheckpointError, UnsupportedModel: the model cannot be loaded.
+        DeviceError: JAX cannot start its device.
     """
 
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:

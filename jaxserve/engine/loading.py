@@ -19,6 +19,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.compilation import prepare_cache
+from jaxserve.execution.start.jax_start import start_jax
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
@@ -99,14 +100,15 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
 
     Raises:
         CheckpointError, UnsupportedModel: what the folder holds cannot be served.
+        DeviceError: JAX cannot start its device.
         ValueError: settings that contradict the model or each other.
     """
     source = find_source(config, on_progress)
     model_config = source.model_config
+    platform = start_jax()
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     programs = None if cache in (None, "none") else prepare_cache(Path(cache))
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = replace(config.resolve(platform, model_config.context_length), model=source.path)
     if config.quantization is None and config.load_format != "dummy":
         made: Any = source.fixed_quantization
