@@ -15,6 +15,8 @@ from jaxserve.engine.source import Source, find_source, local_path
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
+from jaxserve.execution.start.device import open_device, this_device
+from jaxserve.execution.start.memory_plan import DEFAULT_SHARE
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
 
 CONFIG = "config.json"
@@ -40,6 +42,8 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     source = find_source(config, on_progress)
     model_config = source.model_config
     quantization = choose_quantization(config.quantization, model_config)
+    device = this_device()
+    open_device(device, device.budget(None, DEFAULT_SHARE))
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     dtype = placed_dtype(config, source, platform)
     if not config.skip_tokenizer_init:
