@@ -328,7 +328,7 @@ def memory_fraction() -> float | None:
 
 @contextmanager
 def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[None]:
-    """Have JAX open this card alone and take this part of its memory, if it starts within.
+    """Make JAX open this card alone and take this part of its memory, if it starts within.
 
     Otherwise it takes three quarters of every card. Variables that the user has set win. They are
     put back, since a child process has to look for itself at what is free.

@@ -171,7 +171,8 @@ def _open_device(config: EngineConfig, source: Source) -> tuple[int, int] | None
     plan = plan_memory(config, weights, form, device)
     if not plan.fits:
         raise InvalidRequest(refusal(config, weights, plan, device), "gpu_memory_utilization")
-    open_device(device, plan.budget)
+    # Of all engines of this process; each takes its share of that.
+    open_device(device, device.budget(config.gpu_memory_utilization, plan.sizes.share))
     return plan.sizes.seqs, plan.sizes.tokens
 
 

@@ -248,10 +248,11 @@ def _candidates(config: EngineConfig, device: DeviceMemory) -> Iterator[Sizes]:
     if not device.limits.is_gpu:
         yield _CPU
         return
-    utilization = config.gpu_memory_utilization
     shared = device.limits.shares_host_memory
-    if device.budget(utilization, (_SHARED[0] if shared else _LARGE).share) >= LARGE_BUDGET:
-        yield replace(_LARGE, share=_SHARED[0].share) if shared else _LARGE
+    large = replace(_LARGE, share=_SHARED[0].share) if shared else _LARGE
+    budget = device.budget(config.gpu_memory_utilization, large.share)
+    if budget * config.memory_share >= LARGE_BUDGET:
+        yield large
     yield from _SHARED if shared else (_SMALL, *_TIGHT)
 
 
@@ -276,20 +277,20 @@ def _plan(
     named = config.num_gpu_blocks_override or config.kv_cache_memory_bytes or platform == "cpu"
     least = max(2, pages) if named else 2
     return MemoryPlan(
-        *(
-            form,
-            weights.dtype.name,
-            sizes,
-            budget,
-            held,
-            read,
-            temporaries,
-            sampler,
-            page,
-            pages,
-            least,
-        ),
-        *(config.block_size, resolved.max_model_len, device.bandwidth),
+        form=form,
+        dtype=weights.dtype.name,
+        sizes=sizes,
+        budget=budget,
+        weights=held,
+        read=read,
+        temporaries=temporaries,
+        sampler=sampler,
+        page_bytes=page,
+        pages=pages,
+        least_pages=least,
+        block_size=config.block_size,
+        context=resolved.max_model_len,
+        bandwidth=device.bandwidth,
     )
 
 
@@ -299,11 +300,11 @@ def forms_of(config: ModelConfig) -> tuple[str | None, ...]:
 
 
 def refusal(config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory) -> str:
-    """Word why a model does not start, and what would."""
+    """Say why a model does not start, and what would."""
     text = (
         f"the model does not fit on {device}: weights take {plan.weights / GIB:.1f} GiB, a step "
         f"{(plan.temporaries + plan.sampler) / GIB:.1f} GiB, so a start needs "
-        f"{plan.needed / GIB:.1f} GiB, and it may have {plan.budget / GIB:.1f} GiB"
+        f"{plan.needed / GIB:.1f} GiB, and it may take {plan.budget / GIB:.1f} GiB"
     )
     bytes_of = {form: weights.sizes(form)[0] for form in forms_of(weights.config)}
     smaller = [form for form in bytes_of if bytes_of[form] < plan.weights]

@@ -29,6 +29,7 @@ from jaxserve.execution.start.memory_plan import (
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
 from jaxserve.models import Decoder, ModelConfig
+from pallas_kernels.devices import limits_of
 
 _COMPILE_THREADS = 4
 # Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
@@ -48,15 +49,17 @@ class StartReport:
             none.
         stages: seconds that each stage took.
         temporary_bytes: most memory that a launch takes beside weights and cache.
+        device: that it was on.
     """
 
     store: ProgramStore
     bucket_plan: BucketPlan
     stages: dict[str, float]
     temporary_bytes: int = 0
+    device: str = ""
 
     def __str__(self) -> str:
-        return f"{self.store}; {self.bucket_plan}"
+        return f"{self.store}; {self.bucket_plan}; on {self.device}"
 
 
 class WarmUp:
@@ -96,7 +99,10 @@ class WarmUp:
         self._counter = CompileCounter()
         self.compiler = Compiler(config, model_config, model)
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
-        self.report = StartReport(self.compiler.store, BucketPlan.of(self.buckets), {})
+        self.report = StartReport(
+            *(self.compiler.store, BucketPlan.of(self.buckets), {}),
+            device=str(limits_of(jax.devices()[0])),
+        )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Any] = {}
         self._state: DeviceState | None = None
