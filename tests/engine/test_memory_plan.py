@@ -81,7 +81,7 @@ def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: An
         ("14B", "int4", "RTX 4060 Ti", 15_000),
         ("32B", "int4", "RTX 4090", 5_000),
         ("32B", "int4", "RTX 3090", 5_000),
-        ("32B", "int4", "RTX 5090", 25_000),
+        ("32B", "int4", "RTX 5090", 20_000),
         ("8B", None, "T4", 0),
         ("14B", "int8", "T4", 0),
         ("32B", "int8", "RTX 4090", 0),
@@ -132,11 +132,12 @@ def test_temporaries_are_near_what_xla_says(
     assert turing == pytest.approx(1.4 * found, rel=0.01)
 
 
-SMALL: Any = LLAMA_3 | shape(256, 704, 2, 4, 2, 4096) | {"head_dim": 64}
+SMALL: Any = LLAMA_3 | shape(256, 704, 2, 4, 2, 4096) | {"head_dim": 64, "bos_token_id": 1}
+SMALL |= {"eos_token_id": 2, "max_position_embeddings": 256, "rope_scaling": None}
 
 
 def start_of(form: str | None = None, raw: Any = SMALL, **settings: Any) -> WarmUp:
-    config = parse_model_config(raw | {"max_position_embeddings": 256, "rope_scaling": None})
+    config = parse_model_config(raw)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     sizes |= {"decode_sizes": (8,), "token_sizes": (64,), "num_gpu_blocks_override": 20}
     model = random_weights(config, jnp.float32, quantization=form)
@@ -223,7 +224,7 @@ def test_a_share_is_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: True)
     monkeypatch.setattr(device_module, "card_to_open", lambda: FREE.card)
-    monkeypatch.setattr(jax.config, "jax_platforms", None)
+    monkeypatch.setattr(device_module, "_platforms", lambda: "")
     found = this_device()
     assert found == replace(FREE, bandwidth=1008e9)
     assert plan("8B", "int4", found).budget == int(0.9 * 20 * GIB)
@@ -233,7 +234,7 @@ def test_a_share_is_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: False)
     assert not this_device().limits.is_gpu
     monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: True)
-    monkeypatch.setattr(jax.config, "jax_platforms", "cpu")
+    monkeypatch.setattr(device_module, "_platforms", lambda: "cpu")
     assert not this_device().limits.is_gpu
 
 
@@ -241,10 +242,10 @@ class Started:
     """A GPU as JAX has it after its start."""
 
     platform, device_kind, compute_capability, core_count = "gpu", CARD.name, "8.9", 128
-    stats: dict[str, int] | None = {"bytes_limit": 18 * GIB, "bytes_in_use": 3 * GIB}
+    has_stats = True
 
     def memory_stats(self) -> dict[str, int] | None:
-        return self.stats
+        return {"bytes_limit": 18 * GIB, "bytes_in_use": 3 * GIB} if self.has_stats else None
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def test_a_jax_that_has_started_keeps_its_limit(started: type[Started]) -> None:
 
 
 def test_an_allocator_without_statistics_is_no_error(started: type[Started]) -> None:
-    started.stats = None
+    started.has_stats = False
     found = started_device()
     assert not found.is_limit and found.free == CARD.free
     assert plan("8B", "int4", found).budget == int(0.9 * CARD.free)
@@ -311,7 +312,7 @@ def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:
 def test_a_model_that_does_not_fit_is_refused_before_its_weights(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "this_device", lambda: replace(FREE, free=1 << 20))
+    monkeypatch.setattr(loading, "this_device", lambda: replace(FREE, free=1 << 16))
     monkeypatch.setattr(loading, "open_device", lambda *_: pytest.fail("the card was opened"))
     with pytest.raises(InvalidRequest, match="does not fit on NVIDIA GeForce RTX 4090"):
         loading.load(EngineConfig(model=checkpoint))
@@ -349,7 +350,7 @@ def test_the_command_plans_for_the_card_that_is_here(folder: Path, tmp_path: Pat
     assert found["device"] == {"name": RTX_4090.name, "total": 24108 << 20, "free": 23000 << 20}
     assert [plan["form"] for plan in found["plans"]] == ["bfloat16", "int8", "fp8", "int4"]
     first = found["plans"][0]
-    assert first["budget"] == int(0.9 * (23000 << 20)) and first["cache_tokens"] > 40_000
+    assert first["budget"] == int(0.9 * (23000 << 20)) and first["cache_tokens"] > 35_000
     assert first["step_seconds"] == pytest.approx(first["read"] / 1008e9)
 
 

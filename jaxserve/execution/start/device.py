@@ -74,7 +74,7 @@ def this_device() -> DeviceMemory:
     """Return the device that an engine of this process gets, without starting JAX for a card."""
     if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
         return started_device()
-    platforms = str(getattr(jax.config, "jax_platforms", None) or "")
+    platforms = _platforms()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return _host()
     visible = card_to_open()
@@ -88,6 +88,10 @@ def this_device() -> DeviceMemory:
         )
         return _host()
     return _card_memory(visible)
+
+
+def _platforms() -> str:
+    return str(getattr(jax.config, "jax_platforms", None) or "")
 
 
 def _card_memory(visible: VisibleCard) -> DeviceMemory:
