@@ -160,7 +160,9 @@ def test_the_heap_is_tuned_only_where_jax_runs_on_cpu(
     monkeypatch.setattr(config, "_allocate_from_heap", lambda: calls.append(1))
     monkeypatch.setattr(config, "has_cuda_plugin", lambda: plugin)
     monkeypatch.setattr(config, "driver_cards", lambda: cards)
-    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    for name in ("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "error")
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     config.prepare_process()
     assert bool(calls) == tuned
