@@ -6,10 +6,14 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxserve.machine import VisibleCard, driver_cards, visible_card
 from jaxserve.request import exact_int, finite_float
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -32,6 +36,9 @@ NO_MODEL = (
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 _CPU_KV_BYTES = 1 << 30
+# The part of a card's memory that XLA takes, by its newer and its older name.
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,13 @@ class EngineConfig:
         max_num_batched_tokens: most tokens computed in one step.
         long_prefill_token_threshold: most tokens one sequence takes of a step; 0 for no bound.
         block_size: tokens in a page of KV cache.
-        gpu_memory_utilization: share of GPU memory for weights, KV cache and temporaries.
+        gpu_memory_utilization: share of the GPU memory that is free at the start, for weights, KV
+            cache and temporaries. None takes 0.9, and up to 0.95 where that leaves the cache
+            fewer than 8,192 tokens; 0.8 where a card has no memory but the host's.
         kv_cache_memory_bytes: bytes of KV cache; on CPU 1 GiB by default, or less where
             fewer pages could ever be used.
-        memory_share: of the KV cache's memory, what this engine takes where several are served.
+        memory_share: of the GPU's memory, or on CPU the KV cache's, what this engine takes where
+            several are served.
         num_gpu_blocks_override: number of pages, instead of either of the above.
         enable_prefix_caching: reuse the pages of equal prefixes.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
@@ -102,7 +112,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     block_size: int = 16
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     memory_share: float = 1.0
     num_gpu_blocks_override: int | None = None
@@ -133,9 +143,10 @@ class EngineConfig:
         exact_int(self.seed, "seed", 0, 2**64 - 1)
         if not 0.0 < finite_float(self.memory_share, "memory_share") <= 1.0:
             raise ValueError(f"memory_share must be in (0, 1], got {self.memory_share}")
-        share = finite_float(self.gpu_memory_utilization, "gpu_memory_utilization")
-        if not 0.05 <= share <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
+        if self.gpu_memory_utilization is not None:
+            share = finite_float(self.gpu_memory_utilization, "gpu_memory_utilization")
+            if not 0.05 <= share <= 1.0:
+                raise ValueError(f"gpu_memory_utilization must be from 0.05 to 1, got {share}")
         for name, allowed in (
             ("dtype", DTYPES),
             ("quantization", (None, *QUANTIZATIONS)),
@@ -158,17 +169,20 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence gets a token a step"
             )
 
-    def resolve(self, platform: str, model_max_len: int) -> EngineConfig:
+    def resolve(
+        self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None
+    ) -> EngineConfig:
         """Fill in every setting of a size that is None, in a copy.
 
         Args:
             platform: "cpu" or "gpu".
             model_max_len: positions that the model was made for.
+            sizes: defaults of max_num_seqs and max_num_batched_tokens for the card's memory.
 
         Raises:
             ValueError: max_model_len beyond the model's, or sizes that contradict each other.
         """
-        seqs, tokens = _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
+        seqs, tokens = sizes or _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
         max_len = self.max_model_len or model_max_len
         if max_len > model_max_len:
             raise ValueError(
@@ -295,6 +309,61 @@ def _allocate_from_heap() -> None:
     mallopt(top_pad, 64 << 20)
 
 
+def has_cuda_plugin() -> bool:
+    """Return whether JAX is installed with what opens NVIDIA's cards."""
+    return any(PathFinder.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))
+
+
+def card_to_open() -> VisibleCard | None:
+    """Return the card that JAX is to open in this process; None where it will run on CPU."""
+    platforms = os.environ.get("JAX_PLATFORMS", "").lower()
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return None
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return visible_card(driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"), by_bus)
+
+
+def memory_fraction() -> float | None:
+    """Return the part of a card's memory that the user allows JAX; None where nothing is said."""
+    given = next((os.environ[name] for name in _FRACTIONS if os.environ.get(name)), None)
+    with suppress(ValueError):  # JAX refuses it in its own words
+        return None if given is None else float(given)
+    return None
+
+
+@contextmanager
+def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[None]:
+    """Make JAX open this card alone and take this part of its memory, if it starts within.
+
+    Otherwise it takes three quarters of every card. Variables that the user has set win. They are
+    put back, since a child process has to look for itself at what is free.
+    """
+    values: dict[str, str] = {}
+    if "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
+        values["CUDA_VISIBLE_DEVICES"] = card.setting
+    if not any(os.environ.get(name) for name in _FRACTIONS):  # JAX refuses both at once
+        values[_FRACTIONS[0]] = f"{fraction:.4f}"
+    if not preallocate and not os.environ.get(_PREALLOCATE):
+        values[_PREALLOCATE] = "false"
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _runs_on_cpu() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS", "").lower()
+    if platforms:
+        return platforms == "cpu"
+    return not (has_cuda_plugin() and driver_cards())
+
+
 def prepare_process(**environment: Any) -> None:
     """Prepare what must be set before JAX is imported; later calls change nothing.
 
@@ -302,7 +371,7 @@ def prepare_process(**environment: Any) -> None:
     """
     if "jax" in sys.modules:
         return
-    if os.environ.get("JAX_PLATFORMS", "").lower() in ("", "cpu") and sys.platform == "linux":
+    if sys.platform == "linux" and _runs_on_cpu():
         _allocate_from_heap()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -23,6 +23,7 @@ FLOORS = {
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
     "jaxserve.config": 1,
+    "jaxserve.machine": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
     "jaxserve.scheduling": 2,
@@ -36,7 +37,7 @@ FLOORS = {
 }
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
-    *("jaxserve.config", "jaxserve.unserved", "jaxserve"),
+    *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
@@ -72,6 +73,7 @@ ONLY = {
     "jaxserve.request": set(),
     "jaxserve.outputs": set(),
     "jaxserve.config": set(),
+    "jaxserve.machine": set(),
     "jaxserve.unserved": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")

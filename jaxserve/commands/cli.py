@@ -17,6 +17,7 @@ from jaxserve.commands.compile import add_compile
 from jaxserve.commands.convert import add_convert
 from jaxserve.commands.generate import add_generate
 from jaxserve.commands.options import BAD_INPUT, CommandError, Parser
+from jaxserve.commands.plan import add_plan
 from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
 from jaxserve.commands.standard_streams import drop_output, settle_streams
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve(commands.add_parser)
     add_convert(commands.add_parser)
     add_compile(commands.add_parser)
+    add_plan(commands.add_parser)
     add_chat(commands.add_parser)
     add_run_batch(commands.add_parser)
     return parser

@@ -7,13 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
 from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
-from jaxserve.execution.start.jax_start import start_jax
+from jaxserve.execution.start.device import open_device, this_device
+from jaxserve.execution.start.memory_plan import DEFAULT_SHARE
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
 
 CONFIG = "config.json"
@@ -40,7 +43,9 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     source = find_source(config, on_progress)
     model_config = source.model_config
     quantization = choose_quantization(config.quantization, model_config)
-    dtype = placed_dtype(config, source, start_jax())
+    device = this_device()
+    open_device(device, device.budget(None, DEFAULT_SHARE))
+    dtype = placed_dtype(config, source, "cpu" if jax.default_backend() == "cpu" else "gpu")
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.

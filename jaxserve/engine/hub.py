@@ -49,6 +49,7 @@ def fetch(
     on_progress: OnProgress | None = None,
     *,
     text_only: bool = False,
+    config_only: bool = False,
 ) -> Path:
     """Bring a checkpoint here, or find it in the cache.
 
@@ -58,6 +59,7 @@ def fetch(
         download_dir: the cache's folder.
         on_progress: called with the bytes of the files as "download", before and after.
         text_only: whether to fetch the tokenizer alone.
+        config_only: whether to fetch the configuration alone.
 
     Returns:
         The checkpoint's folder, or the GGUF file.
@@ -74,6 +76,8 @@ def fetch(
     try:
         sizes = _listing(repo, revision, access)
         names = [file] if file else _chosen(sizes, where, text_only)
+        if config_only:
+            names = [name for name in names if name in CONFIG or name == file]
         if file and file not in sizes:
             gguf = [path for path in sizes if path.endswith(".gguf")]
             raise CheckpointError(f"{where}: has no {file}; there are {listed(gguf) or 'none'}")

@@ -16,10 +16,11 @@ from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
-from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.compilation import prepare_cache
-from jaxserve.execution.start.jax_start import start_jax
+from jaxserve.execution.start.device import open_device, this_device
+from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.request import SamplingParams
@@ -105,11 +106,13 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """
     source = find_source(config, on_progress)
     model_config = source.model_config
-    platform = start_jax()
+    sizes = _open_device(config, source)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     programs = None if cache in (None, "none") else prepare_cache(Path(cache))
-    config = replace(config.resolve(platform, model_config.context_length), model=source.path)
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    context = model_config.context_length
+    config = replace(config.resolve(platform, context, sizes), model=source.path)
     if config.quantization is None and config.load_format != "dummy":
         made: Any = source.fixed_quantization
         config = replace(config, quantization=made)
@@ -152,6 +155,26 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     )
     longest = source.generation_config.get("max_new_tokens")
     return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
+
+
+def _open_device(config: EngineConfig, source: Source) -> tuple[int, int] | None:
+    """Open the card, before JAX takes its share of every one; return the sizes for its memory.
+
+    Raises:
+        InvalidRequest: it has too little memory for the model, and what would fit.
+    """
+    device = this_device()
+    if not device.limits.is_gpu:
+        return None
+    made = None if config.load_format == "dummy" else source.fixed_quantization
+    form = choose_quantization(config.quantization, source.model_config) or made
+    weights = Weights(source.model_config, placed_dtype(config, source, device.limits.platform))
+    plan = plan_memory(config, weights, form, device)
+    if not plan.fits:
+        raise InvalidRequest(refusal(config, weights, plan, device), "gpu_memory_utilization")
+    # Of all engines of this process; each takes its share of that.
+    open_device(device, device.budget(config.gpu_memory_utilization, plan.sizes.share))
+    return plan.sizes.seqs, plan.sizes.tokens
 
 
 def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:

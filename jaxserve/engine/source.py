@@ -111,15 +111,22 @@ def _stage(name: str, on_progress: OnProgress):
     return lambda done, total: on_progress(name, done, total)
 
 
-def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> Source:
+def find_source(
+    config: EngineConfig, on_progress: OnProgress | None = None, *, config_only: bool = False
+) -> Source:
     """Find a model's files, fetch them if they are on the hub, and read its configuration.
+
+    Args:
+        config: names the model.
+        on_progress: called with the bytes of a download.
+        config_only: whether to fetch the configuration alone.
 
     Raises:
         CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
     """
     path = bundled_model()
     if config.model is not None:
-        path = local_path(str(config.model), config, on_progress)
+        path = local_path(str(config.model), config, on_progress, config_only=config_only)
     if path.is_file():
         file = read_gguf(path)
         generation = _generation_config(
@@ -134,7 +141,12 @@ def find_source(config: EngineConfig, on_progress: OnProgress | None = None) -> 
 
 
 def local_path(
-    name: str, config: EngineConfig, on_progress: OnProgress | None, *, text_only: bool = False
+    name: str,
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    *,
+    text_only: bool = False,
+    config_only: bool = False,
 ) -> Path:
     """Return the folder, or the GGUF file, that a name stands for.
 
@@ -149,7 +161,8 @@ def local_path(
         return Path(name)
     if kind == "hub":
         fetch = _late("jaxserve.engine.hub").fetch
-        return fetch(name, config.revision, config.download_dir, on_progress, text_only=text_only)
+        only = {"text_only": text_only, "config_only": config_only}
+        return fetch(name, config.revision, config.download_dir, on_progress, **only)
     raise CheckpointError(f"{'tokenizer' if text_only else 'model'}: {name!r} {NO_MODEL}")
 
 

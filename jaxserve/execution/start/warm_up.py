@@ -19,9 +19,17 @@ from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runn
 from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.device import started_device
+from jaxserve.execution.start.memory_plan import (
+    DEFAULT_SHARE,
+    SLACK,
+    cache_pages,
+    sampler_bytes,
+)
 from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.state import DeviceState, StepOutput, addressable_pages, page_bytes
+from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
 from jaxserve.models import Decoder, ModelConfig
+from pallas_kernels.devices import limits_of
 
 _COMPILE_THREADS = 4
 # Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
@@ -41,15 +49,17 @@ class StartReport:
             none.
         stages: seconds that each stage took.
         temporary_bytes: most memory that a launch takes beside weights and cache.
+        device: that it was on.
     """
 
     store: ProgramStore
     bucket_plan: BucketPlan
     stages: dict[str, float]
     temporary_bytes: int = 0
+    device: str = ""
 
     def __str__(self) -> str:
-        return f"{self.store}; {self.bucket_plan}"
+        return f"{self.store}; {self.bucket_plan}; on {self.device}"
 
 
 class WarmUp:
@@ -89,10 +99,17 @@ class WarmUp:
         self._counter = CompileCounter()
         self.compiler = Compiler(config, model_config, model)
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
-        self.report = StartReport(self.compiler.store, BucketPlan.of(self.buckets), {})
+        self.report = StartReport(
+            *(self.compiler.store, BucketPlan.of(self.buckets), {}),
+            device=str(limits_of(jax.devices()[0])),
+        )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Any] = {}
         self._state: DeviceState | None = None
+        self._make_state: Any = None
+        # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
+        # not have taken their memory yet.
+        self._compile_first = platform != "cpu"
         self.num_pages = self._size_cache()
 
     def _make_buckets(
@@ -110,55 +127,56 @@ class WarmUp:
 
     def _size_cache(self) -> int:
         """Return how many pages the configured memory holds."""
-        config = self.config
-        device = jax.devices()[0]
-        if config.num_gpu_blocks_override is not None:
-            pages = config.num_gpu_blocks_override
-        elif device.platform == "cpu" or config.kv_cache_memory_bytes is not None:
-            pages = config.cpu_page_budget(self.page_bytes)
-        else:
-            # Weights are placed; what the largest launch needs beside them is read off its program.
-            stats = device.memory_stats()
-            largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
-            program = self.compiler.step(largest, num_pages=64)
-            temporary = program.memory_analysis().temp_size_in_bytes
-            share = config.gpu_memory_utilization * stats["bytes_limit"]
-            leaves = jax.tree.leaves(self.compiler.sampler_shapes())
-            sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            pages = int(share - stats["bytes_in_use"] - temporary - sampler) // self.page_bytes
+        config, platform = self.config, jax.devices()[0].platform
+        sized = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes
+        room = 0 if platform == "cpu" or sized else self._room()
+        pages = cache_pages(
+            *(config, self.model_config.num_hidden_layers, self.page_bytes),
+            *(self.compiler.kv_dtype, room, platform),
+        )
         if pages < 2:
             raise InvalidRequest(
                 f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
                 "raise gpu_memory_utilization or kv_cache_memory_bytes",
                 "kv_cache_memory_bytes",
             )
-        # Cells of the cache are numbered with 32 bits.
-        pages = min(pages, 2**31 // config.block_size - 1)
-        return addressable_pages(
-            pages,
-            self.page_bytes // 2 // self.model_config.num_hidden_layers,
-            self.compiler.kv_dtype,
-            device.platform,
-        )
+        return pages
+
+    def _room(self) -> int:
+        """Return the bytes of a GPU that weights, sampler and the largest launch leave."""
+        own = sum(leaf.nbytes for leaf in self.compiler.leaves)
+        memory = started_device()
+        if not memory.is_limit:  # what is free is what the weights have left
+            memory = replace(memory, free=memory.free + own, in_use=own)
+        budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
+        # Weights are placed; what the largest launch needs beside them is read off its program.
+        largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
+        program = self.compiler.step(largest, num_pages=64)
+        temporary = program.memory_analysis().temp_size_in_bytes
+        sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
+        left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
+        return left - int(budget * SLACK) - temporary - sampler
 
     def run(self, on_progress: OnProgress | None = None) -> Runner:
         """Make the cache, compile every bucket, and run each program once on padding.
 
-        A program runs while the next are read: that touches its memory for the first time.
+        On CPU a program runs while the next are read: that touches its memory for the first time.
         """
         started = time.perf_counter()
         pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()))
         counts = sorted({1, 8, self.config.max_num_seqs or 1})
         try:
-            make_state = self.compiler.make_state(self.num_pages)
-            self._state = make_state()
+            self._make_state = self.compiler.make_state(self.num_pages)
             loading = pool.submit(self.compiler.load_slot)
             masks = pool.map(self.compiler.set_allowed, counts)
             if not (self.config.decode_sizes or self.config.token_sizes):
                 self._choose_sizes(pool)
             self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
             programs = Programs(
-                self._steps, make_state, loading.result(), dict(zip(counts, masks, strict=True))
+                self._steps,
+                self._make_state,
+                loading.result(),
+                dict(zip(counts, masks, strict=True)),
             )
         finally:
             # An interrupt must not wait for the programs that have not been started.
@@ -192,16 +210,32 @@ class WarmUp:
 
         # Reading off what a program takes costs a tenth of loading it: one of each kind is enough.
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
+        if self._compile_first:
+            self._state = None
+        elif self._state is None:
+            self._state = self._make_state()
         compiled = pool.map(compiled_once, buckets)
+        waiting: list[tuple[Bucket, Any]] = []
         for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
-            if bucket not in self._steps:
-                self._steps[bucket] = step
-                self._run_padding(bucket)
+            waiting.append((bucket, step))
+            if not self._compile_first:
+                self._run_new(waiting)
             if bucket in kinds.values():
                 needed = step.memory_analysis().temp_size_in_bytes
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, len(buckets))
+        if self._state is None:
+            self._state = self._make_state()
+        self._run_new(waiting)
+
+    def _run_new(self, waiting: list[tuple[Bucket, Any]]) -> None:
+        """Run programs once on padding, those that have not run yet; empties the list."""
+        while waiting:
+            bucket, step = waiting.pop(0)
+            if bucket not in self._steps:
+                self._steps[bucket] = step
+                self._run_padding(bucket)
 
     def _choose_sizes(self, pool: ThreadPoolExecutor) -> None:
         """Replace the default sizes by those that are worth their time to compile here."""

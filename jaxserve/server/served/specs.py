@@ -53,14 +53,9 @@ def plan_models(
             raise InvalidRequest(f"two models are named {name!r}", "models")
     shares = memory_shares(names, config.model_weights)
     whole = EngineConfig(**settings)
-    specs, end = [], 0.0
+    specs = []
     for name, folder in folders:
-        end += shares[name]
-        # On a GPU an engine takes what is free up to a limit; those before it have taken theirs.
-        limit = max(0.05, whole.gpu_memory_utilization * min(end, 1.0))
-        settled = replace(
-            whole, model=folder, memory_share=shares[name], gpu_memory_utilization=limit
-        )
+        settled = replace(whole, model=folder, memory_share=shares[name])
         specs.append(ModelSpec([name], folder or BUNDLED, settled))
     if config.served_model_name:
         if len(specs) > 1:

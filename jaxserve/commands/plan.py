@@ -1,0 +1,115 @@
+"""`jaxserve plan`: what a model needs, and what a device holds, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxserve.commands.options import (
+    ENGINE_FIELDS,
+    MODEL_HELP,
+    CommandError,
+    add_fields,
+    given,
+)
+from jaxserve.config import EngineConfig
+
+GIB = 2**30
+COLUMNS = (
+    *("form", "needs", "may take", "weights", "temporaries", "KV cache", "tokens of it"),
+    *("longest context", "such sequences", "rows", "one step, at least"),
+)
+
+
+def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve plan`."""
+    parser = add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="say what fits into a device's memory",
+        description="Compute what a start would take of a device's memory and what it would hold, "
+        "in each form of the weights. No weight is read; of a model on the hub only the "
+        "configuration is fetched. Weights and cache are exact, temporaries an estimate.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help='a card, like "RTX 4090", with all of its memory free, or cpu (default: this '
+        "machine's, with what is free now)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
+    parser.set_defaults(run=plan)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve plan`. Return 1 where the model does not fit in the form that is asked for.
+
+    Raises:
+        CommandError: no such model or card, or a wrong setting.
+    """
+    planning = importlib.import_module("jaxserve.engine.planning")  # imports JAX
+    try:
+        config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
+        found = planning.plan_model(config, arguments.device)
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(_record(found)))
+    else:
+        _show(found)
+    return 0 if found.refusal is None else 1
+
+
+def _form(found: Any, plan: Any) -> str:
+    return plan.form or found.stored or plan.dtype
+
+
+def _record(found: Any) -> dict[str, Any]:
+    """Return the plans as JSON values; sizes are bytes."""
+    device = found.device
+    plans = [
+        dataclasses.asdict(plan)
+        | {"form": _form(found, plan), "fits": plan.fits, "needed": plan.needed}
+        | {"cache_bytes": plan.pages * plan.page_bytes, "cache_tokens": plan.cache_tokens}
+        | {"longest_context": plan.longest, "sequences": plan.sequences}
+        | {"step_seconds": plan.step_seconds}
+        for plan in found.plans
+    ]
+    named = {"name": device.limits.kind, "total": device.total, "free": device.free}
+    return {"device": named, "plans": plans, "refusal": found.refusal}
+
+
+def _show(found: Any) -> None:
+    """Print a table, one line a form."""
+    console = Console(highlight=False)
+    table = Table(*COLUMNS, title=escape(str(found.device)), title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for plan in found.plans:
+        cells = [_form(found, plan), _size(plan.needed), _size(max(0, plan.budget))]
+        cells += [_size(plan.weights), _size(plan.temporaries + plan.sampler)]
+        if plan.fits:
+            step = plan.step_seconds
+            cells += [_size(plan.pages * plan.page_bytes), f"{plan.cache_tokens:,}"]
+            cells += [f"{plan.longest:,}", f"{plan.sequences:,}", f"{plan.sizes.seqs:,}"]
+            cells += ["" if step is None else f"{step * 1e3:.2f} ms"]
+        else:
+            cells += ["too large"]
+        table.add_row(*cells)
+    console.print(table)
+    if found.refusal is not None:
+        console.print(escape(found.refusal), soft_wrap=True)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,72 @@
+"""Plans of a start, for `jaxserve plan`: a model's forms on a device, without a weight read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.config import EngineConfig, kind_of_model
+from jaxserve.engine.loading import choose_quantization, placed_dtype
+from jaxserve.engine.source import find_source
+from jaxserve.errors import CheckpointError
+from jaxserve.execution.start.device import DeviceMemory, named_device, this_device
+from jaxserve.execution.start.memory_plan import (
+    MemoryPlan,
+    Weights,
+    forms_of,
+    plan_memory,
+    refusal,
+)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Plans of a model in each form on a device.
+
+    Attributes:
+        device: that they are for.
+        stored: how the checkpoint is quantized already; None if it is not.
+        plans: of each form, the largest first.
+        refusal: why the form that the settings name does not start; None if it does.
+    """
+
+    device: DeviceMemory
+    stored: str | None
+    plans: list[MemoryPlan]
+    refusal: str | None
+
+
+def plan_model(config: EngineConfig, device_name: str | None = None) -> ModelPlan:
+    """Plan the start of a model; of one on the hub, only the configuration is fetched.
+
+    Args:
+        config: names the model; settings that it leaves open are chosen as a start chooses them.
+        device_name: a card of the table, or "cpu"; by default this machine's.
+
+    Raises:
+        CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
+        ValueError: there is no such card, or settings contradict the model.
+    """
+    device = this_device() if device_name is None else named_device(device_name)
+    name = str(config.model)
+    if name.endswith(".gguf") and config.model is not None and not _is_local(config):
+        raise CheckpointError(f"model {name!r}: a GGUF file on the hub has to be fetched first")
+    source = find_source(config, config_only=True)
+    model_config = source.model_config
+    weights = Weights(model_config, placed_dtype(config, source, _platform(device)))
+    made = source.fixed_quantization
+    chosen = choose_quantization(config.quantization, model_config) or made
+    forms = forms_of(model_config)
+    if chosen is not None:
+        forms = (chosen,)
+    plans = [plan_memory(config, weights, form, device) for form in forms]
+    text = None if plans[0].fits else refusal(config, weights, plans[0], device)
+    stored = model_config.quantization
+    return ModelPlan(device, None if stored is None else stored.method, plans, text)
+
+
+def _platform(device: DeviceMemory) -> str:
+    return "gpu" if device.limits.is_gpu else "cpu"
+
+
+def _is_local(config: EngineConfig) -> bool:
+    return kind_of_model(str(config.model)) != "hub"

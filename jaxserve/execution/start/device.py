@@ -1,0 +1,145 @@
+"""The device of an engine and its memory: found before JAX starts, named, or as JAX has it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import xla_bridge
+
+from jaxserve.config import card_to_open, claimed, has_cuda_plugin, memory_fraction
+from jaxserve.execution.start.jax_start import start_jax
+from jaxserve.machine import VisibleCard, driver_cards, host_memory
+from pallas_kernels.devices import GIB, DeviceLimits, find_card, limits_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A device, and the memory that an engine may have of it.
+
+    Attributes:
+        limits: of the device.
+        total: bytes in all.
+        free: bytes that an engine may have, or a share of them.
+        bandwidth: bytes a second by the data sheet; 0 where it is unknown.
+        is_limit: whether `free` is a limit that JAX has or the user has set: it is taken whole,
+            unless gpu_memory_utilization of `total` is less.
+        in_use: bytes of the limit that are taken.
+        card: to open; None where JAX has opened one, or is not to.
+    """
+
+    limits: DeviceLimits
+    total: int
+    free: int
+    bandwidth: float = 0.0
+    is_limit: bool = False
+    in_use: int = 0
+    card: VisibleCard | None = None
+
+    def budget(self, utilization: float | None, default: float) -> int:
+        """Return the bytes that gpu_memory_utilization allows; None takes the default."""
+        if not self.is_limit:
+            return int(self.free * (utilization or default))
+        return self.free if utilization is None else min(self.free, int(self.total * utilization))
+
+    def __str__(self) -> str:
+        memory = f"{self.total / GIB:.1f} GiB"
+        if self.limits.shares_host_memory:
+            memory += " shared with the host"
+        return f"{self.limits}, {memory}, {self.free / GIB:.1f} GiB free"
+
+
+def named_device(name: str) -> DeviceMemory:
+    """Return a card of the table with nothing on it, or for "cpu" the host.
+
+    Raises:
+        ValueError: there is no such card, with those that there are.
+    """
+    if name.lower() == "cpu":
+        return _host()
+    card = find_card(name)
+    return DeviceMemory(card.limits, card.memory, card.memory, card.bandwidth)
+
+
+def _host() -> DeviceMemory:
+    total, free = host_memory()
+    return DeviceMemory(DeviceLimits("cpu", "CPU"), total, free)
+
+
+def this_device() -> DeviceMemory:
+    """Return the device that an engine of this process gets, without starting JAX for a card."""
+    if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
+        return started_device()
+    platforms = _platforms()
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return _host()
+    visible = card_to_open()
+    if visible is None or not has_cuda_plugin():  # `start_jax` says so
+        return _host()
+    return _card_memory(visible)
+
+
+def _platforms() -> str:
+    return str(getattr(jax.config, "jax_platforms", None) or "")
+
+
+def _card_memory(visible: VisibleCard) -> DeviceMemory:
+    card = visible.card
+    limits = DeviceLimits("gpu", card.name, card.capability)
+    total, free = card.total, card.free
+    if limits.shares_host_memory or not total:
+        total, free = host_memory()
+    fraction = memory_fraction()
+    return DeviceMemory(
+        limits,
+        total,
+        free if fraction is None else int(total * fraction),
+        _bandwidth(card.name),
+        is_limit=fraction is not None,
+        card=visible,
+    )
+
+
+def _bandwidth(name: str) -> float:
+    with suppress(ValueError):
+        return find_card(name).bandwidth
+    return 0.0
+
+
+def started_device() -> DeviceMemory:
+    """Return JAX's first device, with the memory that JAX allows itself."""
+    device: Any = jax.devices()[0]
+    if device.platform == "cpu":
+        return _host()
+    limits = limits_of(device)
+    listed = [card for card in driver_cards() if card.name == limits.kind]
+    total = max((card.total for card in listed), default=0)
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:  # an allocator of the user's choice
+        free = min((card.free for card in listed), default=0)
+        return DeviceMemory(limits, total, free, _bandwidth(limits.kind))
+    limit = stats["bytes_limit"]
+    return DeviceMemory(
+        *(limits, total or limit, limit, _bandwidth(limits.kind), True, stats["bytes_in_use"])
+    )
+
+
+def open_device(memory: DeviceMemory, budget: int) -> None:
+    """Start JAX; on a card that has not been opened, with this much of its memory.
+
+    Raises:
+        DeviceError: see `start_jax`.
+    """
+    if memory.card is None:
+        start_jax()
+        return
+    preallocate = not memory.limits.shares_host_memory
+    with claimed(memory.card, budget / max(memory.total, 1), preallocate):
+        platform = start_jax()
+    if platform != "cpu":
+        _log.info("%s: JAX may take %.1f GiB (GPU %s)", memory, budget / GIB, memory.card.setting)

@@ -1,0 +1,202 @@
+"""The machine's cards and memory, before JAX has opened any.
+
+NVIDIA's cards are listed by NVML, the library under `nvidia-smi`: it comes with every driver, opens
+no card, and answers in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARY = "libnvidia-ml.so.1"
+_TEXT = 96  # bytes of the longest name or UUID
+_OLDEST_FOR_KERNELS = (8, 0)
+
+
+@dataclass(frozen=True)
+class DriverCard:
+    """A card, or the slice of one that MIG made, which is all that a process then sees.
+
+    Attributes:
+        uuid: names it whatever the order of the cards, also in CUDA_VISIBLE_DEVICES.
+        name: as the driver gives it.
+        capability: compute capability.
+        total: bytes that CUDA reports in all; 0 where the card has no memory of its own.
+        free: bytes that no process has taken.
+    """
+
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+
+
+class _Memory(ctypes.Structure):
+    """Version 2 of NVML's answer, which counts what the driver keeps for itself apart."""
+
+    _fields_ = [("version", ctypes.c_uint)] + [
+        (name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")
+    ]
+
+
+class _Nvml:
+    """Calls of the library; each raises OSError where the driver refuses."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(LIBRARY)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function, which returns 0 where all is well."""
+        try:
+            status = getattr(self._library, name)(*arguments)
+        except AttributeError as error:  # a driver older than the function
+            raise OSError(f"the driver has no {name}") from error
+        if status:
+            raise OSError(f"{name} failed with status {status}")
+
+    def handles(self) -> Iterator[ctypes.c_void_p]:
+        """Yield every card in the order of the bus, or in its place the slices it is cut into."""
+        count = ctypes.c_uint()
+        self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            self.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
+            slices = list(self._slices(handle))
+            yield from slices or [handle]
+
+    def _slices(self, card: ctypes.c_void_p) -> Iterator[ctypes.c_void_p]:
+        most = ctypes.c_uint()
+        try:
+            self.call("nvmlDeviceGetMaxMigDeviceCount", card, ctypes.byref(most))
+        except OSError:
+            return
+        for index in range(most.value):
+            handle = ctypes.c_void_p()
+            try:
+                self.call("nvmlDeviceGetMigDeviceHandleByIndex", card, index, ctypes.byref(handle))
+            except OSError:  # there is none of this number
+                continue
+            yield handle
+
+    def text(self, name: str, handle: ctypes.c_void_p) -> str:
+        """Return a name or a UUID."""
+        buffer = ctypes.create_string_buffer(_TEXT)
+        self.call(name, handle, buffer, _TEXT)
+        return buffer.value.decode(errors="replace")
+
+    def capability(self, handle: ctypes.c_void_p) -> tuple[int, int]:
+        """Return the compute capability; (0, 0) where the driver does not tell it."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        try:
+            self.call(
+                "nvmlDeviceGetCudaComputeCapability",
+                *(handle, ctypes.byref(major), ctypes.byref(minor)),
+            )
+        except OSError:
+            return 0, 0
+        return major.value, minor.value
+
+    def memory(self, handle: ctypes.c_void_p) -> tuple[int, int]:
+        """Return total and free bytes; zeros where the card has no memory of its own."""
+        memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+        try:
+            self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
+        except OSError:
+            return self._old_memory(handle)
+        return memory.total - memory.reserved, memory.free
+
+    def _old_memory(self, handle: ctypes.c_void_p) -> tuple[int, int]:
+        values = (ctypes.c_ulonglong * 3)()  # total, free, used
+        try:
+            self.call("nvmlDeviceGetMemoryInfo", handle, values)
+        except OSError:
+            return 0, 0
+        return values[0], values[1]
+
+
+def driver_cards() -> list[DriverCard]:
+    """List the cards, in the order of the bus; none where there is no driver, or it fails."""
+    try:
+        nvml = _Nvml()
+        nvml.call("nvmlInit_v2")
+    except OSError:
+        return []
+    try:
+        return [
+            DriverCard(
+                nvml.text("nvmlDeviceGetUUID", handle),
+                nvml.text("nvmlDeviceGetName", handle),
+                nvml.capability(handle),
+                *nvml.memory(handle),
+            )
+            for handle in nvml.handles()
+        ]
+    except OSError:
+        return []
+    finally:
+        with suppress(OSError):
+            nvml.call("nvmlShutdown")
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of the host's memory in all, and those available; zeros if unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
+        return int(sizes["MemTotal"][0]) << 10, int(sizes["MemAvailable"][0]) << 10
+    except (OSError, LookupError, ValueError):
+        return 0, 0
+
+
+@dataclass(frozen=True)
+class VisibleCard:
+    """The one card that an engine opens.
+
+    Attributes:
+        setting: CUDA_VISIBLE_DEVICES for it alone.
+        cards: the card; several where the setting is a number and cards of different names could
+            have it, since CUDA numbers the fastest first and the driver by the bus.
+    """
+
+    setting: str
+    cards: tuple[DriverCard, ...]
+
+    @property
+    def card(self) -> DriverCard:
+        """The card; of those that it may be, the one with the smallest part of its memory free."""
+        return min(self.cards, key=lambda card: card.free / max(card.total, 1))
+
+
+def visible_card(
+    cards: list[DriverCard], setting: str | None, by_bus: bool = False
+) -> VisibleCard | None:
+    """Choose the card to open.
+
+    Args:
+        cards: from `driver_cards`.
+        setting: the user's CUDA_VISIBLE_DEVICES, of which the first counts. Without it cards that
+            kernels run on come first, then the one with the most memory free.
+        by_bus: whether CUDA_DEVICE_ORDER has CUDA number the cards as the driver does.
+
+    Returns:
+        None where there is no card, or none is visible.
+    """
+    if not cards:
+        return None
+    if setting is None:
+        best = max(cards, key=lambda card: (card.capability >= _OLDEST_FOR_KERNELS, card.free))
+        return VisibleCard(best.uuid, (best,))
+    first = setting.split(",")[0].strip()
+    if first.isdecimal():
+        if int(first) >= len(cards):
+            return None
+        same = by_bus or len({card.name for card in cards}) == 1
+        return VisibleCard(first, (cards[int(first)],) if same else tuple(cards))
+    # CUDA takes a UUID's beginning too.
+    named = [card for card in cards if first and card.uuid.startswith(first)]
+    return VisibleCard(first, (named[0],)) if named else None

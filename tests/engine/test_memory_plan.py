@@ -1,0 +1,391 @@
+"""What fits on which card, what is opened, and what is refused before a weight is read.
+
+No card was there: figures of compiled programs are XLA's own, for cards named to it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import loading
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.start import device as device_module
+from jaxserve.execution.start import warm_up
+from jaxserve.execution.start.device import (
+    DeviceMemory,
+    named_device,
+    open_device,
+    started_device,
+    this_device,
+)
+from jaxserve.execution.start.memory_plan import (
+    MemoryPlan,
+    Sizes,
+    Weights,
+    plan_memory,
+    temporary_bytes,
+)
+from jaxserve.execution.start.warm_up import WarmUp
+from jaxserve.machine import DriverCard, VisibleCard
+from jaxserve.models import ModelConfig, parse_model_config
+from jaxserve.weights import random_weights
+from jaxserve.weights.model_weights import parameter_values
+from pallas_kernels.devices import GIB, DeviceLimits
+from tests.models.test_published_configs import (
+    DEEPSEEK_V3,
+    GPT_OSS,
+    LLAMA_3,
+    QWEN_3,
+    QWEN_3_MOE,
+    shape,
+)
+from tests.support.nvml import GB10, RTX_4090, T4, play_driver
+
+MODELS: dict[str, Any] = {
+    "8B": LLAMA_3,
+    "14B": QWEN_3 | shape(5120, 17408, 40, 40, 8, 151936) | {"max_window_layers": 40},
+    "32B": QWEN_3 | shape(5120, 25600, 64, 64, 8, 151936) | {"max_window_layers": 64},
+}
+
+
+@cache
+def weights_of(name: str) -> Weights:
+    return Weights(parse_model_config(MODELS[name]), "bfloat16")
+
+
+def plan(name: str, form: str | None, device: str | DeviceMemory, **settings: Any) -> MemoryPlan:
+    memory = named_device(device) if isinstance(device, str) else device
+    return plan_memory(EngineConfig(**settings), weights_of(name), form, memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "card", "least"),
+    [
+        ("8B", None, "RTX 4090", 40_000),
+        ("8B", None, "RTX 3090", 40_000),
+        ("8B", "int8", "T4", 30_000),
+        ("8B", "int4", "RTX 3060", 30_000),
+        ("8B", None, "NVIDIA H100", 400_000),
+        ("14B", "int4", "T4", 10_000),
+        ("14B", "int4", "RTX 4060 Ti", 15_000),
+        ("32B", "int4", "RTX 4090", 5_000),
+        ("32B", "int4", "RTX 3090", 5_000),
+        ("32B", "int4", "RTX 5090", 20_000),
+        ("8B", None, "T4", 0),
+        ("14B", "int8", "T4", 0),
+        ("32B", "int8", "RTX 4090", 0),
+    ],
+)
+def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
+    found = plan(model, form, card)
+    assert found.fits == (least > 0) and found.cache_tokens >= least
+    assert found.needed <= found.budget if least else found.needed > found.budget
+    taken = found.weights + found.temporaries + found.sampler + found.pages * found.page_bytes
+    assert taken <= found.budget < named_device(card).free or not least
+
+
+def test_sizes_follow_the_memory() -> None:
+    """Large steps where they cost the cache little; the last share only where it is needed."""
+    assert plan("8B", None, "H100").sizes == Sizes(0.9, 256, 8192)
+    assert plan("8B", None, "RTX 4090").sizes == Sizes(0.9, 64, 2048)
+    assert plan("32B", "int4", "RTX 4090").sizes == Sizes(0.95, 16, 512)
+    assert plan("8B", None, "GB10").sizes == Sizes(0.8, 256, 8192)
+    chosen = {"max_num_seqs": 100, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.92}
+    found = plan("8B", None, "RTX 4090", **chosen)
+    assert found.sizes == Sizes(0.92, 100, 4096)
+    assert found.budget == int(0.92 * named_device("RTX 4090").free)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "rows", "compiled"),
+    [
+        ("8B", 2048, 64, 237 << 20),  # A100
+        ("8B", 8192, 256, 946 << 20),  # A100
+        ("8B", 2048, 64, 227_568_032),  # H200, and all below
+        ("8B", 512, 64, 170_438_560),
+        ("8B", 512, 256, 669_116_832),
+        ("8B", 2048, 256, 681_713_056),
+        ("32B", 512, 16, 94_657_440),
+        ("32B", 2048, 64, 378_560_160),
+    ],
+)
+def test_temporaries_are_near_what_xla_says(
+    model: str, tokens: int, rows: int, compiled: int
+) -> None:
+    """Of steps that XLA compiled for an A100 and an H200 without one."""
+    config = parse_model_config(MODELS[model])
+    limits = named_device("A100").limits
+    found = temporary_bytes(config, "bfloat16", Sizes(0.9, rows, tokens), limits)
+    assert found == pytest.approx(compiled, rel=0.1)
+    turing = temporary_bytes(config, "float16", Sizes(0.9, rows, tokens), named_device("T4").limits)
+    assert turing == pytest.approx(1.4 * found, rel=0.01)
+
+
+SMALL: Any = LLAMA_3 | shape(256, 704, 2, 4, 2, 4096) | {"head_dim": 64, "bos_token_id": 1}
+SMALL |= {"eos_token_id": 2, "max_position_embeddings": 256, "rope_scaling": None}
+
+
+def start_of(form: str | None = None, raw: Any = SMALL, **settings: Any) -> WarmUp:
+    config = parse_model_config(raw)
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes |= {"decode_sizes": (8,), "token_sizes": (64,), "num_gpu_blocks_override": 20}
+    model = random_weights(config, jnp.float32, quantization=form)
+    return WarmUp(EngineConfig(**sizes | settings).resolve("cpu", 256), config, model)
+
+
+def test_temporaries_are_near_what_xla_says_on_cpu() -> None:
+    start = start_of()
+    largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
+    compiled = start.compiler.step(largest, 20).memory_analysis().temp_size_in_bytes
+    limits = DeviceLimits("cpu", "CPU")
+    found = temporary_bytes(start.model_config, "float32", Sizes(1.0, 8, 64), limits)
+    assert found == pytest.approx(compiled, rel=0.35)
+
+
+def small(raw: Any, layers: int = 2) -> ModelConfig:
+    return parse_model_config(raw | {"num_hidden_layers": layers})
+
+
+@pytest.mark.parametrize("form", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    "raw",
+    [SMALL, SMALL | {"tie_word_embeddings": True, "hidden_size": 200, "intermediate_size": 250}],
+    ids=["plain", "tied, of odd sizes"],
+)
+def test_weights_are_counted_to_the_byte(form: str | None, raw: Any) -> None:
+    config = parse_model_config(raw)
+    made = parameter_values(random_weights(config, jnp.bfloat16, quantization=form))
+    actual = sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    held, read = Weights(config, jnp.bfloat16).sizes(form)
+    table = config.vocab_size * config.hidden_size * 2
+    assert held == actual
+    assert read == actual - (0 if config.tie_word_embeddings else table)
+
+
+def test_experts_are_counted_whole_and_read_in_part() -> None:
+    config = small(QWEN_3_MOE | {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256})
+    made = parameter_values(random_weights(config, jnp.bfloat16, quantization="int4"))
+    held, read = Weights(config, jnp.bfloat16).sizes("int4")
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    experts = sum(leaf.nbytes for path, leaf in made.items() for leaf in jax.tree.leaves(leaf)
+                  if path.endswith(("mlp.gate_up", "mlp.down")))  # fmt: skip
+    assert read == held - experts * 6 // 8 - 151936 * 256 * 2
+
+
+@pytest.mark.parametrize("raw", [GPT_OSS, DEEPSEEK_V3], ids=["gpt-oss", "DeepSeek"])
+def test_other_families_have_plans(raw: Any) -> None:
+    found = plan_memory(
+        EngineConfig(), Weights(parse_model_config(raw), "bfloat16"), None, named_device("B200")
+    )
+    assert found.temporaries > 0 and found.weights > 30 * GIB
+
+
+def refused(model: str, form: str | None, card: str, **settings: Any) -> str:
+    weights, device = weights_of(model), named_device(card)
+    config = EngineConfig(**settings)
+    found = plan_memory(config, weights, form, device)
+    assert not found.fits
+    return loading.refusal(config, weights, found, device)
+
+
+def test_a_refusal_says_what_would_fit() -> None:
+    text = refused("8B", None, "T4")
+    assert "weights take 15.0 GiB" in text and "it may take 13.1 GiB" in text
+    assert "int8 fits, with 3" in text
+    assert "int4 fits" in refused("14B", "int8", "T4")
+    text = refused("8B", "int4", "T4", gpu_memory_utilization=0.3)
+    assert "default of gpu_memory_utilization: raise" in text
+    text = refused("8B", "int4", "T4", max_num_batched_tokens=2**17)
+    assert "default of max_num_batched_tokens: lower" in text
+    assert "nor does any other form (int4: 20.2 GiB" in refused("32B", None, "T4")
+    assert "4,096 tokens of context" in refused("8B", None, "cpu")
+
+
+CARD = DriverCard("GPU-1", "NVIDIA GeForce RTX 4090", (8, 9), int(23.5 * GIB), 20 * GIB)
+FREE = DeviceMemory(
+    DeviceLimits("gpu", CARD.name, CARD.capability),
+    *(CARD.total, CARD.free),
+    card=VisibleCard(CARD.uuid, (CARD,)),
+)
+
+
+def test_a_share_is_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(device_module, "card_to_open", lambda: FREE.card)
+    monkeypatch.setattr(device_module, "_platforms", lambda: "")
+    found = this_device()
+    assert found == replace(FREE, bandwidth=1008e9)
+    assert plan("8B", "int4", found).budget == int(0.9 * 20 * GIB)
+    monkeypatch.setattr(device_module, "memory_fraction", lambda: 0.5)
+    assert plan("8B", "int4", this_device()).budget == CARD.total // 2
+    # Without CUDA in JAX it is left alone, and so it is where the user chose another platform.
+    monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: False)
+    assert not this_device().limits.is_gpu
+    monkeypatch.setattr(device_module, "has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(device_module, "_platforms", lambda: "cpu")
+    assert not this_device().limits.is_gpu
+
+
+class Started:
+    """A GPU as JAX has it after its start."""
+
+    platform, device_kind, compute_capability, core_count = "gpu", CARD.name, "8.9", 128
+    has_stats = True
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return {"bytes_limit": 18 * GIB, "bytes_in_use": 3 * GIB} if self.has_stats else None
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
+    made = type("Made", (Started,), {})
+    monkeypatch.setattr(device_module, "driver_cards", lambda: [CARD])
+    monkeypatch.setattr(device_module.jax, "devices", lambda *_: [made()])
+    return made
+
+
+def test_a_jax_that_has_started_keeps_its_limit(started: type[Started]) -> None:
+    found = this_device()  # JAX has started in this process
+    assert found == started_device() and found.card is None
+    assert (found.total, found.free, found.in_use) == (CARD.total, 18 * GIB, 3 * GIB)
+    assert plan("8B", "int4", found).budget == 15 * GIB
+    assert plan("8B", "int4", found, memory_share=0.5).budget == 9 * GIB
+    half = plan("8B", "int4", found, gpu_memory_utilization=0.5)
+    assert half.budget == CARD.total // 2 - 3 * GIB
+    open_device(found, 1)  # nothing is left to open
+
+
+def test_an_allocator_without_statistics_is_no_error(started: type[Started]) -> None:
+    started.has_stats = False
+    found = started_device()
+    assert not found.is_limit and found.free == CARD.free
+    assert plan("8B", "int4", found).budget == int(0.9 * CARD.free)
+
+
+def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = start_of("int4")
+    temporaries = temporary_bytes(
+        start.model_config, "float32", Sizes(0.9, 8, 64), DeviceLimits("gpu", "", (8, 9))
+    )
+    analysis = SimpleNamespace(temp_size_in_bytes=temporaries)
+    program = SimpleNamespace(memory_analysis=lambda: analysis)
+    monkeypatch.setattr(start.compiler, "step", lambda *_, **__: program)
+    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
+    monkeypatch.setattr(warm_up, "started_device", lambda: memory)
+    room = start._room()
+    config = replace(start.config, num_gpu_blocks_override=None)
+    weights = Weights(start.model_config, "float32")
+    found = plan_memory(config, weights, "int4", replace(memory, in_use=0))
+    assert found.weights == own and room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
+    # Of an engine that shares the memory, and of an allocator without statistics.
+    start.config = replace(start.config, memory_share=0.5)
+    assert room - start._room() == pytest.approx(GIB // 2, rel=0.01)
+    start.config = replace(start.config, memory_share=1.0)
+    bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
+    monkeypatch.setattr(warm_up, "started_device", lambda: bare)
+    assert start._room() == pytest.approx(room - 0.1 * GIB, rel=0.01)
+
+
+def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:
+    """XLA tries kernels on arrays of a weight's size while it compiles."""
+    start = start_of(num_scheduler_steps=1)
+    start._compile_first = True
+    compiled, step = [], start.compiler.step
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        compiled.append(start._state is None)
+        return step(*arguments, **named)
+
+    start.compiler.step = watched
+    runner = start.run()
+    assert len(compiled) == 2 and all(compiled) and runner._state is not None
+    runner.close()
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "this_device", lambda: replace(FREE, free=1 << 16))
+    monkeypatch.setattr(loading, "open_device", lambda *_: pytest.fail("the card was opened"))
+    with pytest.raises(InvalidRequest, match="does not fit on NVIDIA GeForce RTX 4090"):
+        loading.load(EngineConfig(model=checkpoint))
+
+
+def test_the_whole_share_is_opened_for_several_engines(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(loading, "this_device", lambda: FREE)
+    monkeypatch.setattr(loading, "open_device", lambda _, budget: opened.append(budget))
+    source = loading.find_source(EngineConfig(model=checkpoint))
+    sizes = loading._open_device(EngineConfig(memory_share=0.25), source)
+    assert opened == [int(0.9 * FREE.free)] and sizes == (64, 2048)
+
+
+def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxserve", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An 8B's configuration, without weights or tokenizer."""
+    folder = tmp_path_factory.mktemp("8B")
+    (folder / "config.json").write_text(json.dumps(LLAMA_3))
+    return folder
+
+
+def test_the_command_plans_for_the_card_that_is_here(folder: Path, tmp_path: Path) -> None:
+    environment = play_driver(tmp_path, RTX_4090)
+    done = run(environment, "plan", str(folder), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"] == {"name": RTX_4090.name, "total": 24108 << 20, "free": 23000 << 20}
+    assert [plan["form"] for plan in found["plans"]] == ["bfloat16", "int8", "fp8", "int4"]
+    first = found["plans"][0]
+    assert first["budget"] == int(0.9 * (23000 << 20)) and first["cache_tokens"] > 35_000
+    assert first["step_seconds"] == pytest.approx(first["read"] / 1008e9)
+
+
+def test_a_start_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+    environment = play_driver(tmp_path, T4)
+    done = run(environment, "generate", "--model", str(folder), "--skip-tokenizer-init", "1")
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("jaxserve: error: the model does not fit on Tesla T4")
+    assert "int8 fits, with" in line
+
+
+def test_memory_of_the_host_is_left_to_it(folder: Path, tmp_path: Path) -> None:
+    environment = play_driver(tmp_path, GB10)
+    done = run(environment, "plan", str(folder), "--json", "--quantization", "int4")
+    found = json.loads(done.stdout)
+    budget = found["plans"][0]["budget"]
+    assert budget == int(0.8 * found["device"]["free"]) < found["device"]["total"]
+
+
+def test_a_table_is_shown_for_a_named_card(folder: Path, tmp_path: Path) -> None:
+    environment = play_driver(tmp_path) | {"JAX_PLATFORMS": "cpu", "COLUMNS": "160"}
+    done = run(environment, "plan", str(folder), "--device", "t4")
+    assert done.returncode == 1 and "Tesla T4 (compute capability 7.5), 14.6 GiB" in done.stdout
+    assert "too large" in done.stdout and "int8 fits" in done.stdout and "ms" in done.stdout
+    done = run(environment, "plan", "--device", "RTX 9999")
+    assert done.returncode == 2 and "no card 'RTX 9999'" in done.stderr and "L40S" in done.stderr
+    done = run(environment, "plan")
+    assert done.returncode == 0 and done.stdout.startswith("CPU, ") and "float32" in done.stdout
+    done = run(environment, "plan", "org/name/model.gguf")
+    assert done.returncode == 2 and "has to be fetched first" in done.stderr
