@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
@@ -16,6 +14,7 @@ from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
+from pallas_kernels.devices import target_device
 
 CONFIG = "config.json"
 TEXT = (
@@ -40,8 +39,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     source = find_source(config, on_progress)
     model_config = source.model_config
     quantization = choose_quantization(config.quantization, model_config)
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    dtype = placed_dtype(config, source, platform)
+    dtype = placed_dtype(config, source, target_device())
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.

@@ -21,11 +21,14 @@ from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.registry import overflows_float16
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.weights import random_weights
+from jaxserve.weights.placement import use_output_rows
 from jaxserve.weights.quantize import FORMS
+from pallas_kernels.devices import DeviceLimits, target_device
 
 _log = logging.getLogger(__name__)
 
@@ -54,19 +57,31 @@ class Loaded:
         return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
 
 
-def choose_dtype(asked: str, declared: str, platform: str) -> Any:
+def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: bool) -> Any:
     """Return the dtype of weights and activations.
 
     "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
-    where 16-bit products of a few rows are slower.
+    where 16-bit products of a few rows are slower. A card without bfloat16 takes float16 instead,
+    and a model that overflows it (`overflows_float16`) bfloat16 or float32.
 
     Raises:
-        UnsupportedModel: float64 without JAX's x64 mode.
+        UnsupportedModel: bfloat16 on a card without it, float16 for a model that overflows it, or
+            float64 without JAX's x64 mode.
     """
+    narrow = "float16" if device.has_bfloat16 or not overflows else "float32"
     if asked == "auto":
-        if platform == "cpu":
+        if device.platform == "cpu":
             return jnp.dtype(jnp.float32)
-        return jnp.dtype("bfloat16" if declared in ("float32", "float64") else declared)
+        if declared in ("float32", "float64") or (declared == "float16" and overflows):
+            declared = "bfloat16"
+        if declared == "bfloat16" and not device.has_bfloat16:
+            _log.warning("%s has no bfloat16: the model runs in %s", device, narrow)
+            declared = narrow
+        return jnp.dtype(declared)
+    if asked == "bfloat16" and not device.has_bfloat16:
+        raise UnsupportedModel(f"dtype is bfloat16, which {device} lacks; use --dtype {narrow}")
+    if asked == "float16" and overflows:
+        raise UnsupportedModel("dtype is float16, which the model overflows; use --dtype float32")
     if asked == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise UnsupportedModel("dtype float64 needs jax_enable_x64")
     return jnp.dtype(asked)
@@ -113,7 +128,8 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         config = replace(config, quantization=made)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
-    dtype = placed_dtype(config, source, platform)
+    device = target_device()
+    dtype = placed_dtype(config, source, device)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = source.tokenizer(config, on_progress)
@@ -121,7 +137,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     started = time.perf_counter()
-    model = _model(config, source, model_config, dtype, on_progress)
+    model = _model(config, source, model_config, dtype, device, on_progress)
     weights_seconds = time.perf_counter() - started
     start = WarmUp(config, model_config, model, cache=programs)
     start.report.stages["weights"] = weights_seconds
@@ -152,20 +168,20 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
 
 
-def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:
+def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
     """Return the dtype that the weights will have.
 
     Raises:
         UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
     """
-    fixed = source.fixed_dtype
+    fixed, overflows = source.fixed_dtype, overflows_float16(source.model_config)
     if fixed is None or config.load_format == "dummy":
-        return choose_dtype(config.dtype, source.model_config.dtype, platform)
+        return choose_dtype(config.dtype, source.model_config.dtype, device, overflows)
     if config.dtype not in ("auto", fixed):
         raise UnsupportedModel(
             f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
         )
-    return choose_dtype(fixed, fixed, platform)
+    return choose_dtype(fixed, fixed, device, overflows)
 
 
 def _model(
@@ -173,15 +189,20 @@ def _model(
     source: Source,
     model_config: ModelConfig,
     dtype: Any,
+    device: DeviceLimits,
     on_progress: OnProgress | None,
 ) -> Decoder:
-    """Make the model with its weights placed, quantized if so configured; on CPU in panels."""
+    """Make the model with its weights placed as `device` multiplies them: on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
     panels = jax.default_backend() == "cpu"
     if config.load_format == "dummy":
-        return random_weights(model_config, dtype, config.seed, quantization, panels)
-    kv_scales = config.kv_cache_dtype == "fp8"
-    return source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
+        model = random_weights(model_config, dtype, config.seed, quantization, panels)
+    else:
+        kv_scales = config.kv_cache_dtype == "fp8"
+        model = source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
+    if device.is_gpu and not device.runs_triton:
+        use_output_rows(model)
+    return model
 
 
 def _eos_token_ids(

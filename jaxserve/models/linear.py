@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import Quantized, QuantizedWeight, SplitWeight
@@ -87,7 +88,7 @@ def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
 
 def matmul(
     x: Float[Array, " T *inputs"],
-    w: Float[Array, " ..."] | Quantized | PanelWeight | QuantizedPanels,
+    w: Float[Array, " ..."] | Quantized | QuantizedRows | PanelWeight | QuantizedPanels,
     *,
     bias: Float[Array, "*outputs"] | None = None,
     contract: int = 1,
@@ -101,7 +102,7 @@ def matmul(
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
     dequantized as a whole.
     """
-    if isinstance(w, QuantizedWeight | SplitWeight | PanelWeight | QuantizedPanels):
+    if isinstance(w, QuantizedWeight | SplitWeight | QuantizedRows | PanelWeight | QuantizedPanels):
         y = w.dot(x.reshape(x.shape[0], -1))
     elif x.shape[0] == 1 and x.dtype.itemsize == 2:
         y = _one_row(x, w, contract)
