@@ -9,7 +9,8 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 
 Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
-for mixtures of experts; and on CPU ``panel_product`` and ``quantized_panel_product``, which read
+for mixtures of experts; on a GPU without Triton ``output_major_matmul``, whose quantized weight is
+transposed; and on CPU ``panel_product`` and ``quantized_panel_product``, which read
 weights in an order of their own at the memory's speed. Operations over rows: ``row_sums``, for
 norms, ``softmax`` and ``sigmoid``, for routers; on CPU a row's result does not depend on how many
 others there are.
@@ -25,6 +26,7 @@ from pallas_kernels.ops import (
     inputs_in_panels,
     kernel_code,
     kv_write,
+    output_major_matmul,
     paged_decode_attention,
     panel_product,
     quantized_panel_product,
@@ -46,6 +48,7 @@ __all__ = [
     "inputs_in_panels",
     "kernel_code",
     "kv_write",
+    "output_major_matmul",
     "paged_decode_attention",
     "panel_product",
     "quantized_grouped_matmul",

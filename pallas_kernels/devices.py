@@ -74,6 +74,11 @@ class DeviceLimits:
         return not self.is_gpu or self.capability >= (8, 0)
 
     @property
+    def widens_one_row(self) -> bool:
+        """Whether XLA widens a whole 16-bit weight for a product of one row, but not of two."""
+        return self.is_gpu and self.capability < (8, 0)
+
+    @property
     def has_fp8(self) -> bool:
         """Whether Triton converts float8_e4m3fn with the card's own instructions."""
         return self.capability >= (8, 9)

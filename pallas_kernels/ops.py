@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import xla, xla_grouped_matmul
-from pallas_kernels.arguments import AttentionOptions, attention_case, grouped_case, kv_write_case
+from pallas_kernels.arguments import (
+    AttentionOptions,
+    Case,
+    attention_case,
+    grouped_case,
+    kv_write_case,
+)
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import choose, deferred, has_llvm
 
@@ -21,6 +27,7 @@ RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     ),
     "llvm": deferred("pallas_kernels.cpu.ragged", "ragged_paged_attention"),
     "xla": xla.ragged_paged_attention,
+    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "ragged_paged_attention"),
 }
 DECODE: Mapping[str, Callable[..., jax.Array]] = {
     "triton": deferred("pallas_kernels.gpu.triton_decode", "paged_decode_attention"),
@@ -29,6 +36,7 @@ DECODE: Mapping[str, Callable[..., jax.Array]] = {
     ),
     "llvm": deferred("pallas_kernels.cpu.decode", "paged_decode_attention"),
     "xla": xla.paged_decode_attention,
+    "xla_gpu": deferred("pallas_kernels.gpu.xla_attention", "paged_decode_attention"),
 }
 KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "triton": deferred("pallas_kernels.gpu.triton_kv_write", "kv_write"),
@@ -42,6 +50,9 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
     ),
     "xla": xla_grouped_matmul.grouped_matmul,
 }
+
+# For GPUs without Triton: codes stored as they multiply them.
+output_major_matmul = deferred("pallas_kernels.gpu.xla_quantized_matmul", "output_major_matmul")
 
 # On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
 # restore.
@@ -111,7 +122,7 @@ def ragged_paged_attention(
     case = attention_case(
         "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
-    run = RAGGED[choose(implementation, case)]
+    run = RAGGED[_shaped(choose(implementation, case), case)]
     return run(q, k_pages, v_pages, page_table, query_start, kv_len, options)
 
 
@@ -148,8 +159,13 @@ def paged_decode_attention(
     options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
     device = target_device()
     case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
-    run = DECODE[choose(implementation, case)]
+    run = DECODE[_shaped(choose(implementation, case), case)]
     return run(q, k_pages, v_pages, page_table, kv_len, options)
+
+
+def _shaped(name: str, case: Case) -> str:
+    """Return the key of an implementation in the tables: plain JAX has another shape on a GPU."""
+    return "xla_gpu" if name == "xla" and case.device.is_gpu else name
 
 
 def kv_write(

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.implementation import deferred
 from pallas_kernels.quantized_codes import halves
-from pallas_kernels.quantized_matmul import block_product, check, choose
+from pallas_kernels.quantized_matmul import block_product, block_width, check, choose
 from pallas_kernels.xla_grouped_matmul import row_tiles, tile_rows
 
 BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "int4": 128})
@@ -81,7 +81,7 @@ def _in_tiles(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     size = tile_rows(rows, values.shape[0])
     group, first, count = row_tiles(group_sizes, rows, size)
-    width = min(BLOCK_COLUMNS[form], columns)
+    width = block_width(BLOCK_COLUMNS[form], x.shape[1], columns)
     blocks, zero = -(-columns // width), jnp.int32(0)
     inputs = halves(jnp.pad(x, ((0, size), (0, 0))), form)
 

@@ -12,7 +12,8 @@ evenly; one group is one scale an output channel. Codes are
 
 No weight is ever in full precision as a whole: on CPU a loop dequantizes a block of outputs and
 multiplies by it (without the loop XLA dequantizes everything first, and is 6 times slower), on a
-GPU the kernel in ``gpu/triton_quantized_matmul.py`` dequantizes in registers.
+GPU the kernel in ``gpu/triton_quantized_matmul.py`` dequantizes in registers, and where Triton does
+not compile ``gpu/xla_quantized_matmul.py`` takes transposed codes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
 
 BLOCK_COLUMNS = 256
 """Outputs of a turn of the loop on CPU: its overhead outweighs fewer, and more leave the cache."""
+GPU_BLOCK_BYTES = 64 << 20
+"""Bytes in floats of a turn's weights on a GPU, where the host waits for every turn."""
 
 Described = jax.Array | jax.ShapeDtypeStruct
 
@@ -42,7 +45,7 @@ def dequantize(
     groups = scales.shape[0]
     parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
     if zeros is not None:
-        parts = [part - (zeros[:, None].astype(dtype) - _offset(form)) for part in parts]
+        parts = [part - (zeros[:, None].astype(dtype) - code_offset(form)) for part in parts]
     parts = [(part * scales[:, None].astype(dtype)).reshape(-1, part.shape[2]) for part in parts]
     return jnp.stack(parts, axis=1).reshape(-1, values.shape[1])
 
@@ -104,7 +107,7 @@ def _in_blocks(
     """Multiply by a block of columns at a time; the last may overlap the one before it."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     columns = values.shape[1]
-    width = min(BLOCK_COLUMNS, columns)
+    width = block_width(BLOCK_COLUMNS, x.shape[1], columns)
     inputs = [part.astype(wide) for part in halves(x, form)]
 
     def block(column: jax.Array | int) -> jax.Array:
@@ -126,6 +129,14 @@ def _in_blocks(
     return lax.fori_loop(0, -(-columns // width), body, out)
 
 
+def block_width(on_cpu: int, inputs: int, outputs: int) -> int:
+    """Return how many outputs of a weight a turn of the loop multiplies by."""
+    width = on_cpu
+    if target_device().is_gpu:
+        width = max(128, GPU_BLOCK_BYTES // (4 * inputs))
+    return min(width, outputs)
+
+
 def block_product(
     inputs: list[jax.Array],
     values: jax.Array,
@@ -144,7 +155,7 @@ def block_product(
     """
     wide = inputs[0].dtype
     weights, scale = decode(values, form, wide), scales.astype(wide)
-    zero = None if zeros is None else zeros.astype(wide) - _offset(form)
+    zero = None if zeros is None else zeros.astype(wide) - code_offset(form)
     if scale.shape[0] == 1 and zero is None:
         return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide)) * scale
     weights = [_scaled(weight, scale, zero) for weight in weights]
@@ -157,7 +168,7 @@ def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.
     return (grouped * scale[:, None]).reshape(weight.shape)
 
 
-def _offset(form: str) -> int:
+def code_offset(form: str) -> int:
     """Return the number that `decode` has already subtracted from the codes."""
     return 8 if form == "int4" else 0
 

@@ -24,12 +24,10 @@ from jax import lax
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, number_dtype
 
 CHUNK_TOKENS = 64
-TILE_QUERIES = 32
-TILE_CHUNK_TOKENS = 256
 LOWEST = -1e30
 
 
-class _Cache(NamedTuple):
+class PageRows(NamedTuple):
     """Pages as rows of bits, one row for each (page, kv head)."""
 
     k: jax.Array  # [P * K, S * H]
@@ -39,6 +37,23 @@ class _Cache(NamedTuple):
     dtype: jnp.dtype  # of the numbers in the pages
 
 
+class TileSizes(NamedTuple):
+    """Sizes of the tiles of rows of two queries or more.
+
+    Attributes:
+        queries: queries of a tile.
+        chunk_tokens: tokens of a chunk of keys and values.
+        one_chunk: no row has more than a chunk, so there is no loop over chunks.
+        dtype: dtype of a product's operands, if it is not the accumulator's.
+    """
+
+    queries: int
+    chunk_tokens: int
+    one_chunk: bool = False
+    dtype: jnp.dtype | None = None
+
+
+TILE_SIZES = TileSizes(queries=32, chunk_tokens=256)
 Pages = tuple[jax.Array, jax.Array]
 Decode = Callable[[jax.Array, Pages, jax.Array, jax.Array, AttentionOptions], jax.Array]
 """Attention of rows of one query: (q, (k_pages, v_pages), page_table, kv_len, options) -> like q.
@@ -64,11 +79,13 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
     return values.astype(out)
 
 
-def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages: int) -> _Cache:
+def page_rows(
+    k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages: int
+) -> PageRows:
     """Return pages and table as gathers need them, for chunks of so many pages."""
     P, K, S, H = k_pages.shape
     pad = -page_table.shape[1] % pages
-    return _Cache(
+    return PageRows(
         _bits(k_pages).reshape(P * K, S * H),
         _bits(v_pages).reshape(P * K, S * H),
         jnp.pad(page_table, ((0, 0), (0, pad))),
@@ -77,7 +94,7 @@ def _cache(k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, pages:
     )
 
 
-def _chunks(cache: _Cache, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Gather K and V, each [W, K, C, H], of W chunks; `page`: i32[W, .], the pages of each."""
     K, S, H = cache.shape
     index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
@@ -87,7 +104,7 @@ def _chunks(cache: _Cache, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, 
     return _floats(k, cache.dtype, out), _floats(v, cache.dtype, out)
 
 
-class _Items(NamedTuple):
+class Items(NamedTuple):
     """A flat list of the (row, chunk) pairs of a step's decodes: `count` of them, then padding.
 
     It is the same for every layer of a step, so that XLA computes it once. Inside the loop XLA
@@ -102,7 +119,9 @@ class _Items(NamedTuple):
     count: jax.Array  # i32[]
 
 
-def _items(cache: _Cache, kv_len: jax.Array, window: int | None, pages: int, group: int) -> _Items:
+def list_items(
+    cache: PageRows, kv_len: jax.Array, window: int | None, pages: int, group: int
+) -> Items:
     """List items of chunks of `pages` pages, padded to a multiple of `group` items."""
     R, columns = kv_len.shape[0], -(-cache.page_table.shape[1] // pages)
     C = pages * cache.shape[1]
@@ -116,7 +135,7 @@ def _items(cache: _Cache, kv_len: jax.Array, window: int | None, pages: int, gro
     chunk = item - (end - count - skipped)[row]
     missing = columns * pages - cache.page_table.shape[1]
     table = jnp.pad(cache.page_table, ((0, 0), (0, missing))).reshape(R, columns, pages)
-    return _Items(
+    return Items(
         owner,
         table.at[row, chunk].get(mode="clip"),
         oldest[row] - chunk * C,
@@ -125,7 +144,7 @@ def _items(cache: _Cache, kv_len: jax.Array, window: int | None, pages: int, gro
     )
 
 
-def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+def capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
@@ -143,10 +162,10 @@ def _decode(
     """Compute rows of one query, at position kv_len - 1; see `Decode`."""
     R, K, G, H = q.shape
     pages = max(1, CHUNK_TOKENS // kv_pages[0].shape[2])
-    cache = _cache(*kv_pages, page_table, pages)
+    cache = page_rows(*kv_pages, page_table, pages)
     cell = jnp.arange(pages * cache.shape[1])
     W = min(max(4, R // 2), 32)
-    items = _items(cache, kv_len, options.window, pages, W)
+    items = list_items(cache, kv_len, options.window, pages, W)
     q = q * options.score_scale(H)
 
     def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -154,11 +173,11 @@ def _decode(
         acc, top = carry
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, step * W, W) for x in items[:4])
         row = jnp.minimum(owner, R - 1)
-        k, v = _chunks(cache, page, q.dtype)
+        k, v = gather_chunks(cache, page, q.dtype)
         seen = cell < stop[:, None]
         if options.window is not None:
             seen &= cell >= first[:, None]
-        scores = _capped(jnp.einsum("wkgh,wkch->wkgc", q[row], k), options.soft_cap)
+        scores = capped(jnp.einsum("wkgh,wkch->wkgc", q[row], k), options.soft_cap)
         scores = jnp.where(seen[:, None, None], scores, LOWEST)
         peak = scores.max(axis=-1)
         weights = jnp.where(seen[:, None, None], jnp.exp(scores - peak[..., None]), 0)
@@ -178,7 +197,7 @@ def _decode(
         return acc * shrink[..., None] + summed, new_top
 
     # Besides the weighted sum of values, the last column of `acc` sums the weights.
-    top, total = _empty((R, K, G), options.sinks, q.dtype)
+    top, total = empty_softmax((R, K, G), options.sinks, q.dtype)
     acc = jnp.concatenate([jnp.zeros_like(q), total[..., None]], axis=-1)
     acc, _ = lax.fori_loop(0, (items.count + W - 1) // W, body, (acc, top))
     total = acc[..., H:]
@@ -186,7 +205,7 @@ def _decode(
     return jnp.where((kv_len > 0)[:, None, None, None], out, 0)
 
 
-def _empty(
+def empty_softmax(
     shape: tuple[int, ...], sinks: jax.Array | None, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Return peak and total of a softmax over the sinks alone; `shape` ends in K, G."""
@@ -196,13 +215,14 @@ def _empty(
     return peak, jnp.ones(shape, dtype)
 
 
-def _tiles(
+def attend_tiles(
     q: jax.Array,
     kv_pages: Pages,
     page_table: jax.Array,
     query_start: jax.Array,
     kv_len: jax.Array,
     options: AttentionOptions,
+    sizes: TileSizes = TILE_SIZES,
 ) -> jax.Array:
     """Compute rows of two queries or more, tile by tile; see `Tiles`.
 
@@ -212,10 +232,11 @@ def _tiles(
     T, K, G, H = q.shape
     R = kv_len.shape[0]
     S = kv_pages[0].shape[2]
-    pages = max(1, TILE_CHUNK_TOKENS // S)
-    cache = _cache(*kv_pages, page_table, pages)
+    pages = max(1, sizes.chunk_tokens // S)
+    cache = page_rows(*kv_pages, page_table, pages)
     C = pages * S
-    Q = min(TILE_QUERIES, T)
+    Q = min(sizes.queries, T)
+    product = q.dtype if sizes.dtype is None else sizes.dtype
     lengths = query_start[1:] - query_start[:-1]
     tiles = jnp.where((lengths > 1) & (kv_len > 0), -(-lengths // Q), 0)
     end = jnp.cumsum(tiles)
@@ -234,12 +255,13 @@ def _tiles(
             oldest = jnp.maximum(position_of_query - options.window + 1, 0)
         stop = jnp.minimum(position_of_query[-1] + 1, kv_len[row])
         here = lax.dynamic_slice_in_dim(q, token, Q).transpose(1, 2, 0, 3).reshape(K, G * Q, H)
+        operand = here.astype(product)
 
         def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """Add a chunk of keys to acc [K, G * Q, H], peaks and totals [K, G, Q]."""
             acc, top, total = carry
             page = lax.dynamic_slice(cache.page_table, (row, chunk * pages), (1, pages))
-            k, v = _chunks(cache, page, q.dtype)
+            k, v = gather_chunks(cache, page, product)
             position = chunk * C + jnp.arange(C)
             real = (position < kv_len[row]) & (position >= oldest[0])
             v = jnp.where(real[:, None], v[0], 0)
@@ -247,19 +269,24 @@ def _tiles(
                 position >= oldest[:, None]
             )  # [Q, C]
             seen &= position < kv_len[row]
-            scores = _capped(jnp.einsum("kqh,kch->kqc", here, k[0]), options.soft_cap)
-            scores = scores.reshape(K, G, Q, C)
+            scores = jnp.einsum("kqh,kch->kqc", operand, k[0], preferred_element_type=q.dtype)
+            scores = capped(scores, options.soft_cap).reshape(K, G, Q, C)
             scores = jnp.where(seen, scores, LOWEST)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
             shrink = jnp.exp(top - new_top)
-            part = jnp.einsum("kqc,kch->kqh", weights.reshape(K, G * Q, C), v)
+            mixed = weights.astype(product).reshape(K, G * Q, C)
+            part = jnp.einsum("kqc,kch->kqh", mixed, v, preferred_element_type=q.dtype)
             acc = acc * shrink.reshape(K, G * Q, 1) + part
             return acc, new_top, total * shrink + weights.sum(axis=-1)
 
-        top, total = (x.transpose(1, 2, 0) for x in _empty((Q, K, G), options.sinks, q.dtype))
+        empty = empty_softmax((Q, K, G), options.sinks, q.dtype)
+        top, total = (x.transpose(1, 2, 0) for x in empty)
         carry = (jnp.zeros_like(here), top, total)
-        acc, _, total = lax.fori_loop(oldest[0] // C, -(-stop // C), chunk_body, carry)
+        if sizes.one_chunk:
+            acc, _, total = chunk_body(jnp.int32(0), carry)
+        else:
+            acc, _, total = lax.fori_loop(oldest[0] // C, -(-stop // C), chunk_body, carry)
         done = acc / jnp.where(total == 0, 1, total).reshape(K, G * Q, 1)
         done = done.reshape(K, G, Q, H).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, done, token, 0)
@@ -305,7 +332,7 @@ def ragged_paged_attention(
     options: AttentionOptions = NO_OPTIONS,
     *,
     decode: Decode = _decode,
-    tiles: Tiles = _tiles,
+    tiles: Tiles = attend_tiles,
 ) -> jax.Array:
     """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H].
 

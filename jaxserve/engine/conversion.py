@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
@@ -18,6 +16,7 @@ from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.device import open_device, this_device
 from jaxserve.execution.start.memory_plan import DEFAULT_SHARE
 from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
+from pallas_kernels.devices import target_device
 
 CONFIG = "config.json"
 TEXT = (
@@ -45,7 +44,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
     quantization = choose_quantization(config.quantization, model_config)
     device = this_device()
     open_device(device, device.budget(None, DEFAULT_SHARE))
-    dtype = placed_dtype(config, source, "cpu" if jax.default_backend() == "cpu" else "gpu")
+    dtype = placed_dtype(config, source, target_device())
     if not config.skip_tokenizer_init:
         source.tokenizer(config, on_progress)  # refused before the work
     # Scales of an fp8 cache are kept for engines that will have one; latent attention has none.

@@ -19,15 +19,18 @@ from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.compilation import prepare_cache
-from jaxserve.execution.start.device import open_device, this_device
+from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
 from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.registry import overflows_float16
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.weights import random_weights
+from jaxserve.weights.placement import use_output_rows
 from jaxserve.weights.quantize import FORMS
+from pallas_kernels.devices import DeviceLimits, target_device
 
 _log = logging.getLogger(__name__)
 
@@ -56,19 +59,31 @@ class Loaded:
         return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
 
 
-def choose_dtype(asked: str, declared: str, platform: str) -> Any:
+def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: bool) -> Any:
     """Return the dtype of weights and activations.
 
     "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
-    where 16-bit products of a few rows are slower.
+    where 16-bit products of a few rows are slower. A card without bfloat16 takes float16 instead,
+    and a model that overflows it (`overflows_float16`) bfloat16 or float32.
 
     Raises:
-        UnsupportedModel: float64 without JAX's x64 mode.
+        UnsupportedModel: bfloat16 on a card without it, float16 for a model that overflows it, or
+            float64 without JAX's x64 mode.
     """
+    narrow = "float16" if device.has_bfloat16 or not overflows else "float32"
     if asked == "auto":
-        if platform == "cpu":
+        if device.platform == "cpu":
             return jnp.dtype(jnp.float32)
-        return jnp.dtype("bfloat16" if declared in ("float32", "float64") else declared)
+        if declared in ("float32", "float64") or (declared == "float16" and overflows):
+            declared = "bfloat16"
+        if declared == "bfloat16" and not device.has_bfloat16:
+            _log.warning("%s has no bfloat16: the model runs in %s", device, narrow)
+            declared = narrow
+        return jnp.dtype(declared)
+    if asked == "bfloat16" and not device.has_bfloat16:
+        raise UnsupportedModel(f"dtype is bfloat16, which {device} lacks; use --dtype {narrow}")
+    if asked == "float16" and overflows:
+        raise UnsupportedModel("dtype is float16, which the model overflows; use --dtype float32")
     if asked == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise UnsupportedModel("dtype float64 needs jax_enable_x64")
     return jnp.dtype(asked)
@@ -106,11 +121,16 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """
     source = find_source(config, on_progress)
     model_config = source.model_config
-    sizes = _open_device(config, source)
+    memory = this_device()
+    dtype = placed_dtype(config, source, memory.limits)
+    sizes = _open_device(config, source, dtype, memory)
+    device = target_device()
+    if device.is_gpu != memory.limits.is_gpu:  # JAX could not open the card
+        sizes, dtype = None, placed_dtype(config, source, device)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     programs = None if cache in (None, "none") else prepare_cache(Path(cache))
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    platform = "cpu" if device.platform == "cpu" else "gpu"
     context = model_config.context_length
     config = replace(config.resolve(platform, context, sizes), model=source.path)
     if config.quantization is None and config.load_format != "dummy":
@@ -118,7 +138,6 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
         config = replace(config, quantization=made)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
-    dtype = placed_dtype(config, source, platform)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = source.tokenizer(config, on_progress)
@@ -126,7 +145,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     started = time.perf_counter()
-    model = _model(config, source, model_config, dtype, on_progress)
+    model = _model(config, source, model_config, dtype, device, on_progress)
     weights_seconds = time.perf_counter() - started
     start = WarmUp(config, model_config, model, cache=programs)
     start.report.stages["weights"] = weights_seconds
@@ -157,40 +176,43 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
 
 
-def _open_device(config: EngineConfig, source: Source) -> tuple[int, int] | None:
-    """Open the card, before JAX takes its share of every one; return the sizes for its memory.
+def _open_device(
+    config: EngineConfig, source: Source, dtype: Any, memory: DeviceMemory
+) -> tuple[int, int] | None:
+    """Start JAX, before it takes its share of every card; return the sizes for a card's memory.
 
     Raises:
         InvalidRequest: it has too little memory for the model, and what would fit.
+        DeviceError: see `open_device`.
     """
-    device = this_device()
-    if not device.limits.is_gpu:
+    if not memory.limits.is_gpu:
+        open_device(memory, 0)
         return None
     made = None if config.load_format == "dummy" else source.fixed_quantization
     form = choose_quantization(config.quantization, source.model_config) or made
-    weights = Weights(source.model_config, placed_dtype(config, source, device.limits.platform))
-    plan = plan_memory(config, weights, form, device)
+    weights = Weights(source.model_config, dtype)
+    plan = plan_memory(config, weights, form, memory)
     if not plan.fits:
-        raise InvalidRequest(refusal(config, weights, plan, device), "gpu_memory_utilization")
+        raise InvalidRequest(refusal(config, weights, plan, memory), "gpu_memory_utilization")
     # Of all engines of this process; each takes its share of that.
-    open_device(device, device.budget(config.gpu_memory_utilization, plan.sizes.share))
+    open_device(memory, memory.budget(config.gpu_memory_utilization, plan.sizes.share))
     return plan.sizes.seqs, plan.sizes.tokens
 
 
-def placed_dtype(config: EngineConfig, source: Source, platform: str) -> Any:
+def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
     """Return the dtype that the weights will have.
 
     Raises:
         UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
     """
-    fixed = source.fixed_dtype
+    fixed, overflows = source.fixed_dtype, overflows_float16(source.model_config)
     if fixed is None or config.load_format == "dummy":
-        return choose_dtype(config.dtype, source.model_config.dtype, platform)
+        return choose_dtype(config.dtype, source.model_config.dtype, device, overflows)
     if config.dtype not in ("auto", fixed):
         raise UnsupportedModel(
             f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
         )
-    return choose_dtype(fixed, fixed, platform)
+    return choose_dtype(fixed, fixed, device, overflows)
 
 
 def _model(
@@ -198,15 +220,20 @@ def _model(
     source: Source,
     model_config: ModelConfig,
     dtype: Any,
+    device: DeviceLimits,
     on_progress: OnProgress | None,
 ) -> Decoder:
-    """Make the model with its weights placed, quantized if so configured; on CPU in panels."""
+    """Make the model with its weights placed as `device` multiplies them: on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
     panels = jax.default_backend() == "cpu"
     if config.load_format == "dummy":
-        return random_weights(model_config, dtype, config.seed, quantization, panels)
-    kv_scales = config.kv_cache_dtype == "fp8"
-    return source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
+        model = random_weights(model_config, dtype, config.seed, quantization, panels)
+    else:
+        kv_scales = config.kv_cache_dtype == "fp8"
+        model = source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
+    if device.is_gpu and not device.runs_triton:
+        use_output_rows(model)
+    return model
 
 
 def _eos_token_ids(

@@ -52,7 +52,7 @@ def plan_model(config: EngineConfig, device_name: str | None = None) -> ModelPla
         raise CheckpointError(f"model {name!r}: a GGUF file on the hub has to be fetched first")
     source = find_source(config, config_only=True)
     model_config = source.model_config
-    weights = Weights(model_config, placed_dtype(config, source, _platform(device)))
+    weights = Weights(model_config, placed_dtype(config, source, device.limits))
     made = source.fixed_quantization
     chosen = choose_quantization(config.quantization, model_config) or made
     forms = forms_of(model_config)
@@ -62,10 +62,6 @@ def plan_model(config: EngineConfig, device_name: str | None = None) -> ModelPla
     text = None if plans[0].fits else refusal(config, weights, plans[0], device)
     stored = model_config.quantization
     return ModelPlan(device, None if stored is None else stored.method, plans, text)
-
-
-def _platform(device: DeviceMemory) -> str:
-    return "gpu" if device.limits.is_gpu else "cpu"
 
 
 def _is_local(config: EngineConfig) -> bool:

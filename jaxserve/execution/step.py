@@ -18,6 +18,7 @@ from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
+from jaxserve.models.quantized import with_implementation
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 Array = Any
@@ -56,11 +57,13 @@ def model_step(
         batch: see StepBatch.
         decode_only: static; every row has one token.
         greedy: static; every row takes its most likely token (see `is_greedy`).
-        implementation: static; which attention runs.
+        implementation: static; which attention, and which products of experts and of quantized
+            weights run.
     """
     # Real rows come first in tokens and batch; a block of positions has no more of them.
     num_tokens = batch.query_start[-1]
     parameters = with_num_rows(jax.tree.unflatten(treedef, leaves), num_tokens)
+    parameters = with_implementation(parameters, implementation)
     model = nnx.merge(graphdef, parameters)
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
     drawn = state.last_token.at[owner].get(mode="clip")

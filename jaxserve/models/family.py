@@ -31,6 +31,7 @@ class FamilyTraits:
         router: how experts are chosen (see `routing.route`); "chosen" also gives biases to router
             and experts, and gpt-oss's activation.
         sinks: a logit for each query head joins the softmax of attention.
+        overflows_float16: its activations leave float16's range.
     """
 
     norms: Literal["before", "after", "around"] = "before"
@@ -43,6 +44,7 @@ class FamilyTraits:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     sinks: bool = False
+    overflows_float16: bool = False
 
 
 LLAMA_TRAITS = FamilyTraits()

@@ -16,9 +16,11 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import Quantized, QuantizedWeight, SplitWeight
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -86,7 +88,7 @@ def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
 
 def matmul(
     x: Float[Array, " T *inputs"],
-    w: Float[Array, " ..."] | Quantized | PanelWeight | QuantizedPanels,
+    w: Float[Array, " ..."] | Quantized | QuantizedRows | PanelWeight | QuantizedPanels,
     *,
     bias: Float[Array, "*outputs"] | None = None,
     contract: int = 1,
@@ -100,20 +102,31 @@ def matmul(
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
     dequantized as a whole.
     """
-    if isinstance(w, QuantizedWeight | SplitWeight | PanelWeight | QuantizedPanels):
+    if isinstance(w, QuantizedWeight | SplitWeight | QuantizedRows | PanelWeight | QuantizedPanels):
         y = w.dot(x.reshape(x.shape[0], -1))
     elif x.shape[0] == 1 and x.dtype.itemsize == 2:
-        # XLA on CPU turns a one-row 16-bit product into a float32 one and so converts the whole
-        # weight every step: 13 to 20 times slower than the same product of two rows.
-        y = lax.platform_dependent(
-            x, w, cpu=lambda x, w: _dot(jnp.repeat(x, 2, axis=0), w, contract)[:1],
-            default=lambda x, w: _dot(x, w, contract),
-        )  # fmt: skip
+        y = _one_row(x, w, contract)
     else:
         y = _dot(x, w, contract)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _one_row(x: Array, w: Array, contract: int) -> Array:
+    """Multiply one row of 16-bit numbers.
+
+    XLA on CPU turns the product into a float32 one and so converts the whole weight every step: 13
+    to 20 times slower than the same product of two rows. On a GPU before Ampere it does so too, and
+    the copy of an output projection takes gigabytes.
+    """
+
+    def repeated(x: Array, w: Array) -> Array:
+        return _dot(jnp.repeat(x, 2, axis=0), w, contract)[:1]
+
+    if target_device().widens_one_row:
+        return repeated(x, w)
+    return lax.platform_dependent(x, w, cpu=repeated, default=lambda x, w: _dot(x, w, contract))
 
 
 def _dot(x: Array, w: Array, contract: int) -> Array:

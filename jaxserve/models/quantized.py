@@ -9,7 +9,7 @@ close logits, and a router between close experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxserve.models.paged import LogicalAxes
 from pallas_kernels import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.quantized_codes import codes_a_row
+from pallas_kernels.quantized_matmul import IMPLEMENTATIONS as QUANTIZED_IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, Shaped, UInt8
@@ -58,6 +59,7 @@ class QuantizedWeight:
         form: "int8", "fp8" or "int4".
         inputs: how many inputs there are, padding not counted.
         outputs: the shape that the outputs have in the model; their product is O.
+        implementation: of the product; see `with_implementation`.
     """
 
     values: Shaped[Array, "codes O"]
@@ -67,6 +69,7 @@ class QuantizedWeight:
     form: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
+    implementation: str = field(default="auto", metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> QuantizedWeight:
         """Return itself: a parameter's value is read as `parameter[...]`, whatever it is."""
@@ -75,7 +78,11 @@ class QuantizedWeight:
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Multiply x, in at least float32."""
         x = in_order(x, self.order, self.values.shape[0], self.form)
-        y = quantized_matmul(x, self.values, self.scales, self.zeros, form=self.form)
+        y = quantized_matmul(
+            *(x, self.values, self.scales, self.zeros),
+            form=self.form,
+            implementation=self.implementation,
+        )
         return y.reshape(x.shape[0], *self.outputs)
 
 
@@ -87,7 +94,7 @@ class SplitWeight:
     They are apart where each has an order of inputs of its own.
     """
 
-    weights: tuple[Any, ...]  # QuantizedWeight, or the same in panels
+    weights: tuple[Any, ...]  # QuantizedWeight, or the same in panels or in rows of outputs
     # Which outputs each part gives, as starts and sizes along every dimension of `outputs`.
     places: tuple[tuple[tuple[int, int], ...], ...] = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
@@ -146,6 +153,22 @@ class QuantizedExperts:
 
 
 Quantized = QuantizedWeight | SplitWeight
+
+
+def with_implementation(tree: Any, implementation: str) -> Any:
+    """Return a tree of parameters whose quantized products run as attention does.
+
+    They have no kernel of Mosaic's; beside its attention they run as "auto".
+    """
+    name = implementation if implementation in QUANTIZED_IMPLEMENTATIONS else "auto"
+
+    def is_quantized(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedWeight)
+
+    def chosen(leaf: Any) -> Any:
+        return replace(leaf, implementation=name) if is_quantized(leaf) else leaf
+
+    return jax.tree.map(chosen, tree, is_leaf=is_quantized)
 
 
 def in_order(

@@ -77,6 +77,11 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
     raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
 
 
+def overflows_float16(config: ModelConfig) -> bool:
+    """Return whether a model's activations leave float16's range."""
+    return ARCHITECTURES[config.architecture].traits.overflows_float16
+
+
 def build_model(
     config: ModelConfig, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None = None
 ) -> Decoder:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
+from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.weight_table import WeightName
@@ -60,6 +61,13 @@ def use_panels(model: Decoder) -> None:
             panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
             if panels is not None:
                 node.set_value(panels)
+
+
+def use_output_rows(model: Decoder) -> None:
+    """Transpose a model's quantized matrices, in place, one after the other."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param) and not isinstance(node[...], jax.Array):
+            node.set_value(with_output_rows(node[...]))
 
 
 def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:

@@ -16,13 +16,16 @@ from pallas_kernels.arguments import AttentionOptions
 from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu import ragged as cpu_ragged
 from pallas_kernels.devices import DeviceLimits
-from pallas_kernels.gpu import triton_decode, triton_ragged
+from pallas_kernels.gpu import triton_decode, triton_ragged, xla_attention
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
 DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_splits=2)
 RAGGED = RaggedConfig(tile_rows=32, block_tokens=32)
+TURNS = xla_attention.Sizes(
+    chunk_tokens=32, turn_tokens=96, tile_chunk_tokens=64, tile_queries=4, scores_bytes=1 << 20
+)
 
 SETUPS = {
     "plain": {"dtype": jnp.float32},
@@ -74,16 +77,20 @@ def _functions(name: str, decode: bool):
         tile = functools.partial(triton_decode.paged_decode_attention, config=DECODE)
         plain, oracle = xla.paged_decode_attention, reference.paged_decode_attention
         native = cpu_decode.paged_decode_attention
+        large = xla_attention.paged_decode_attention
     else:
         tile = functools.partial(
             triton_ragged.ragged_paged_attention, config=RAGGED, decode_config=DECODE
         )
         plain, oracle = xla.ragged_paged_attention, reference.ragged_paged_attention
         native = cpu_ragged.ragged_paged_attention
+        large = xla_attention.ragged_paged_attention
     tested = {
         "triton": _compiled(tile, setup, interpret=True),
         "xla": _compiled(plain, setup),
         "llvm": _compiled(native, setup),
+        "xla for a GPU": _compiled(large, setup),
+        "xla for a GPU, in turns": _compiled(large, setup, sizes=TURNS),
     }
     return _compiled(oracle, setup), tested
 
@@ -139,7 +146,7 @@ def _call(name: str, rows: list[tuple[int, int]], tokens: int, seed: int) -> Pag
 
 def _tested(names: list[str]) -> list[tuple[str, str]]:
     """Setups with what is tested on them; llvm takes the bits of float8."""
-    implementations = ("triton", "xla", "llvm")
+    implementations = ("triton", "xla", "xla for a GPU", "xla for a GPU, in turns", "llvm")
     return [(name, implementation) for name in names for implementation in implementations]
 
 
@@ -162,15 +169,15 @@ def test_decode(name: str, implementation: str, data) -> None:
     _agree(name, implementation, call, decode=True)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "triton, all in tiles", "xla", "llvm"])
+@pytest.mark.parametrize("implementation", ["triton", "triton, all in tiles", "xla", "gpu", "llvm"])
 def test_full_tiles_and_long_rows(implementation: str) -> None:
     """More blocks than edges: several tiles of a row, several splits, all kinds of row at once."""
     rows = [(70, 200), (1, 150), (0, 0), (1, 1), (3, 3), (64, 64)]
     call = paged_call(rows, dtype=jnp.float32, padding=5)
     expected = _compiled(reference.ragged_paged_attention, {})(call.ragged, {})
-    if implementation in ("xla", "llvm"):
-        module = xla if implementation == "xla" else cpu_ragged
-        run = _compiled(module.ragged_paged_attention, {})
+    modules = {"xla": xla, "gpu": xla_attention, "llvm": cpu_ragged}
+    if implementation in modules:
+        run = _compiled(modules[implementation].ragged_paged_attention, {})
     else:
         config = dataclasses.replace(RAGGED, split_single=implementation == "triton")
         tiles = functools.partial(triton_ragged.ragged_paged_attention, interpret=True)

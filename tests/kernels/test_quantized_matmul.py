@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, quantized_matmul
+from pallas_kernels import dequantize, output_major_matmul, quantized_matmul
+from pallas_kernels.gpu import xla_quantized_matmul
 from pallas_kernels.quantized_codes import decode
 from pallas_kernels.quantized_matmul import choose
 
@@ -59,6 +60,27 @@ def test_the_product_is_that_of_the_dequantized_weight(form, groups, zero_points
     want = x.astype(np.float64) @ exact
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
     assert got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
+@pytest.mark.parametrize("rows", [1, 5, xla_quantized_matmul.MOST_ROWS, 40])
+def test_the_product_with_transposed_codes_is_the_same(
+    monkeypatch, form, groups, zero_points, rows
+):
+    """Few rows are reduced, more multiply blocks: of 128 outputs here, and one of 44."""
+    monkeypatch.setattr(xla_quantized_matmul, "GPU_BLOCK_BYTES", 1)
+    values, scales, zeros, exact = weight(form, groups, zero_points)
+    x = np.random.default_rng(1).normal(size=(rows, I))
+    turned = (values.T, scales.T, None if zeros is None else zeros.T)
+    want = x @ exact
+    for dtype, most in ((np.float32, 2e-6), (np.float16, 4e-3)):
+        got = output_major_matmul(jnp.asarray(x, dtype), *map(as_array, turned), form=form)
+        assert np.abs(got - want).max() < most * np.abs(want).max(), dtype
+        assert got.dtype == jnp.float32
+
+
+def as_array(numbers: np.ndarray | None) -> jax.Array | None:
+    return None if numbers is None else jnp.asarray(numbers)
 
 
 def test_every_fp8_code():
@@ -109,6 +131,10 @@ def test_misuse_is_refused():
         *arrays, form = arguments
         with pytest.raises(ValueError, match=named):
             quantized_matmul(*arrays, form=form)
+        x, *weights = arrays
+        turned = [None if array is None else array.T for array in weights]
+        with pytest.raises(ValueError, match=named):
+            output_major_matmul(x, *turned, form=form)
     with pytest.raises(ValueError, match="implementation"):
         quantized_matmul(x, values, scales, form="int4", implementation="mosaic_gpu")
 

@@ -29,7 +29,11 @@ from jaxserve.models.weight_names import (
 from jaxserve.models.weight_table import WeightName
 
 TRAITS = FamilyTraits(
-    norms="around", norm_offset=1.0, norm_rounds_last=True, activation="gelu_tanh"
+    norms="around",
+    norm_offset=1.0,
+    norm_rounds_last=True,
+    activation="gelu_tanh",
+    overflows_float16=True,
 )
 
 

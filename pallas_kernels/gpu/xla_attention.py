@@ -1,0 +1,181 @@
+"""Attention in plain JAX for a GPU, where Triton does not compile: before Ampere.
+
+A loop whose length the device computes is driven by the host there, which waits for every turn. So
+a turn takes as many tokens as memory allows, and a table that fits a turn takes no loop: the step
+stays one graph. Decodes multiply and reduce instead of calling a product: XLA fuses the gather of
+the pages, their conversion and the reduction into one kernel, so that keys and values are read once
+and written nowhere. Rows of more queries are products of large tiles, with 16-bit operands where
+queries and pages have the same 16-bit type.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import xla
+from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions
+
+
+class Sizes(NamedTuple):
+    """Sizes of a turn.
+
+    Attributes:
+        chunk_tokens: tokens of an item of decodes.
+        turn_tokens: tokens of all items of a turn. Items of padding read one page over and over,
+            out of the cache.
+        tile_chunk_tokens: tokens of a chunk of keys for a tile of queries.
+        tile_queries: queries of a tile, at most.
+        scores_bytes: bytes of a tile's scores in float32, at most.
+    """
+
+    chunk_tokens: int = 64
+    turn_tokens: int = 32768
+    tile_chunk_tokens: int = 2048
+    tile_queries: int = 256
+    scores_bytes: int = 64 << 20
+
+
+SIZES = Sizes()
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+    *,
+    sizes: Sizes = SIZES,
+) -> jax.Array:
+    """Compute ``pallas_kernels.paged_decode_attention``: [R,N,H]."""
+    arrays = (q, k_pages, v_pages, page_table, kv_len)
+    return xla.paged_decode_attention(*arrays, options, decode=partial(_decode, sizes=sizes))
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions = NO_OPTIONS,
+    *,
+    sizes: Sizes = SIZES,
+) -> jax.Array:
+    """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
+    positions = page_table.shape[1] * k_pages.shape[2]
+    chunk = min(sizes.tile_chunk_tokens, positions)
+    queries = sizes.scores_bytes // (4 * q.shape[1] * chunk)
+    is_narrow = q.dtype == k_pages.dtype and q.dtype.itemsize == 2
+    tile_sizes = xla.TileSizes(
+        queries=max(2, min(queries, sizes.tile_queries)),
+        chunk_tokens=chunk,
+        one_chunk=positions <= chunk,
+        dtype=q.dtype if is_narrow else None,
+    )
+    return xla.ragged_paged_attention(
+        *(q, k_pages, v_pages, page_table, query_start, kv_len, options),
+        decode=partial(_decode, sizes=sizes),
+        tiles=partial(xla.attend_tiles, sizes=tile_sizes),
+    )
+
+
+def _decode(
+    q: jax.Array,
+    kv_pages: xla.Pages,
+    page_table: jax.Array,
+    kv_len: jax.Array,
+    options: AttentionOptions,
+    sizes: Sizes,
+) -> jax.Array:
+    """Compute rows of one query; see `xla.Decode`."""
+    R, K, G, H = q.shape
+    pages = max(1, sizes.chunk_tokens // kv_pages[0].shape[2])
+    cache = xla.page_rows(*kv_pages, page_table, pages)
+    chunk = pages * cache.shape[1]
+    most = R * (cache.page_table.shape[1] // pages)
+    W = min(most, max(1, sizes.turn_tokens // chunk))
+    items = xla.list_items(cache, kv_len, options.window, pages, W)
+    q = q * options.score_scale(H)
+
+    def body(turn: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Add W items to sums [R, K, G, H], totals and peaks [R, K, G]."""
+        owner, page, first, stop = (lax.dynamic_slice_in_dim(x, turn * W, W) for x in items[:4])
+        k, v = xla.gather_chunks(cache, page, q.dtype)
+        cell = jnp.arange(chunk)
+        seen = cell < stop[:, None]
+        if options.window is not None:
+            seen &= cell >= first[:, None]
+        parts = _attend_chunks(q[jnp.minimum(owner, R - 1)], k, v, seen, options)
+        return _merge(carry, parts, owner)
+
+    top, total = xla.empty_softmax((R, K, G), options.sinks, q.dtype)
+    carry = (jnp.zeros_like(q), total, top)
+    if most <= W:
+        carry = body(0, carry)
+    else:
+        carry = lax.fori_loop(0, (items.count + W - 1) // W, body, carry)
+    acc, total, _ = carry
+    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    return jnp.where((kv_len > 0)[:, None, None, None], out, 0)
+
+
+def _attend_chunks(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, options: AttentionOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attend from each item's queries to its chunk alone.
+
+    Args:
+        q: [W, K, G, H], scaled.
+        k: [W, K, C, H].
+        v: likewise.
+        seen: bool[W, C], the tokens that count.
+        options: static ones.
+
+    Returns:
+        The weighted sum of values [W, K, G, H], the weights' total and the peak [W, K, G].
+    """
+    # The heads that share keys come last, so that blocks beside each other read the same keys.
+    scores = (k[:, :, :, None] * q[:, :, None]).sum(axis=-1).transpose(0, 1, 3, 2)
+    seen = seen[:, None, None]  # [W, 1, 1, C]
+    scores = jnp.where(seen, xla.capped(scores, options.soft_cap), xla.LOWEST)
+    peak = scores.max(axis=-1)
+    weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0)
+    part = (weights[..., None] * jnp.where(seen[..., None], v[:, :, None], 0)).sum(axis=3)
+    return part, weights.sum(axis=-1), peak
+
+
+def _merge(
+    carry: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], owner: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Add items' parts to their rows' sums, totals and peaks; see `xla.Decode`.
+
+    The items go to their rows through a one-hot product: a scatter would add in any order. Zero
+    times NaN is NaN there, so an item that is not finite goes in as zeros, and makes its own row
+    NaN through the peak, which is selected and not multiplied.
+    """
+    acc, total, top = carry
+    part, weight, peak = parts
+    R = acc.shape[0]
+    peak = jnp.where(jnp.isfinite(part.sum(axis=-1)), peak, jnp.nan)
+    mine = owner[None, :] == jnp.arange(R)[:, None]  # [R, W]
+    peaks = jnp.where(mine[:, :, None, None], peak[None], xla.LOWEST).max(axis=1)
+    new_top = jnp.maximum(top, peaks)
+    shrink, grow = jnp.exp(top - new_top), jnp.exp(peak - new_top[jnp.minimum(owner, R - 1)])
+    is_finite = jnp.isfinite(grow)
+    part = jnp.where(is_finite[..., None], part * grow[..., None], 0)
+    weight = jnp.where(is_finite, weight * grow, 0)
+    if R == 1:  # a product would have XLA lay out the parts, and before them the values, anew
+        summed, weights = part.sum(axis=0)[None], weight.sum(axis=0)[None]
+    else:
+        share, exact = mine.astype(acc.dtype), lax.Precision.HIGHEST
+        summed = jnp.einsum("rw,wkgh->rkgh", share, part, precision=exact)
+        weights = jnp.einsum("rw,wkg->rkg", share, weight, precision=exact)
+    return acc * shrink[..., None] + summed, total * shrink + weights, new_top

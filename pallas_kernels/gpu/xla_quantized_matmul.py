@@ -1,0 +1,138 @@
+"""The product with a quantized weight in plain JAX for a GPU, where Triton does not compile.
+
+Codes are stored output-major there. Then a product of a few rows is one reduction for each of them
+over the same codes, and XLA fuses up to eight with what decodes the codes: these are read once, and
+the weight is nowhere in floats. Of codes stored input-major it would fuse two. Of more rows the
+product needs the weight in x's dtype, a block of outputs at a time.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quantized_codes import codes_a_row, decode, halves
+from pallas_kernels.quantized_matmul import GPU_BLOCK_BYTES, check, code_offset
+
+MOST_ROWS = 16
+"""Rows that are reduced; more would read the codes more than twice."""
+
+
+def output_major_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    form: str,
+) -> jax.Array:
+    """Multiply x by a weight whose codes, scales and zero points are stored output-major.
+
+    Args:
+        x: [T,I], bfloat16, float16, float32 or float64.
+        values: [O,rows], the transposed codes of ``quantized_matmul``.
+        scales: [O,groups], any float.
+        zeros: uint8 [O,groups]; of int4 only.
+        form: "int8", "fp8" or "int4".
+
+    Returns:
+        [T,O] in float32 (float64 for float64), in which products accumulate.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+
+    def turned(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape[::-1], array.dtype)
+
+    described = turned(values), turned(scales), None if zeros is None else turned(zeros)
+    check(x, *described, form, "xla")
+    if x.shape[0] <= MOST_ROWS:
+        return _reduced(x, values, scales, zeros, form)
+    return _in_blocks(x, values, scales, zeros, form)
+
+
+def _reduced(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
+) -> jax.Array:
+    """Reduce over the inputs, row by row of x.
+
+    XLA writes the weight in floats if what the rows share is dear to compute. So scales multiply
+    products, not weights, and zero points are a product of their own, with inputs summed by group.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    weights, scale = decode(values, form, wide), scales.astype(wide)
+    inputs = [part.astype(wide) for part in halves(x, form)]
+    if scale.shape[1] == 1:
+        out = _row_sums(weights, inputs) * scale[:, 0]
+    else:
+        out = _row_sums(weights, inputs, _spread(scale, values.shape))
+    if zeros is None:
+        return out
+    sums = x.astype(wide).reshape(x.shape[0], zeros.shape[1], -1).sum(axis=2)
+    return out - _row_sums([zeros.astype(wide) - code_offset(form)], [sums], scale)
+
+
+def _row_sums(
+    weights: list[jax.Array], inputs: list[jax.Array], factor: jax.Array | None = None
+) -> jax.Array:
+    """Return [T,O]: each row of the inputs [T,I] times each row of weights [O,I], summed.
+
+    The inputs, and weights beside them, are parts whose products are added; then all are multiplied
+    by `factor` [O,I].
+    """
+
+    def row(index: int) -> jax.Array:
+        terms = [w * part[index] for w, part in zip(weights, inputs, strict=True)]
+        products = sum(terms[1:], terms[0])
+        return (products if factor is None else products * factor).sum(axis=1)
+
+    return jnp.stack([row(index) for index in range(inputs[0].shape[0])])
+
+
+def _spread(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeat what is for a group of inputs [O,groups] for each of its codes."""
+    each = shape[1] // groups.shape[1]
+    return jnp.broadcast_to(groups[..., None], (*groups.shape, each)).reshape(shape)
+
+
+def _in_blocks(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
+) -> jax.Array:
+    """Multiply by a block of outputs at a time; each waits for the one before it."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    outputs, inputs = values.shape[0], values.shape[1] * codes_a_row(form)
+    width = max(128, GPU_BLOCK_BYTES // (inputs * x.dtype.itemsize) // 128 * 128)
+    parts = halves(x, form)
+    blocks: list[jax.Array] = []
+    for start in range(0, outputs, width):
+        cut = slice(start, min(start + width, outputs))
+        codes = values[cut]
+        if blocks:  # so that a block's weight takes the place of the one before it
+            codes, blocks[-1] = lax.optimization_barrier((codes, blocks[-1]))
+        zero = None if zeros is None else zeros[cut]
+        weights, scale = _weights(codes, scales[cut], zero, form, wide)
+        products = [
+            lax.dot_general(
+                *(part, weight.astype(x.dtype), (((1,), (1,)), ((), ()))),
+                preferred_element_type=wide,
+            )
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        blocks.append(sum(products, jnp.zeros((), wide)) * scale)
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _weights(
+    values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return the parts of a weight as `decode` splits it, [O,rows], and a factor of the results."""
+    weights, scale = decode(values, form, dtype), scales.astype(dtype)
+    if zeros is not None:
+        offset = _spread(zeros.astype(dtype) - code_offset(form), values.shape)
+        weights = [part - offset for part in weights]
+    if scale.shape[1] == 1:
+        return weights, scale[:, 0]
+    factor = _spread(scale, values.shape)
+    return [part * factor for part in weights], jnp.ones((), dtype)
