@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,3 +153,126 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
         if first:
             found.append(QuantizedGroupedCase("int4", case, 128))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """Step of an 8B Llama to compile, whole as the engine traces it.
+
+    Attributes:
+        tokens, rows: the bucket; as many tokens as rows are decodes.
+        dtype: of weights and activations.
+        page_dtype: of the pages; "" for that of the weights.
+        form: of quantized weights; "" for none.
+        layers: how many of the model's; 0 for all.
+        draws: take a decode's program that holds the sampler.
+        num_steps: of a launch.
+        context: positions that a row's pages hold.
+    """
+
+    tokens: int
+    rows: int
+    dtype: str = "bfloat16"
+    page_dtype: str = ""
+    form: str = ""
+    layers: int = 0
+    draws: bool = False
+    num_steps: int = 1
+    context: int = 1024
+
+    @property
+    def name(self) -> str:
+        launch = f"launch of {self.num_steps} steps" if self.num_steps > 1 else "step"
+        decodes = self.tokens == self.rows
+        size = f"decode {self.rows} rows" if decodes else f"mixed {self.tokens} tokens"
+        about = [self.dtype, f"{self.form} weights" * bool(self.form)]
+        about += [f"{self.page_dtype} pages" * bool(self.page_dtype)]
+        about += [f"{self.layers} layers" * bool(self.layers), "drawn" * (self.draws and decodes)]
+        return f"{launch} 8b {size}, {', '.join(filter(None, about))}"
+
+
+STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "quantized_matmul")
+
+
+def step_cases() -> list[StepCase]:
+    """List the whole model's decode, drawn and not, its mixed step and a launch of 8 steps."""
+    return [
+        StepCase(64, 64, context=4096),
+        StepCase(64, 64, context=4096, draws=True),
+        StepCase(2048, 64, context=4096, draws=True),
+        StepCase(64, 64, context=4096, draws=True, num_steps=8),
+    ]
+
+
+def long_cases() -> list[Any]:
+    """List everything: what is compiled for an H200."""
+    return [
+        *cases(),
+        *grouped_cases(),
+        *quantized_cases(),
+        *quantized_grouped_cases(),
+        *step_cases(),
+    ]
+
+
+def card_cases() -> list[Any]:
+    """List what every card from 8.0 on must compile: each kernel in the sizes of models."""
+    found: list[Any] = []
+    for op in ("decode", "ragged"):
+        for H in (64, 128, 256):
+            found += [Case(op, dtype, H) for dtype in ("bfloat16", "float16", "float8_e4m3fn")]
+        # Gemma 3 and gpt-oss.
+        found += [Case(op, "bfloat16", H, group=2, extras="window cap sinks") for H in (64, 256)]
+    found += [Case("kv_write", dtype, 128) for dtype in ("bfloat16", "float16", "float8_e4m3fn")]
+    found.append(Case("kv_write", "float8_e4m3fn", 256))
+    for form, group in (("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 32)):
+        sizes = (("bfloat16", 16), ("bfloat16", 64), ("bfloat16", 2048), ("float16", 16))
+        found += [
+            QuantizedCase(form, dtype, tokens, 4096, 28672, group, zeros=form == "int4")
+            for dtype, tokens in sizes
+        ]
+    for experts in grouped_cases()[:2]:
+        found.append(experts)
+        found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
+        found.append(QuantizedGroupedCase("int4", experts, 32, zeros=True))
+    return found
+
+
+def card_steps(dtypes: tuple[str, ...], layers: int) -> list[StepCase]:
+    """List steps of decodes and of chunks, with quantized weights and narrow pages too."""
+    found = [StepCase(1, 1, dtypes[0], layers=layers)]
+    for dtype in dtypes:
+        found.append(StepCase(32, 32, dtype, layers=layers))
+        found.append(StepCase(512, 32, dtype, layers=layers, draws=True))
+    for tokens in (32, 512):
+        fp8 = StepCase(tokens, 32, dtypes[0], "float8_e4m3fn", layers=layers, draws=tokens > 32)
+        found += [fp8, dataclasses.replace(fp8, page_dtype="", form="int4")]
+    return found + [
+        StepCase(32, 32, dtypes[0], form=form, layers=layers) for form in ("int8", "fp8")
+    ]
+
+
+def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
+    """List the cases of a name: "long", "card", "full" (with all layers) or "short"."""
+    if which == "long":
+        return long_cases()
+    layers = 0 if which == "full" else 2
+    if capability < (8, 0):  # XLA alone: steps in the dtype that is native there
+        return card_steps(("float16",), layers)
+    if which == "short":
+        return short_cases()
+    return card_cases() + card_steps(("bfloat16", "float16"), layers)
+
+
+def short_cases() -> list[Any]:
+    """List a kernel of each kind, in the sizes that are the hardest to fit."""
+    [experts, *_] = grouped_cases()
+    return [
+        Case("decode", "bfloat16", 256),
+        Case("ragged", "bfloat16", 256, group=2, extras="window cap sinks"),
+        Case("decode", "float8_e4m3fn", 128),
+        Case("kv_write", "float8_e4m3fn", 128),
+        QuantizedCase("int4", "bfloat16", 16, 4096, 4096, 32, zeros=True),
+        experts,
+        QuantizedGroupedCase("int4", experts, 32, zeros=True),
+    ]
