@@ -185,10 +185,12 @@ class StepCase:
         launch = f"launch of {self.num_steps} steps" if self.num_steps > 1 else "step"
         decodes = self.tokens == self.rows
         size = f"decode {self.rows} rows" if decodes else f"mixed {self.tokens} tokens"
-        about = [self.dtype, f"{self.form} weights" * bool(self.form)]
-        about += [f"{self.page_dtype} pages" * bool(self.page_dtype)]
-        about += [f"{self.layers} layers" * bool(self.layers), "drawn" * (self.draws and decodes)]
-        return f"{launch} 8b {size}, {', '.join(filter(None, about))}"
+        about = [self.dtype] if self.dtype != "bfloat16" else []
+        about += [f"{self.form} weights"] if self.form else []
+        about += [f"{self.page_dtype} pages"] if self.page_dtype else []
+        about += [f"{self.layers} layers"] if self.layers else []
+        about += ["drawn"] if self.draws and decodes and self.num_steps == 1 else []
+        return ", ".join([f"{launch} 8b {size}", *about])
 
 
 STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "quantized_matmul")
@@ -238,18 +240,14 @@ def card_cases() -> list[Any]:
     return found
 
 
-def card_steps(dtypes: tuple[str, ...], layers: int) -> list[StepCase]:
+def card_steps(dtype: str, layers: int) -> list[StepCase]:
     """List steps of decodes and of chunks, with quantized weights and narrow pages too."""
-    found = [StepCase(1, 1, dtypes[0], layers=layers)]
-    for dtype in dtypes:
-        found.append(StepCase(32, 32, dtype, layers=layers))
-        found.append(StepCase(512, 32, dtype, layers=layers, draws=True))
-    for tokens in (32, 512):
-        fp8 = StepCase(tokens, 32, dtypes[0], "float8_e4m3fn", layers=layers, draws=tokens > 32)
-        found += [fp8, dataclasses.replace(fp8, page_dtype="", form="int4")]
-    return found + [
-        StepCase(32, 32, dtypes[0], form=form, layers=layers) for form in ("int8", "fp8")
-    ]
+    decode = StepCase(32, 32, dtype, layers=layers)
+    found = [StepCase(1, 1, dtype, layers=layers), decode]
+    found += [dataclasses.replace(decode, form=form) for form in ("int8", "fp8", "int4")]
+    found.append(dataclasses.replace(decode, page_dtype="float8_e4m3fn"))
+    mixed = dataclasses.replace(decode, tokens=512, draws=True)
+    return [*found, mixed, dataclasses.replace(mixed, form="int4")]
 
 
 def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
@@ -258,10 +256,11 @@ def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
         return long_cases()
     layers = 0 if which == "full" else 2
     if capability < (8, 0):  # XLA alone: steps in the dtype that is native there
-        return card_steps(("float16",), layers)
+        return card_steps("float16", layers)
     if which == "short":
         return short_cases()
-    return card_cases() + card_steps(("bfloat16", "float16"), layers)
+    halves = StepCase(32, 32, "float16", layers=layers)
+    return [*card_cases(), *card_steps("bfloat16", layers), halves]
 
 
 def short_cases() -> list[Any]:
