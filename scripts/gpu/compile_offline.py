@@ -4,16 +4,14 @@
     python -m scripts.gpu.compile_offline --card all
     python -m scripts.gpu.compile_offline --card "RTX 3060" --card L4 --full
 
-Makes its own Python 3.12 environment (jax 0.11.2 with its CUDA 13 plugin, about 1 GB; triton's
-wheel for its disassembler), and compiles there. The first form takes everything for an H200, and
-writes a table of registers, spills, shared memory, instruction counts, launches, command buffers,
-copies of KV and temporary memory to compile_offline.json and .txt. The others compile what every
-card must run, for any card of `pallas_kernels.devices` ("all" is one of each compute capability),
-into one table by card, cards.json and cards.md.
+Makes its own environment (`offline_environment.py`), and compiles there. The first form takes
+everything for an H200, and writes a table of registers, spills, shared memory, instruction counts,
+launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt. The
+others compile what every card must run, for any card of `pallas_kernels.devices` ("all" is one of
+each compute capability), into one table by card, cards.json and cards.md.
 
 Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
-step is more than one graph; of the cards, for those that README names. Needs ptxas of CUDA 13 on
-the PATH.
+step is more than one graph; of the cards, for those that README names.
 """
 
 from __future__ import annotations
@@ -26,18 +24,22 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
 from scripts.gpu.card_table import card_faults, card_table
+from scripts.gpu.offline_environment import (
+    NoEnvironment,
+    default_folder,
+    make_environment,
+    with_ptxas,
+)
 from scripts.gpu.targets import ONE_OF_EACH, Target
 from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.paths import IN_CHECKOUT, RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
-JAX = "0.11.2"
 REQUIRED = (
     r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
@@ -45,31 +47,6 @@ REQUIRED = (
 """Cases that may not spill and may not copy KV."""
 ONE_GRAPH = "step 8b decode"
 """Cases that the host launches at once, and waits for nothing in."""
-
-
-def make_environment(folder: pathlib.Path, python: str) -> pathlib.Path:
-    """Create the environment if it is not there; return its interpreter."""
-    interpreter, done = folder / "bin/python", folder / "complete"
-    if done.is_file() and done.read_text() == JAX:
-        return interpreter
-    print(f"making {folder} (about 1 GB)", file=sys.stderr)
-    subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    pip = [str(interpreter), "-m", "pip", "install", "-q"]
-    plugins = [f"jax-cuda13-pjrt=={JAX}", f"jax-cuda13-plugin=={JAX}"]
-    subprocess.run([*pip, f"jax=={JAX}", "flax", "jaxtyping"], check=True)
-    subprocess.run([*pip, "--no-deps", *plugins, "triton==3.6.0"], check=True)
-    done.write_text(JAX)
-    return interpreter
-
-
-def find_python() -> str:
-    """Find a Python 3.12 to make the environment with."""
-    if sys.version_info[:2] == (3, 12):
-        return sys.executable
-    found = shutil.which("python3.12")
-    if found is None:
-        raise SystemExit("no python3.12 on the PATH; name one with --python")
-    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -124,6 +101,12 @@ def compile_cases(
 ) -> list[dict[str, Any]]:
     """Compile cases for a card, in a process of their own; return their rows.
 
+    Args:
+        interpreter: the environment's.
+        card: its name.
+        which: name of a list of cases; see `case_lists`.
+        only: regular expression of the cases' names.
+
     A compiler that ends its process (LLVM does where it lacks an instruction) costs its case alone.
     """
     with tempfile.TemporaryDirectory() as work:
@@ -131,7 +114,10 @@ def compile_cases(
         partial.write_text("[]")
         (pathlib.Path(work) / "mosaic").mkdir()
         environment = {
-            **os.environ,
+            # No settings of JAX's own: what its cache holds would leave no traces.
+            **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+            **with_ptxas(interpreter.parents[1]),
+            "JAX_PLATFORMS": "cpu",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             # Dumping everything the emitters make, not only PTX, takes ten times as long.
             "XLA_FLAGS": f"--xla_dump_to={work}/xla --xla_dump_hlo_as_text"
@@ -158,7 +144,11 @@ def describe(interpreter: pathlib.Path, command: str) -> dict[str, Any]:
         [str(interpreter), "-m", "pip", "freeze"], capture_output=True, text=True, check=True
     ).stdout
     ptxas = subprocess.run(
-        ["ptxas", "--version"], capture_output=True, text=True, check=True
+        ["ptxas", "--version"],
+        env={**os.environ, **with_ptxas(interpreter.parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return {
         "command": command,
@@ -233,9 +223,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.compile_offline", description=__doc__.splitlines()[0]
     )
-    default = pathlib.Path.home() / ".cache/jaxserve/offline"
     parser.add_argument(
-        "--env", type=pathlib.Path, default=default, help="environment to use or make"
+        "--env", type=pathlib.Path, default=default_folder(), help="environment to use or make"
     )
     parser.add_argument("--python", help="a Python 3.12; default: this one or python3.12")
     parser.add_argument(
@@ -260,9 +249,10 @@ def main() -> int:
         parser.error(f"--card: {error}")
     if (arguments.full or arguments.short) and not targets:
         parser.error("--full and --short: need --card")
-    if shutil.which("ptxas") is None:
-        raise SystemExit("ptxas is not on the PATH; install CUDA 13's nvcc")
-    interpreter = make_environment(arguments.env, arguments.python or find_python())
+    try:
+        interpreter = make_environment(arguments.env, arguments.python)
+    except NoEnvironment as error:
+        raise SystemExit(str(error)) from error
     about = describe(interpreter, command)
     if not targets:
         return report_h200(interpreter, about, arguments.only, arguments.out)

@@ -57,10 +57,17 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """Compiler for one card, which is not there."""
+    """Compiler for one card, which is not there.
+
+    Attributes:
+        target: the card.
+        dumps: where it leaves its traces.
+        disassembles: count instructions too, which takes longer than compiling.
+    """
 
     target: Target
     dumps: Dumps
+    disassembles: bool = False
 
     @functools.cached_property
     def device(self) -> Any:
@@ -112,7 +119,10 @@ class Compiler:
         """
         self.dumps.clear()
         executable = self.compile(function, shapes, donate)
-        result = analyse(executable, self.dumps, self.target.arch, copied, kernels)
+        assemble = functools.partial(
+            _assemble, arch=self.target.arch, disassembles=self.disassembles
+        )
+        result = analyse(executable, self.dumps, assemble, copied, kernels)
         return {"name": name, **dataclasses.asdict(result)}
 
 
@@ -127,7 +137,7 @@ def _disassembler() -> str | None:
     return str(path) if path.is_file() else None
 
 
-def _assemble(ptx: pathlib.Path, arch: str) -> dict[str, Any]:
+def _assemble(ptx: pathlib.Path, arch: str, disassembles: bool) -> dict[str, Any]:
     """Read registers, spills and instruction counts of the one kernel in a PTX file."""
     cubin = ptx.with_suffix(".assembled")
     run = subprocess.run(
@@ -141,7 +151,7 @@ def _assemble(ptx: pathlib.Path, arch: str) -> dict[str, Any]:
         "registers": max(int(r) for r in re.findall(r"Used (\d+) registers", run.stderr)),
         "spill_bytes": sum(int(s) for s in spills),
     }
-    tool = _disassembler()
+    tool = _disassembler() if disassembles else None
     if tool is not None:
         sass = subprocess.run(
             [tool, "-c", str(cubin)], capture_output=True, text=True, check=True
@@ -174,14 +184,18 @@ def _launches(text: str) -> list[str]:
 
 
 def analyse(
-    executable: Any, dumps: Dumps, arch: str, copied: tuple[int, ...], kernels: tuple[str, ...]
+    executable: Any,
+    dumps: Dumps,
+    assemble: Callable[[pathlib.Path], dict[str, Any]],
+    copied: tuple[int, ...],
+    kernels: tuple[str, ...],
 ) -> Compiled:
     """Read the dumps of the one compilation made since ``dumps.clear()``.
 
     Args:
         executable: what was compiled.
         dumps: where it left its traces.
-        arch: ptxas's name of the card.
+        assemble: reads registers and spills of the kernel in a PTX file.
         copied, kernels: see `Compiler.row`.
     """
     before = "\n".join(p.read_text() for p in dumps.xla.glob("*.thunk_sequence.txt"))
@@ -193,7 +207,7 @@ def analyse(
         entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx.read_text())
         if entry and any(name in entry[1] for name in kernels):
             size = _shared_memory(dumps, entry[1], before)
-            found[entry[1]] = {"name": entry[1], "shared_memory": size, **_assemble(ptx, arch)}
+            found[entry[1]] = {"name": entry[1], "shared_memory": size, **assemble(ptx)}
     hlo = executable.as_text()
     shape = re.escape(",".join(map(str, copied)))
     copies = len(re.findall(rf"= [^=\n]*\[{shape}\][^=\n]* copy(?:-start)?\(", hlo))
