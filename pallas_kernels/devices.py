@@ -238,7 +238,9 @@ def limits_of(device: Any) -> DeviceLimits:
         return DeviceLimits(platform, kind)
     reported = getattr(device, "compute_capability", None)
     if reported is None:
-        return find_card(kind).limits
+        limits = find_card(kind).limits
+        sms = getattr(device, "num_cores", None) or limits.num_sms
+        return dataclasses.replace(limits, num_sms=int(sms))
     major, _, minor = str(reported).partition(".")
     if not major.isdecimal():  # AMD's: "gfx942"
         return DeviceLimits("rocm", kind)
@@ -250,9 +252,12 @@ def target_device() -> DeviceLimits:
     """Return the limits of the device being compiled for.
 
     An abstract device in the current mesh wins (that is how code is compiled for a GPU on a machine
-    without one), then ``jax.default_device``, then the default backend.
+    without one), then ``jax.default_device``, then the default backend. The abstract device of a
+    mesh of real ones has their name; the driver says the rest, of cards without a table too.
     """
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None:
+        device = next((d for d in jax.devices() if d.device_kind == device.device_kind), device)
     if device is None:
         device = getattr(jax.config, "jax_default_device", None)
     if device is None or isinstance(device, str):

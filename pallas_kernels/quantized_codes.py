@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fp8_bits import small_halves
+
 FORMS = ("int8", "fp8", "int4")
 
 
@@ -28,20 +30,8 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
     if form == "int8":
         return [values.astype(dtype)]
     if form == "fp8":
-        return [_fp8(values).astype(dtype)]
+        # NaN, which no weight is, becomes 480.
+        return [(small_halves(values, nan=False).astype(jnp.float32) * 256).astype(dtype)]
     low = lax.bitwise_and(values, jnp.full_like(values, 15))
     high = lax.shift_right_logical(values, jnp.full_like(values, 4))
     return [part.astype(jnp.int32).astype(dtype) - 8 for part in (low, high)]
-
-
-def _fp8(bits: jax.Array) -> jax.Array:
-    """Convert bits of float8_e4m3fn to float32; NaN, which no weight is, becomes 480.
-
-    Shifted into place, exponent and mantissa are those of a float16 that is 256 times smaller, for
-    zero and subnormal numbers too.
-    """
-    bits = bits.astype(jnp.int32)
-    sign = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x80)), jnp.full_like(bits, 8))
-    rest = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x7F)), jnp.full_like(bits, 7))
-    half = lax.bitwise_or(sign, rest).astype(jnp.uint16)
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256

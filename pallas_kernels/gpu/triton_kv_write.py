@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import fp8_bits
 from pallas_kernels.arguments import FP8, kv_write_case
 from pallas_kernels.devices import target_device
 from pallas_kernels.gpu.triton_tile import power_of_two
@@ -23,7 +24,14 @@ from pallas_kernels.reference import FP8_MAX
 
 
 def _write_kernel(
-    slot_ref: Any, k_ref: Any, v_ref: Any, *rest: Any, slots: int, page_size: int, scaled: bool
+    slot_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *rest: Any,
+    slots: int,
+    page_size: int,
+    scaled: bool,
+    has_fp8: bool,
 ) -> None:
     """Write one token. ``rest``: k_scale and v_scale if ``scaled``, aliased inputs, outputs."""
     scale_refs: Any = rest[:2] if scaled else (None, None)
@@ -48,7 +56,9 @@ def _write_kernel(
             value = value.astype(jnp.float32)
         if scaled:
             value = value / plt.load(scale_ref.at[head], mask=mask, other=1.0)
-        if target.dtype == FP8:
+        if target.dtype == FP8 and not has_fp8:
+            value = lax.bitcast_convert_type(fp8_bits.narrow(value), FP8)
+        elif target.dtype == FP8:
             # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
             value = jnp.where(value > FP8_MAX, FP8_MAX, value)
             value = jnp.where(value < -FP8_MAX, -FP8_MAX, value)
@@ -83,7 +93,13 @@ def kv_write(
     operands += [k_scale, v_scale] if scaled else []
     first = len(operands)
     written = pl.pallas_call(
-        functools.partial(_write_kernel, slots=case.P * case.S, page_size=case.S, scaled=scaled),
+        functools.partial(
+            _write_kernel,
+            slots=case.P * case.S,
+            page_size=case.S,
+            scaled=scaled,
+            has_fp8=case.device.has_fp8,
+        ),
         grid=(case.T,),
         out_shape=(
             jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),

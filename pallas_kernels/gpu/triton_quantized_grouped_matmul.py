@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_grouped_matmul import tile_plan
-from pallas_kernels.gpu.triton_quantized_matmul import Tile, default_tile
+from pallas_kernels.gpu.triton_quantized_matmul import Tile, default_tile, load_by_group
 from pallas_kernels.quantized_codes import decode, halves
 
 
@@ -50,13 +50,12 @@ def _kernel(
     def grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
-    def scaled(weights: list[Any], row: Any, mask: Any) -> list[Any]:
+    def scaled(weights: list[Any], step: Any) -> list[Any]:
         """Subtract zero points from weights [rows, outputs] and multiply them by their scales."""
-        group = lax.div(row, jnp.full_like(row, rows // groups))
-        where = grid(group, column, (tile.rows, tile.outputs))
-        scale = plt.load(scales_ref.at[matrix, *where], mask=mask, other=0).astype(jnp.float32)
+        by_group = ((matrix,), step, column, column_mask, tile, rows // groups)
+        scale = load_by_group(scales_ref, *by_group).astype(jnp.float32)
         for zeros_ref in zeros_refs:
-            zero = plt.load(zeros_ref.at[matrix, *where], mask=mask, other=0).astype(jnp.int32)
+            zero = load_by_group(zeros_ref, *by_group).astype(jnp.int32)
             weights = [weight - (zero.astype(jnp.float32) - 8) for weight in weights]
         return [weight * scale for weight in weights]
 
@@ -68,7 +67,7 @@ def _kernel(
         values = plt.load(values_ref.at[matrix, *where], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
         if grouped:
-            weights = scaled(weights, row, mask)
+            weights = scaled(weights, step)
         for part, weight in enumerate(weights):
             where = grid(token + part * total, row, (tile.tokens, tile.rows))
             x = plt.load(x_ref.at[*where], mask=token_mask & (row < rows)[None, :], other=0)

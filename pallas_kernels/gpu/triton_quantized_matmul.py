@@ -42,6 +42,40 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
     return Tile(128, 128, 32, warps=8)
 
 
+def load_by_group(
+    ref: Any, before: tuple, turn: Any, column: Any, column_mask: Any, tile: Tile, size: int
+) -> Any:
+    """Load a number for each row of codes of a turn and each output: [rows or 1, outputs].
+
+    Rows of a group share theirs: a turn within a group loads one row of numbers, a turn of whole
+    groups one row a group. At the size of the codes they would take as much shared memory.
+
+    Args:
+        ref: scales or zero points [*before, groups, O].
+        before: indices of the dimensions before those.
+        turn: of the loop over ``tile.rows`` rows.
+        column: i32[outputs]; ``column_mask``: bool[1, outputs].
+        tile: the tile.
+        size: rows of a group.
+    """
+    groups, start = ref.shape[-2], turn * tile.rows
+    count = tile.rows
+    if size % tile.rows == 0:
+        count = 1
+    elif tile.rows % size == 0:
+        count = tile.rows // size
+    index = start + jnp.arange(count) * (tile.rows // count)
+    group = lax.div(index, jnp.full_like(index, size))
+    shape = (count, tile.outputs)
+    where = [jnp.broadcast_to(i, shape) for i in (group[:, None], column[None, :])]
+    mask = jnp.broadcast_to((group < groups)[:, None], shape) & column_mask
+    loaded = plt.load(ref.at[*before, *where], mask=mask, other=0)
+    if count in (1, tile.rows):
+        return loaded
+    loaded = jnp.broadcast_to(loaded[:, None, :], (count, size, tile.outputs))
+    return loaded.reshape(tile.rows, tile.outputs)
+
+
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
@@ -69,11 +103,10 @@ def _kernel(
         values = plt.load(values_ref.at[*grid(row, column, shape)], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
         if grouped:
-            group = lax.div(row, jnp.full_like(row, rows // groups))
-            where = grid(group, column, shape)
-            scale = plt.load(scales_ref.at[*where], mask=mask, other=0).astype(jnp.float32)
+            by_group = (turn, column, column_mask, tile, rows // groups)
+            scale = load_by_group(scales_ref, (), *by_group).astype(jnp.float32)
             if zeros_ref is not None:
-                zero = plt.load(zeros_ref.at[*where], mask=mask, other=0).astype(jnp.int32)
+                zero = load_by_group(zeros_ref, (), *by_group).astype(jnp.int32)
                 weights = [weight - (zero.astype(jnp.float32) - 8) for weight in weights]
             weights = [weight * scale for weight in weights]
         for part, weight in enumerate(weights):

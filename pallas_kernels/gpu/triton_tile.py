@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import fp8_bits
 from pallas_kernels.arguments import FP8, AttentionOptions, Case
 
 LOG2E = math.log2(math.e)
@@ -61,6 +62,7 @@ class TileSpec:
         head_dim: numbers of a head.
         scale, window, soft_cap: as in ``AttentionOptions``.
         compute_dtype: dtype of the products' operands.
+        fp8_by_integers: whether float8 pages are widened without the card's instructions.
     """
 
     tile_rows: int
@@ -71,6 +73,7 @@ class TileSpec:
     window: int | None
     soft_cap: float | None
     compute_dtype: Any
+    fp8_by_integers: bool
 
     @classmethod
     def of(
@@ -97,7 +100,14 @@ class TileSpec:
             window=options.window,
             soft_cap=None if options.soft_cap is None else float(options.soft_cap),
             compute_dtype=compute,
+            fp8_by_integers=case.page_dtype == FP8 and not case.device.has_fp8,
         )
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """Convert a block of a page to the products' dtype."""
+        if not self.fp8_by_integers:
+            return x.astype(self.compute_dtype)
+        return fp8_bits.widen(lax.bitcast_convert_type(x, jnp.uint8), self.compute_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +234,7 @@ def attend(
         load = loader(i, masked)
         key_position = i * block + jnp.arange(block)
         scores: Any = sum(
-            _dot(query, load(k_ref, *piece).astype(spec.compute_dtype).T)
+            _dot(query, spec.widen(load(k_ref, *piece)).T)
             for query, piece in zip(queries, pieces, strict=True)
         )
         scores = scores * factor
@@ -244,7 +254,7 @@ def attend(
         weights = weights.astype(spec.compute_dtype)
         new_acc = []
         for part, piece in zip(acc, pieces, strict=True):
-            values = load(v_ref, *piece).astype(spec.compute_dtype)
+            values = spec.widen(load(v_ref, *piece))
             if masked:
                 own = (key_position >= span.begin) & (key_position < span.end)
                 values = jnp.where(own[:, None], values, jnp.zeros_like(values))

@@ -104,6 +104,7 @@ CONFIGS = {
     "kv_write": KvWriteConfig,
 }
 Config = TypeVar("Config", DecodeConfig, RaggedConfig, MosaicConfig, KvWriteConfig)
+Fitted = TypeVar("Fitted", DecodeConfig, RaggedConfig)
 
 
 def table_path(device: DeviceLimits) -> pathlib.Path:
@@ -119,19 +120,53 @@ def read_entries(device: DeviceLimits) -> list[dict]:
     return json.loads(found[0].read_text())["entries"] if found else []
 
 
+def attention_memory(case: Case, rows: int, block_tokens: int, num_stages: int) -> int:
+    """Compute bytes of shared memory that a tile of query rows takes, found by compiling.
+
+    Queries and weights of the softmax have the products' dtype. Of keys and values together there
+    are three blocks in flight, however many stages above one; of float8 a block is half widened.
+    Products of warpgroups hold four blocks and no weights, on cards with more than twice as much.
+    """
+    itemsize = case.page_dtype.itemsize
+    blocks = (3 if num_stages > 1 else 1) * itemsize + (1 if itemsize == 1 else 0)
+    queries = rows * (case.H + block_tokens) * case.query_dtype.itemsize
+    return queries + block_tokens * case.H * blocks + SMALL_ARRAYS
+
+
+SMALL_ARRAYS = 512
+"""Bytes of maxima, sums and page ids."""
+
+
+def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
+    """Halve a configuration's blocks until a tile of so many rows fits the card."""
+    block = config.block_tokens
+    while block > 16:
+        if attention_memory(case, rows, block, config.num_stages) <= case.device.shared_memory:
+            break
+        block //= 2
+    return dataclasses.replace(config, block_tokens=block)
+
+
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Return sizes that compile for Hopper without spilling registers; nothing was timed yet."""
+    """Return sizes that fit the card and spill no registers; nothing was timed yet."""
     exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
     wide = case.H > 128
+    narrow = case.page_dtype.itemsize == 1
     if kind is DecodeConfig:
+        config = DecodeConfig(32 if wide and narrow else 64, num_stages=2 if wide else 3)
         if exact:
-            return DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
-        narrow = wide and case.page_dtype.itemsize == 1
-        return DecodeConfig(block_tokens=32 if narrow else 64, num_stages=2 if wide else 3)
+            config = DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
+        return fitted(config, case, rows=16)
     if kind is RaggedConfig:
+        # Hopper alone keeps 128 rows of 256 sums in the registers of 8 warps.
+        short = wide and (narrow or not case.device.has_wgmma)
+        # Widening by integers takes registers of its own.
+        by_integers = narrow and not case.device.has_fp8
+        block = 32 if by_integers and case.H > 64 else 64
+        config = RaggedConfig(tile_rows=64 if short else 128, block_tokens=block)
         if exact:
-            return RaggedConfig(tile_rows=16, block_tokens=32)
-        return RaggedConfig(tile_rows=64 if wide and case.page_dtype.itemsize == 1 else 128)
+            config = RaggedConfig(tile_rows=16, block_tokens=32)
+        return fitted(config, case, config.tile_rows)
     if kind is MosaicConfig and wide:
         return MosaicConfig(num_stages=2, warpgroups=1)
     return kind()

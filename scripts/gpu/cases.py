@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,3 +153,125 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
         if first:
             found.append(QuantizedGroupedCase("int4", case, 128))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """Step of an 8B Llama to compile, whole as the engine traces it.
+
+    Attributes:
+        tokens, rows: the bucket; as many tokens as rows are decodes.
+        dtype: of weights and activations.
+        page_dtype: of the pages; "" for that of the weights.
+        form: of quantized weights; "" for none.
+        layers: how many of the model's; 0 for all.
+        draws: take a decode's program that holds the sampler.
+        num_steps: of a launch.
+        context: positions that a row's pages hold.
+    """
+
+    tokens: int
+    rows: int
+    dtype: str = "bfloat16"
+    page_dtype: str = ""
+    form: str = ""
+    layers: int = 0
+    draws: bool = False
+    num_steps: int = 1
+    context: int = 1024
+
+    @property
+    def name(self) -> str:
+        launch = f"launch of {self.num_steps} steps" if self.num_steps > 1 else "step"
+        decodes = self.tokens == self.rows
+        size = f"decode {self.rows} rows" if decodes else f"mixed {self.tokens} tokens"
+        about = [self.dtype] if self.dtype != "bfloat16" else []
+        about += [f"{self.form} weights"] if self.form else []
+        about += [f"{self.page_dtype} pages"] if self.page_dtype else []
+        about += [f"{self.layers} layers"] if self.layers else []
+        about += ["drawn"] if self.draws and decodes and self.num_steps == 1 else []
+        return ", ".join([f"{launch} 8b {size}", *about])
+
+
+STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "quantized_matmul")
+
+
+def step_cases() -> list[StepCase]:
+    """List the whole model's decode, drawn and not, its mixed step and a launch of 8 steps."""
+    return [
+        StepCase(64, 64, context=4096),
+        StepCase(64, 64, context=4096, draws=True),
+        StepCase(2048, 64, context=4096, draws=True),
+        StepCase(64, 64, context=4096, draws=True, num_steps=8),
+    ]
+
+
+def long_cases() -> list[Any]:
+    """List everything: what is compiled for an H200."""
+    return [
+        *cases(),
+        *grouped_cases(),
+        *quantized_cases(),
+        *quantized_grouped_cases(),
+        *step_cases(),
+    ]
+
+
+def card_cases() -> list[Any]:
+    """List what every card from 8.0 on must compile: each kernel in the sizes of models."""
+    found: list[Any] = []
+    for op in ("decode", "ragged"):
+        for H in (64, 128, 256):
+            found += [Case(op, dtype, H) for dtype in ("bfloat16", "float8_e4m3fn")]
+        found += [Case(op, "float16", H) for H in (128, 256)]
+        # Gemma 3 and gpt-oss.
+        found += [Case(op, "bfloat16", H, group=2, extras="window cap sinks") for H in (64, 256)]
+    found += [Case("kv_write", dtype, 128) for dtype in ("bfloat16", "float8_e4m3fn")]
+    for form, group in (("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 32)):
+        sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
+        found += [
+            QuantizedCase(form, dtype, tokens, 4096, 28672, group, zeros=form == "int4")
+            for dtype, tokens in sizes
+        ]
+    for experts in grouped_cases()[:2]:
+        found.append(experts)
+        found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
+        found.append(QuantizedGroupedCase("int4", experts, 32, zeros=True))
+    return found
+
+
+def card_steps(dtype: str, layers: int) -> list[StepCase]:
+    """List steps of decodes and of chunks, with quantized weights and narrow pages too."""
+    decode = StepCase(32, 32, dtype, layers=layers)
+    found = [StepCase(1, 1, dtype, layers=layers), decode]
+    found += [dataclasses.replace(decode, form=form) for form in ("int8", "fp8", "int4")]
+    found.append(dataclasses.replace(decode, page_dtype="float8_e4m3fn"))
+    mixed = dataclasses.replace(decode, tokens=512, draws=True)
+    return [*found, mixed, dataclasses.replace(mixed, form="int4")]
+
+
+def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
+    """List the cases of a name: "long", "card", "full" (with all layers) or "short"."""
+    if which == "long":
+        return long_cases()
+    layers = 0 if which == "full" else 2
+    if capability < (8, 0):  # XLA alone: steps in the dtype that is native there
+        return card_steps("float16", layers)
+    if which == "short":
+        return short_cases()
+    halves = StepCase(32, 32, "float16", layers=layers)
+    return [*card_cases(), *card_steps("bfloat16", layers), halves]
+
+
+def short_cases() -> list[Any]:
+    """List a kernel of each kind, in the sizes that are the hardest to fit."""
+    [experts, *_] = grouped_cases()
+    return [
+        Case("decode", "bfloat16", 256),
+        Case("ragged", "bfloat16", 256, group=2, extras="window cap sinks"),
+        Case("decode", "float8_e4m3fn", 128),
+        Case("kv_write", "float8_e4m3fn", 128),
+        QuantizedCase("int4", "bfloat16", 16, 4096, 4096, 32, zeros=True),
+        experts,
+        QuantizedGroupedCase("int4", experts, 32, zeros=True),
+    ]

@@ -1,12 +1,17 @@
-"""Compilation of every kernel, and of a model step, for an H200 on a machine without a GPU.
+"""Compilation of every kernel, and of whole steps, for NVIDIA cards on a machine without a GPU.
 
     python -m scripts.gpu.compile_offline [--env DIR] [--only REGEX] [--out DIR]
+    python -m scripts.gpu.compile_offline --card all
+    python -m scripts.gpu.compile_offline --card "RTX 3060" --card L4 --full
 
-Makes its own Python 3.12 environment (jax 0.11.2 with its CUDA 13 plugin, about 1 GB; triton's
-wheel for its disassembler), compiles there, and writes a table of registers, spills, shared memory,
-instruction counts, launches, command buffers, copies of KV and temporary memory to
-compile_offline.json and .txt. Exits with 1 if a required case spills registers or copies KV, or
-a decode step is more than one graph. Needs ptxas of CUDA 13 on the PATH.
+Makes its own environment (`offline_environment.py`), and compiles there. The first form takes
+everything for an H200, and writes a table of registers, spills, shared memory, instruction counts,
+launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt. The
+others compile what every card must run, for any card of `pallas_kernels.devices` ("all" is one of
+each compute capability), into one table by card, cards.json and cards.md.
+
+Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
+step is more than one graph; of the cards, for those that README names.
 """
 
 from __future__ import annotations
@@ -19,16 +24,22 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
+from scripts.gpu.card_table import card_faults, card_table
+from scripts.gpu.offline_environment import (
+    NoEnvironment,
+    default_folder,
+    make_environment,
+    with_ptxas,
+)
+from scripts.gpu.targets import ONE_OF_EACH, Target
 from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.paths import IN_CHECKOUT, RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
-JAX = "0.11.2"
 REQUIRED = (
     r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
@@ -36,31 +47,6 @@ REQUIRED = (
 """Cases that may not spill and may not copy KV."""
 ONE_GRAPH = "step 8b decode"
 """Cases that the host launches at once, and waits for nothing in."""
-
-
-def make_environment(folder: pathlib.Path, python: str) -> pathlib.Path:
-    """Create the environment if it is not there; return its interpreter."""
-    interpreter, done = folder / "bin/python", folder / "complete"
-    if done.is_file() and done.read_text() == JAX:
-        return interpreter
-    print(f"making {folder} (about 1 GB)", file=sys.stderr)
-    subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    pip = [str(interpreter), "-m", "pip", "install", "-q"]
-    plugins = [f"jax-cuda13-pjrt=={JAX}", f"jax-cuda13-plugin=={JAX}"]
-    subprocess.run([*pip, f"jax=={JAX}", "flax", "jaxtyping"], check=True)
-    subprocess.run([*pip, "--no-deps", *plugins, "triton==3.6.0"], check=True)
-    done.write_text(JAX)
-    return interpreter
-
-
-def find_python() -> str:
-    """Find a Python 3.12 to make the environment with."""
-    if sys.version_info[:2] == (3, 12):
-        return sys.executable
-    found = shutil.which("python3.12")
-    if found is None:
-        raise SystemExit("no python3.12 on the PATH; name one with --python")
-    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -88,11 +74,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def faults(rows: list[dict[str, Any]]) -> list[str]:
+def faults(rows: list[dict[str, Any]], required: str = REQUIRED) -> list[str]:
     """Find the faults of required cases."""
     found = [f"{row['name']}: {row['error'][:200]}" for row in rows if "error" in row]
     for row in rows:
-        if "error" in row or not re.search(REQUIRED, row["name"]):
+        if "error" in row or not re.search(required, row["name"]):
             continue
         is_graph = row["command_buffers"] == 1 and not row["launches_outside"]
         if row["name"].startswith(ONE_GRAPH) and not is_graph:
@@ -110,15 +96,143 @@ def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str
     return [new.pop(row["name"], row) for row in kept] + list(new.values())
 
 
+def compile_cases(
+    interpreter: pathlib.Path, card: str, which: str, only: str = ""
+) -> list[dict[str, Any]]:
+    """Compile cases for a card, in a process of their own; return their rows.
+
+    Args:
+        interpreter: the environment's.
+        card: its name.
+        which: name of a list of cases; see `case_lists`.
+        only: regular expression of the cases' names.
+
+    A compiler that ends its process (LLVM does where it lacks an instruction) costs its case alone.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        partial = pathlib.Path(work) / "rows.json"
+        partial.write_text("[]")
+        (pathlib.Path(work) / "mosaic").mkdir()
+        environment = {
+            # No settings of JAX's own: what its cache holds would leave no traces.
+            **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+            **with_ptxas(interpreter.parents[1]),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            # Dumping everything the emitters make, not only PTX, takes ten times as long.
+            "XLA_FLAGS": f"--xla_dump_to={work}/xla --xla_dump_hlo_as_text"
+            " --xla_dump_emitter_re=ptx",
+            "MOSAIC_GPU_DUMP_TO": f"{work}/mosaic",
+            **IN_CHECKOUT,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONWARNINGS": "ignore",
+        }
+        inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
+        while True:
+            before = partial.read_text()
+            code = subprocess.run([str(interpreter), *inside], env=environment).returncode
+            rows = json.loads(partial.read_text())
+            if code == 0:
+                return rows
+            if partial.read_text() == before:
+                raise SystemExit(f"the worker for {card} ended with status {code}")
+
+
+def describe(interpreter: pathlib.Path, command: str) -> dict[str, Any]:
+    """Describe this run: its command, date and versions."""
+    versions = subprocess.run(
+        [str(interpreter), "-m", "pip", "freeze"], capture_output=True, text=True, check=True
+    ).stdout
+    ptxas = subprocess.run(
+        ["ptxas", "--version"],
+        env={**os.environ, **with_ptxas(interpreter.parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "target": "compiled without a GPU: nothing here was run or timed",
+        "versions": re.findall(r"^(?:jax|triton|flax)\S*==\S+", versions, re.MULTILINE),
+        "ptxas": re.findall(r"V[\d.]+", ptxas)[0],
+    }
+
+
+def report_h200(interpreter: pathlib.Path, about: dict[str, Any], only: str, out: Any) -> int:
+    """Compile everything for an H200, and write its report."""
+    rows = compile_cases(interpreter, "NVIDIA H200", "long", only)
+    if only:
+        rows = with_kept(rows, out / "compile_offline.json")
+    wrong = faults(rows)
+    about |= {"target": f"NVIDIA H200, sm_90a, {about['target']}", "faults": wrong}
+    out.mkdir(parents=True, exist_ok=True)
+    report = json.dumps({"about": about, "rows": rows}, indent=1)
+    (out / "compile_offline.json").write_text(report + "\n")
+    head = "\n".join(f"{key}: {value}" for key, value in about.items())
+    text = f"{head}\n\n{table(rows)}\n"
+    (out / "compile_offline.txt").write_text(text)
+    print(text)
+    return 1 if wrong else 0
+
+
+def report_cards(
+    interpreter: pathlib.Path,
+    about: dict[str, Any],
+    targets: list[Target],
+    which: str,
+    only: str,
+    out: pathlib.Path,
+) -> int:
+    """Compile what every card must run for some, and write the table after each card."""
+    file = out / "cards.json"
+    cards = json.loads(file.read_text())["cards"] if file.is_file() else {}
+    for target in targets:
+        rows = compile_cases(interpreter, target.card.name, which, only)
+        new = {row["name"] for row in rows}
+        kept = cards.get(target.card.name, {"rows": []})["rows"] if only else []
+        rows = [row for row in kept if row["name"] not in new] + rows
+        cards[target.card.name] = {
+            "capability": ".".join(map(str, target.card.capability)),
+            "shared_memory": target.card.limits.shared_memory,
+            "named_in_readme": target.is_claimed,
+            "faults": card_faults(rows, target.card.limits),
+            "rows": rows,
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"about": about, "cards": cards}, indent=1) + "\n")
+        (out / "cards.md").write_text(card_table(about, cards))
+    made = [cards[target.card.name] for target in targets]
+    for target, card in zip(targets, made, strict=True):
+        print(f"{target.card.limits}: {'; '.join(card['faults']) or 'no faults'}")
+    return 1 if any(card["faults"] and card["named_in_readme"] for card in made) else 0
+
+
+def find_targets(names: list[str]) -> list[Target]:
+    """Find the cards that were named, "all" standing for one of each compute capability.
+
+    Raises:
+        ValueError: there is no such card.
+    """
+    expanded = [card for name in names for card in (ONE_OF_EACH if name == "all" else (name,))]
+    found = [Target.of(name) for name in expanded]
+    return list(dict.fromkeys(found))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.compile_offline", description=__doc__.splitlines()[0]
     )
-    default = pathlib.Path.home() / ".cache/jaxserve/offline"
     parser.add_argument(
-        "--env", type=pathlib.Path, default=default, help="environment to use or make"
+        "--env", type=pathlib.Path, default=default_folder(), help="environment to use or make"
     )
     parser.add_argument("--python", help="a Python 3.12; default: this one or python3.12")
+    parser.add_argument(
+        "--card", action="append", default=[], help='a card, or "all"; may be repeated'
+    )
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--full", action="store_true", help="steps of all 32 layers, for cards")
+    forms.add_argument("--short", action="store_true", help="a kernel of each kind, for cards")
     parser.add_argument(
         "--only",
         type=pattern,
@@ -129,52 +243,21 @@ def main() -> int:
     arguments, command = parser.parse_args(), about_run()["command"]
     if arguments.python and shutil.which(arguments.python) is None:
         parser.error(f"--python: there is no {arguments.python}")
-    if shutil.which("ptxas") is None:
-        raise SystemExit("ptxas is not on the PATH; install CUDA 13's nvcc")
-    interpreter = make_environment(arguments.env, arguments.python or find_python())
-    with tempfile.TemporaryDirectory() as work:
-        partial = pathlib.Path(work) / "rows.json"
-        partial.write_text("[]")
-        (pathlib.Path(work) / "mosaic").mkdir()
-        environment = {
-            **os.environ,
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            # Dumping everything the emitters make, not only PTX, takes ten times as long.
-            "XLA_FLAGS": f"--xla_dump_to={work}/xla --xla_dump_hlo_as_text"
-            " --xla_dump_emitter_re=ptx",
-            "MOSAIC_GPU_DUMP_TO": f"{work}/mosaic",
-            **IN_CHECKOUT,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONWARNINGS": "ignore",
-        }
-        inside = ["-m", "scripts.gpu.offline_worker", arguments.only, work, str(partial)]
-        subprocess.run([str(interpreter), *inside], env=environment, check=True)
-        rows = json.loads(partial.read_text())
-    if arguments.only:
-        rows = with_kept(rows, arguments.out / "compile_offline.json")
-    versions = subprocess.run(
-        [str(interpreter), "-m", "pip", "freeze"], capture_output=True, text=True, check=True
-    ).stdout
-    ptxas = subprocess.run(
-        ["ptxas", "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    wrong = faults(rows)
-    about = {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "target": "NVIDIA H200, sm_90a, compiled without a GPU: nothing here was run or timed",
-        "versions": re.findall(r"^(?:jax|triton|flax)\S*==\S+", versions, re.MULTILINE),
-        "ptxas": re.findall(r"V[\d.]+", ptxas)[0],
-        "faults": wrong,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report = json.dumps({"about": about, "rows": rows}, indent=1)
-    (arguments.out / "compile_offline.json").write_text(report + "\n")
-    head = "\n".join(f"{key}: {value}" for key, value in about.items())
-    text = f"{head}\n\n{table(rows)}\n"
-    (arguments.out / "compile_offline.txt").write_text(text)
-    print(text)
-    return 1 if wrong else 0
+    try:
+        targets = find_targets(arguments.card)
+    except ValueError as error:
+        parser.error(f"--card: {error}")
+    if (arguments.full or arguments.short) and not targets:
+        parser.error("--full and --short: need --card")
+    try:
+        interpreter = make_environment(arguments.env, arguments.python)
+    except NoEnvironment as error:
+        raise SystemExit(str(error)) from error
+    about = describe(interpreter, command)
+    if not targets:
+        return report_h200(interpreter, about, arguments.only, arguments.out)
+    which = "full" if arguments.full else "short" if arguments.short else "card"
+    return report_cards(interpreter, about, targets, which, arguments.only, arguments.out)
 
 
 if __name__ == "__main__":

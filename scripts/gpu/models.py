@@ -17,9 +17,12 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
+from jaxserve.models.quantized import PROJECTIONS, QuantizedWeight, flat_shape
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.weights.quantize import INT4_GROUP
+from pallas_kernels.quantized_codes import codes_a_row
 
 PAGE_SIZE = 16
 
@@ -135,6 +138,34 @@ def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int
     )
 
 
+def quantize_shapes(described: nnx.Module, form: str) -> None:
+    """Replace the shapes of the blocks' matrices by those of codes, as quantized at load."""
+    for _, parameter in nnx.iter_graph(described):
+        if not isinstance(parameter, nnx.Param):
+            continue
+        contract = PROJECTIONS.get(parameter.get_metadata().get("axes"))
+        if contract is None:
+            continue
+        shape = parameter.get_value().shape
+        inputs, outputs = flat_shape(shape, contract)
+        rows, groups = inputs // codes_a_row(form), inputs // INT4_GROUP if form == "int4" else 1
+        code, scale = jnp.int8 if form == "int8" else jnp.uint8, jnp.float32
+        zeros = None
+        if form == "int4":
+            scale, zeros = jnp.bfloat16, jax.ShapeDtypeStruct((groups, outputs), jnp.uint8)
+        parameter.set_value(
+            QuantizedWeight(
+                jax.ShapeDtypeStruct((rows, outputs), code),
+                jax.ShapeDtypeStruct((groups, outputs), scale),
+                zeros,
+                None,
+                form,
+                inputs,
+                shape[contract:],
+            )
+        )
+
+
 def step_call(
     model: ModelShape,
     T: int,
@@ -144,26 +175,35 @@ def step_call(
     implementation: str = "auto",
     draws: bool = False,
     num_steps: int = 1,
+    page_dtype: Any = None,
+    form: str = "",
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
     """Return the engine's compiled program of one bucket, as a function of arrays alone.
 
     Args:
         draws: of a decode step, take the program that holds the sampler. Others always hold it.
         num_steps: of a launch; more than one of decodes alone.
+        page_dtype: of the pages; that of the weights by default.
+        form: of quantized weights.
 
     Returns:
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
         donate its first argument, and the rest are shapes of its arguments.
     """
     config = parse_model_config(model.config())
-    graphdef, weights = nnx.split(abstract_model(config, dtype))
+    described = abstract_model(config, dtype)
+    if form:
+        quantize_shapes(described, form)
+    graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_batch(T, R, context)
     )
     pages = R * -(-context // PAGE_SIZE) + 1
-    state = jax.eval_shape(functools.partial(make_state, config, pages, PAGE_SIZE, R, dtype))
+    state = jax.eval_shape(
+        functools.partial(make_state, config, pages, PAGE_SIZE, R, page_dtype or dtype)
+    )
 
     options = {"greedy": T == R and not draws, "implementation": implementation}
     if num_steps == 1:

@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import quantized_grouped_matmul
 from pallas_kernels.gpu import triton_quantized_grouped_matmul as triton
 from pallas_kernels.gpu.triton_quantized_matmul import Tile
-from tests.kernels.test_tuning_table import on_h200
+from tests.kernels.test_tuning_table import H200, compiling_for
 from tests.support.paged_cases import assert_close
 
 ROWS, MATRICES, INPUTS = 40, 5, 48
@@ -119,7 +119,7 @@ def test_it_lowers_for_the_gpu(form: str, rows: int, zero_points: bool) -> None:
         array(jnp.float32, MATRICES, groups, outputs),
         *(zeros, array(jnp.int32, MATRICES)),
     )
-    with on_h200():
+    with compiling_for(H200):
         lowered = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
     assert "custom_call" in lowered.as_text()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
@@ -15,6 +17,7 @@ from pallas_kernels import grouped_matmul, kv_write, paged_decode_attention, rag
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.gpu import tuning
+from scripts.lib.paths import RESULTS
 
 # JAX 0.11 announces the end of Pallas's Triton backend, which still works there.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
@@ -40,7 +43,9 @@ def case_of(
 
 def compiling_for(device: DeviceLimits) -> AbstractContextManager[None]:
     """A mesh under which code is traced for a card."""
-    described = jax.sharding.AbstractDevice(device_kind=device.kind, num_cores=None, platform="gpu")
+    described = jax.sharding.AbstractDevice(
+        device_kind=device.kind, num_cores=device.num_sms, platform="gpu"
+    )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -64,6 +69,80 @@ def test_lookup_takes_the_first_entry_that_fits(
             assert (found.block_tokens, found.num_warps) == (block, warps)
     case = case_of("decode", "bfloat16", 128, 8, find_card("B200").limits)
     assert tuning.lookup(tuning.DecodeConfig, case) == tuning.DecodeConfig()
+
+
+FITTING = [
+    # Card, dtype of pages, head dim: decode's block and stages; rows, block, stages of a tile.
+    *((name, "bfloat16", 128, (64, 3), (128, 64, 2)) for name in ("A100", "RTX 3060", "L4")),
+    *((name, "float16", 64, (64, 3), (128, 64, 2)) for name in ("A100", "RTX 3090", "B200")),
+    ("H200", "bfloat16", 256, (64, 2), (128, 64, 2)),
+    ("H100", "float16", 256, (64, 2), (128, 64, 2)),
+    ("B200", "bfloat16", 256, (64, 2), (64, 64, 2)),
+    ("A100", "bfloat16", 256, (64, 2), (64, 64, 2)),
+    *((name, "bfloat16", 256, (32, 2), (64, 32, 2)) for name in ("RTX 3060", "RTX 4090", "GB10")),
+    *((name, "float32", 256, (16, 2), (16, 16, 2)) for name in ("RTX 3060", "RTX 5090")),
+    ("A100", "float32", 256, (32, 2), (16, 32, 2)),
+    *((name, "float8_e4m3fn", 128, (64, 3), (128, 64, 2)) for name in ("L4", "H200", "RTX 5090")),
+    # By integers.
+    *((name, "float8_e4m3fn", 64, (64, 3), (128, 64, 2)) for name in ("A100", "RTX 3090")),
+    *((name, "float8_e4m3fn", 128, (64, 3), (128, 32, 2)) for name in ("A100", "RTX 3090")),
+    *((name, "float8_e4m3fn", 256, (32, 2), (64, 32, 2)) for name in ("A100", "A10", "L4", "GB10")),
+    ("H200", "float8_e4m3fn", 256, (32, 2), (64, 64, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "head_dim", "decode", "ragged"), FITTING)
+def test_block_sizes_fit_the_card(
+    name: str, dtype: str, head_dim: int, decode: tuple, ragged: tuple
+) -> None:
+    case = case_of("decode", dtype, head_dim, device=find_card(name).limits)
+    chosen = tuning.lookup(tuning.DecodeConfig, case)
+    assert (chosen.block_tokens, chosen.num_stages) == decode
+    tile = tuning.lookup(tuning.RaggedConfig, case)
+    assert (tile.tile_rows, tile.block_tokens, tile.num_stages) == ragged
+    for rows, config in ((16, chosen), (tile.tile_rows, tile)):
+        memory = tuning.attention_memory(case, rows, config.block_tokens, config.num_stages)
+        assert memory <= case.device.shared_memory
+
+
+def test_a_card_without_much_memory_gets_the_smallest_blocks() -> None:
+    small = dataclasses.replace(find_card("RTX 3060").limits, capability=(7, 5))
+    case = case_of("decode", "float32", 256, device=small)
+    assert tuning.lookup(tuning.RaggedConfig, case).block_tokens == 16
+
+
+# A kernel of every recorded case, by card: bytes as compiled. Both are of 64 rows, pages of 16.
+COMPILED = json.loads((RESULTS / "cards.json").read_text())["cards"]
+ATTENTION = re.compile(r"(decode|ragged) (\w+) h(\d+) p16( .*)?")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_estimate_is_what_compiled_kernels_take(name: str) -> None:
+    card = find_card(name).limits
+    compared = 0
+    for row in COMPILED[name]["rows"]:
+        found = ATTENTION.fullmatch(row["name"])
+        if found is None:
+            continue
+        op, dtype, head_dim, _ = found.groups()
+        case = case_of(op, dtype, int(head_dim), device=card)
+        config = tuning.lookup(tuning.CONFIGS[op], case)
+        rows = config.tile_rows if isinstance(config, tuning.RaggedConfig) else 16
+        memory = tuning.attention_memory(case, rows, config.block_tokens, config.num_stages)
+        kind = "ragged_attention" if op == "ragged" else "paged_decode_split"
+        [taken] = [k["shared_memory"] for k in row["kernels"] if kind in k["name"]]
+        # Warpgroups hold four blocks; what has tensor memory holds less here.
+        slack = 1.25 if card.shared_memory > 200_000 else 1
+        assert taken <= memory * slack, row["name"]
+        compared += 1
+    assert compared or not card.runs_triton
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_readme_names_has_no_faults(name: str) -> None:
+    card = COMPILED[name]
+    assert find_card(name).limits.shared_memory == card["shared_memory"]
+    assert not card["named_in_readme"] or card["faults"] == []
 
 
 CALLS = [

@@ -1,0 +1,95 @@
+"""Python environment that compiles for cards which are not there; made once, and kept.
+
+It holds Python 3.12, jax 0.11.2 with its CUDA 13 plugin, and triton's wheel for its disassembler,
+about 1 GB in all; and CUDA's assembler, where the PATH has none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+JAX = "0.11.2"
+PTXAS = "nvidia-cuda-nvcc==13.0.88"
+
+
+class NoEnvironment(Exception):
+    """Reason why there is no environment and none can be made."""
+
+
+def default_folder() -> pathlib.Path:
+    """Return where the environment is kept."""
+    return pathlib.Path.home() / ".cache/jaxserve/offline"
+
+
+def find_python() -> str:
+    """Find a Python 3.12 to make the environment with.
+
+    Raises:
+        NoEnvironment: there is none.
+    """
+    if sys.version_info[:2] == (3, 12):
+        return sys.executable
+    found = shutil.which("python3.12")
+    if found is None:
+        raise NoEnvironment("no python3.12 on the PATH; name one with --python")
+    return found
+
+
+def make_environment(folder: pathlib.Path, python: str | None = None) -> pathlib.Path:
+    """Create the environment if it is not there; return its interpreter.
+
+    Raises:
+        NoEnvironment: there is no Python 3.12, or the packages cannot be had.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        interpreter, done = folder / "bin/python", folder / "complete"
+        if not done.is_file() or done.read_text() != JAX:
+            print(f"making {folder} (about 1 GB)", file=sys.stderr)
+            _run(python or find_python(), "-m", "venv", str(folder))
+            plugins = (f"jax-cuda13-pjrt=={JAX}", f"jax-cuda13-plugin=={JAX}")
+            _install(interpreter, f"jax=={JAX}", "flax", "jaxtyping")
+            _install(interpreter, "--no-deps", *plugins, "triton==3.6.0")
+            done.write_text(JAX)
+        if _find_ptxas(folder) is None:
+            _install(interpreter, "--no-deps", PTXAS)
+        return interpreter
+
+
+def with_ptxas(folder: pathlib.Path) -> dict[str, str]:
+    """Return variables with which CUDA's assembler is found by its name.
+
+    Raises:
+        NoEnvironment: there is none.
+    """
+    found = _find_ptxas(folder)
+    if found is None:
+        raise NoEnvironment("ptxas is neither on the PATH nor in the environment")
+    return {"PATH": f"{found.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _find_ptxas(folder: pathlib.Path) -> pathlib.Path | None:
+    found = shutil.which("ptxas")
+    packaged = [pathlib.Path(found)] if found else []
+    packaged += folder.glob("lib/python*/site-packages/nvidia/cu13/bin/ptxas")
+    return next(iter(packaged), None)
+
+
+def _install(interpreter: pathlib.Path, *packages: str) -> None:
+    _run(str(interpreter), "-m", "pip", "install", "-q", *packages)
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise NoEnvironment(f"{' '.join(command[:4])} ...: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip() or "no reason given").splitlines()[-1]
+        raise NoEnvironment(f"{' '.join(command[:4])} ...: {why}") from error
