@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """WarmUp: makes a Runner out of placed weights: sizes the cache, compiles, and runs all once."""
 
 from __future__ import annotations
@@ -7,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import InvalidRequest
@@ -21,6 +22,7 @@ from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, addressable_pages, page_bytes
+from jaxserve.execution.typed_jax import devices
 from jaxserve.models import Decoder, ModelConfig
 
 _COMPILE_THREADS = 4
@@ -91,7 +93,7 @@ class WarmUp:
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
         self.report = StartReport(self.compiler.store, BucketPlan.of(self.buckets), {})
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
-        self._steps: dict[Bucket, Any] = {}
+        self._steps: dict[Bucket, Compiled] = {}
         self._state: DeviceState | None = None
         self.num_pages = self._size_cache()
 
@@ -111,7 +113,7 @@ class WarmUp:
     def _size_cache(self) -> int:
         """Return how many pages the configured memory holds."""
         config = self.config
-        device = jax.devices()[0]
+        device = devices()[0]
         if config.num_gpu_blocks_override is not None:
             pages = config.num_gpu_blocks_override
         elif device.platform == "cpu" or config.kv_cache_memory_bytes is not None:
@@ -121,7 +123,7 @@ class WarmUp:
             stats = device.memory_stats()
             largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
             program = self.compiler.step(largest, num_pages=64)
-            temporary = program.memory_analysis().temp_size_in_bytes
+            temporary = _temporary_bytes(program)
             share = config.gpu_memory_utilization * stats["bytes_limit"]
             leaves = jax.tree.leaves(self.compiler.sampler_shapes())
             sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -169,7 +171,8 @@ class WarmUp:
         state, self._state = self._state, None
         assert state is not None
         sampler = programs.load_slot(state.sampler, self.compiler.null_load())
-        state = jax.block_until_ready(replace(state, sampler=sampler))
+        state = replace(state, sampler=sampler)
+        jax.block_until_ready(state)
         self.report.stages["warm_up"] = time.perf_counter() - started
         return Runner(
             self.config,
@@ -187,7 +190,7 @@ class WarmUp:
     def _compile_all(
         self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
     ) -> None:
-        def compiled_once(bucket: Bucket) -> Any:
+        def compiled_once(bucket: Bucket) -> Compiled:
             return self._steps.get(bucket) or self.compiler.step(bucket, self.num_pages)
 
         # Reading off what a program takes costs a tenth of loading it: one of each kind is enough.
@@ -198,7 +201,7 @@ class WarmUp:
                 self._steps[bucket] = step
                 self._run_padding(bucket)
             if bucket in kinds.values():
-                needed = step.memory_analysis().temp_size_in_bytes
+                needed = _temporary_bytes(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, len(buckets))
@@ -225,14 +228,13 @@ class WarmUp:
 
     def _padding_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
         """Measure launches of padding alone: what each bucket costs whatever it holds."""
-        seconds = {}
+        seconds: dict[Bucket, float] = {}
         for bucket in buckets:
-            times = []
+            times: list[float] = []
             for _ in range(4):
                 started = time.perf_counter()
-                for _ in range(_QUEUED):
-                    output = self._run_padding(bucket)
-                np.asarray(output.token_ids)
+                outputs = [self._run_padding(bucket) for _ in range(_QUEUED)]
+                np.asarray(outputs[-1].token_ids)
                 times.append((time.perf_counter() - started) / _QUEUED)
             seconds[bucket] = min(times)
         return seconds
@@ -241,6 +243,12 @@ class WarmUp:
         batch = self.compiler.null_batch(bucket)
         self._state, output = self._steps[bucket](self.compiler.leaves, self._state, batch)
         return output
+
+
+def _temporary_bytes(program: Compiled) -> int:
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def start_runner(
