@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -13,39 +13,46 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Float32, Int32, UInt32
+
+# An array of numpy on the host, where batches are packed, and of JAX in a program.
+AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True)
-class StepBatch:
+class StepBatch(Generic[AnyArray]):
     """The inputs of one step, as `unpack` finds them.
 
     Rows and tokens past the plan's are padding: their slot is the null slot, their kv_len 0,
     their pages the null page, and no cell of the cache is written for them.
     """
 
-    tokens: Array  # i32[T]; NO_TOKEN where the device knows the token and the host does not
-    positions: Array  # i32[T]
-    row_of_token: Array  # i32[T]
-    targets: Array  # i32[T], the prompt's next token where its logprob is requested, or NO_TOKEN
-    kv_len: Array  # i32[R], tokens of the row's sequence once this step has run
-    slots: Array  # i32[R]
-    sample_index: Array  # i32[R], where in T the row's last token is
-    sample_slots: Array  # i32[R], slot that keeps the drawn token; the null slot if none is drawn
-    query_start: Array  # i32[R + 1]
-    num_steps: Array  # i32[], decode steps to take; read where the bucket has several
-    page_table: Array  # i32[R, M]
+    # NO_TOKEN where the device knows the token and the host does not.
+    tokens: Int32[AnyArray, " T"]
+    positions: Int32[AnyArray, " T"]
+    row_of_token: Int32[AnyArray, " T"]
+    # The prompt's next token where its logprob is requested, or NO_TOKEN.
+    targets: Int32[AnyArray, " T"]
+    kv_len: Int32[AnyArray, " R"]  # tokens of the row's sequence once this step has run
+    slots: Int32[AnyArray, " R"]
+    sample_index: Int32[AnyArray, " R"]  # where in T the row's last token is
+    # The slot that keeps the drawn token; the null slot if none is drawn.
+    sample_slots: Int32[AnyArray, " R"]
+    query_start: Int32[AnyArray, " R_plus_1"]
+    num_steps: Int32[AnyArray, ""]  # decode steps to take; read where the bucket has several
+    page_table: Int32[AnyArray, "R M"]
     # The rest as in `Settings`.
-    stop_length: Array
-    min_length: Array
-    temperature: Array
-    top_p: Array
-    min_p: Array
-    top_k: Array
-    seed: Array
-    penalties: Array
-    features: Array
-    stop_token_ids: Array
+    stop_length: Int32[AnyArray, " R"]
+    min_length: Int32[AnyArray, " R"]
+    temperature: Float32[AnyArray, " R"]
+    top_p: Float32[AnyArray, " R"]
+    min_p: Float32[AnyArray, " R"]
+    top_k: Int32[AnyArray, " R"]
+    seed: UInt32[AnyArray, "R 2"]
+    penalties: Float32[AnyArray, "R 3"]
+    features: Int32[AnyArray, " R"]
+    stop_token_ids: Int32[AnyArray, "R E"]
 
 
 jax.tree_util.register_dataclass(
@@ -53,23 +60,24 @@ jax.tree_util.register_dataclass(
 )
 
 
-class _Parts(NamedTuple):
+@dataclass(slots=True)
+class _Parts(Generic[AnyArray]):
     """The parts of a batch in its one array, from front to back."""
 
-    tokens: Array  # [4, T], the first four arrays of `StepBatch`
-    rows: Array  # [4, R], the next four
-    query_start: Array  # [R + 1]
-    num_steps: Array  # [1]
-    settings: Array  # [R, W]
-    page_table: Array  # [R, M]
+    tokens: Int32[AnyArray, "4 T"]  # the first four arrays of `StepBatch`
+    rows: Int32[AnyArray, "4 R"]  # the next four
+    query_start: Int32[AnyArray, " R_plus_1"]
+    num_steps: Int32[AnyArray, " one"]
+    settings: Int32[AnyArray, "R W"]
+    page_table: Int32[AnyArray, "R M"]
 
 
 def _size(bucket: Bucket, max_pages: int) -> int:
     return 4 * bucket.num_tokens + bucket.num_rows * (5 + WIDTH + max_pages) + 2
 
 
-def _parts(words: Array, num_tokens: int, num_rows: int) -> _Parts:
-    """Return the parts of i32[N], whose length says how many pages a row has."""
+def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Parts[AnyArray]:
+    """Return the parts of a batch, whose length says how many pages a row has."""
     T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
@@ -84,10 +92,16 @@ def _parts(words: Array, num_tokens: int, num_rows: int) -> _Parts:
     )
 
 
-def unpack(words: Array, num_tokens: int, num_rows: int) -> StepBatch:
+def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> StepBatch[AnyArray]:
     """Return what `pack` laid out for a bucket: views on the host, parts in a program."""
     parts = _parts(words, num_tokens, num_rows)
-    view = None if isinstance(words, np.ndarray) else lax.bitcast_convert_type
+
+    def read(columns: slice | int, dtype: type[np.generic]) -> AnyArray:
+        part = parts.settings[:, columns]
+        if isinstance(part, np.ndarray):
+            return part.view(dtype)
+        return part if dtype is np.int32 else lax.bitcast_convert_type(part, dtype)
+
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
     return StepBatch(
@@ -100,14 +114,14 @@ def unpack(words: Array, num_tokens: int, num_rows: int) -> StepBatch:
         sample_index=sample_index,
         sample_slots=sample_slots,
         query_start=parts.query_start,
-        num_steps=parts.num_steps[0],
+        num_steps=parts.num_steps[0, ...],
         page_table=parts.page_table,
-        **Settings.of(parts.settings, view)._asdict(),
+        **Settings[AnyArray].of(read)._asdict(),
     )
 
 
-def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
-    """Lay a ragged plan out in a bucket's shapes, all of it in one array, i32[N].
+def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> Int32[np.ndarray, " N"]:
+    """Lay a ragged plan out in a bucket's shapes, all of it in one array.
 
     One argument of a compiled program costs the host a tenth of what twenty do. It is new each
     time: XLA on CPU may read a numpy argument in place, long after the call that passed it.
@@ -154,8 +168,8 @@ def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> np.ndarray:
     return words
 
 
-def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Any:
-    """Return i32[R], or one number for all: each row's first token, where the host knows it."""
+def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"] | int:
+    """Return each row's first token where the host knows it, or one number for all."""
     on_host = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
     if not len(on_host):
         return NO_TOKEN
@@ -164,7 +178,7 @@ def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Any:
     return tokens
 
 
-def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts) -> None:
+def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts[np.ndarray]) -> None:
     """Lay out the rows of several tokens, whose tokens are all known: chunks of prompts.
 
     They are few, and long: a copy each costs less than an index for each of their tokens.
@@ -178,8 +192,10 @@ def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts) -> None:
         row_of_token[first : first + count] = row
 
 
-def _prompt_targets(plan: LaunchPlan, slots: SlotTable, where: np.ndarray) -> np.ndarray:
-    """Return i32[tokens]: the prompt token after each whose log-probability is requested."""
+def _prompt_targets(
+    plan: LaunchPlan, slots: SlotTable, where: Int32[np.ndarray, " tokens"]
+) -> Int32[np.ndarray, " tokens"]:
+    """Return the prompt token after each whose log-probability is requested."""
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
     return np.where(slots.wants_logprob(owner, where), slots.tokens[owner, following], NO_TOKEN)

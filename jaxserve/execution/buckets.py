@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
@@ -104,8 +105,8 @@ class BucketSet:
         self._greedy = [Bucket(size, size, True, greedy_decode, num_steps) for size in decode]
         self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
 
-    def __iter__(self):
-        yield from dict.fromkeys((*self._decode, *self._greedy, *self._mixed))
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(dict.fromkeys((*self._decode, *self._greedy, *self._mixed)))
 
     @property
     def token_sizes(self) -> np.ndarray:

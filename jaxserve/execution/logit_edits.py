@@ -1,21 +1,29 @@
+# pyright: reportUnknownMemberType=false
 """Edits of logits that requests may make before a token is drawn from them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
+from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.sampler_state import WORD_BITS, SamplerState
+from jaxserve.execution.typed_jax import cond
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Float32, Int32
+
+    Logits = Float[Array, "R V"]
+    # Columns of logits, and what is added to them; columns below 0 change nothing.
+    Changes = tuple[Int32[Array, "R N"], Float32[Array, "R N"]]
 
 
-def edit_logits(logits: Array, batch: Any, state: SamplerState) -> Array:
-    """Apply each row's edits to logits [R, V]; tokens that may not be drawn get -inf.
+def edit_logits(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
+    """Apply each row's edits to its logits; tokens that may not be drawn get -inf.
 
     The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias;
     then penalties: repetition, frequency, presence. A row without edits keeps its bits.
@@ -28,7 +36,7 @@ def edit_logits(logits: Array, batch: Any, state: SamplerState) -> Array:
     rows = jnp.arange(logits.shape[0])[:, None]
     # On CPU this scatter takes several times as long as all the rest, whatever it changes: guided
     # rows alone need none of it.
-    logits = lax.cond(
+    logits = cond(
         jnp.any(columns < logits.shape[1]),
         lambda: logits.at[rows, columns].add(amounts.astype(logits.dtype), mode="drop"),
         lambda: logits,
@@ -36,21 +44,20 @@ def edit_logits(logits: Array, batch: Any, state: SamplerState) -> Array:
     return _penalized(logits, batch, state)
 
 
-def _uses(batch: Any, feature: SamplerFeature) -> Array:
-    """Return bool[R, 1]: the rows that use a feature."""
+def _uses(batch: StepBatch[Array], feature: SamplerFeature) -> Bool[Array, "R one"]:
+    """Return the rows that use a feature."""
     return (batch.features & int(feature) != 0)[:, None]
 
 
-def _only_allowed(logits: Array, batch: Any, state: SamplerState) -> Array:
+def _only_allowed(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
     words = state.allowed.at[batch.slots].get(mode="clip")
     bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=words.dtype) & 1
     allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed | ~_uses(batch, SamplerFeature.ALLOWED), logits, -jnp.inf)
 
 
-def _bad_words(batch: Any, state: SamplerState) -> tuple[Array, Array]:
-    """Return i32[R, B], f32[R, B]: where a row's newest tokens are all but the last of a bad word,
-    that last one and -inf. Columns below 0 change nothing, here and in the next two."""
+def _bad_words(batch: StepBatch[Array], state: SamplerState) -> Changes:
+    """Exclude the last token of each bad word whose others are the row's newest tokens."""
     banned = state.banned.at[batch.slots].get(mode="clip")
     recent = state.recent.at[batch.slots].get(mode="clip")
     before, last = banned[:, :, :-1], banned[:, :, -1]
@@ -58,22 +65,22 @@ def _bad_words(batch: Any, state: SamplerState) -> tuple[Array, Array]:
     return _excluded(last, matches & _uses(batch, SamplerFeature.BANNED))
 
 
-def _stops(batch: Any) -> tuple[Array, Array]:
+def _stops(batch: StepBatch[Array]) -> Changes:
     """Return the stop tokens of rows that may not end yet, and -inf."""
     return _excluded(batch.stop_token_ids, (batch.kv_len < batch.min_length)[:, None])
 
 
-def _excluded(tokens: Array, where: Array) -> tuple[Array, Array]:
+def _excluded(tokens: Int32[Array, "R N"], where: Bool[Array, "R _"]) -> Changes:
     return jnp.where(where, tokens, NO_TOKEN), jnp.full(tokens.shape, -jnp.inf, jnp.float32)
 
 
-def _biases(batch: Any, state: SamplerState) -> tuple[Array, Array]:
+def _biases(batch: StepBatch[Array], state: SamplerState) -> Changes:
     ids = state.bias_ids.at[batch.slots].get(mode="clip")
     values = state.bias_values.at[batch.slots].get(mode="clip")
     return jnp.where(_uses(batch, SamplerFeature.BIAS), ids, NO_TOKEN), values
 
 
-def _penalized(logits: Array, batch: Any, state: SamplerState) -> Array:
+def _penalized(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
     """Apply penalties; neutral ones change no bit, whatever an earlier request left in the history.
 
     A logit that overflows becomes the greatest finite one: an infinite logit would exclude its
@@ -83,7 +90,7 @@ def _penalized(logits: Array, batch: Any, state: SamplerState) -> Array:
     penalties = batch.penalties.astype(logits.dtype)[:, :, None]
     repetition, frequency, presence = penalties[:, 0], penalties[:, 1], penalties[:, 2]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    most = jnp.finfo(logits.dtype).max
+    most = np.finfo(logits.dtype).max
     repeated = jnp.clip(repeated, -most, most)
     logits = jnp.where((history > 0) & (logits > -jnp.inf), repeated, logits)
     count = (history >> 1).astype(logits.dtype)

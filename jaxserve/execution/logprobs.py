@@ -1,27 +1,40 @@
+# pyright: reportUnknownMemberType=false
 """Log-probabilities of tokens, computed where they are requested and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.sampling import LANES, in_groups
+from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import MAX_LOGPROBS, SamplerFeature
-from jaxserve.scheduling.logprobs import TokenLogprobs
 from pallas_kernels import row_sums
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32
 
 _BLOCK = 32
 _ONE_LEVEL = 2048
 _VECTOR = 16
 
 
-def top_k(x: Array, k: int) -> tuple[Array, Array]:
+class DeviceLogprobs(NamedTuple):
+    """Log-probabilities of N tokens on the device; `TokenLogprobs` says what each field means."""
+
+    logprob: Float[Array, " N"]
+    rank: Int32[Array, " N"]
+    top_ids: Int32[Array, "N K"]
+    top_logprobs: Float[Array, "N K"]
+
+
+def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Array, "N K"]]:
     """Return each row's k greatest values and their columns; of equals, the lower column is first.
 
     Exact, in two levels: the k greatest lie in the k groups of greatest maximum. Those are taken
@@ -41,26 +54,26 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     return values, (group * LANES + where % LANES).astype(jnp.int32)
 
 
-def logprobs_of(logits: Array, tokens: Array) -> TokenLogprobs:
-    """Compute the log-probability of one token a row, i32[N], under its logits [N, V]."""
+def logprobs_of(logits: Float[Array, "N V"], tokens: Int32[Array, " N"]) -> DeviceLogprobs:
+    """Compute the log-probability of one token a row under the row's logits."""
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_own = jnp.arange(logits.shape[1]) == tokens[:, None]
     own = jnp.where(is_own, logits, 0).sum(axis=1, keepdims=True)
     rank = 1 + (logits > own).sum(axis=1, dtype=jnp.int32)
     values, ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return TokenLogprobs(own[:, 0] - total, rank, ids, values - total[:, None])
+    return DeviceLogprobs(own[:, 0] - total, rank, ids, values - total[:, None])
 
 
-def _log(x: Array) -> Array:
-    """Return natural logarithms [R], in whole vectors: XLA on CPU rounds a rest differently."""
+def _log(x: Float[Array, " R"]) -> Float[Array, " R"]:
+    """Return natural logarithms, in whole vectors: XLA on CPU rounds a rest differently."""
     whole = lax.optimization_barrier(jnp.pad(x, (0, -len(x) % _VECTOR), constant_values=1))
     return lax.optimization_barrier(jnp.log(whole))[: len(x)]
 
 
-def no_logprobs(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
+def no_logprobs(count: int, vocab_size: int, dtype: DTypeLike) -> DeviceLogprobs:
     """Return zeros, for a launch without requested log-probabilities."""
     width = min(MAX_LOGPROBS, vocab_size)
-    return TokenLogprobs(
+    return DeviceLogprobs(
         jnp.zeros(count, dtype),
         jnp.zeros(count, jnp.int32),
         jnp.zeros((count, width), jnp.int32),
@@ -68,22 +81,24 @@ def no_logprobs(count: int, vocab_size: int, dtype: Any) -> TokenLogprobs:
     )
 
 
-def draw_logprobs(logits: Array, token_ids: Array, batch: Any) -> TokenLogprobs:
+def draw_logprobs(
+    logits: Float[Array, "R V"], token_ids: Int32[Array, " R"], batch: StepBatch[Array]
+) -> DeviceLogprobs:
     """Compute log-probabilities of a decode step's draws, of all rows if any requests them."""
     none = no_logprobs(logits.shape[0], logits.shape[1], logits.dtype)
     is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
-    return lax.cond(is_requested, lambda: logprobs_of(logits, token_ids), lambda: none)
+    return cond(is_requested, lambda: logprobs_of(logits, token_ids), lambda: none)
 
 
 def position_logprobs(
     project: Callable[[Array], Array],
-    hidden: Array,
-    logits: Array,
-    token_ids: Array,
-    draws: Array,
-    batch: Any,
-) -> TokenLogprobs:
-    """Compute the log-probabilities [T] of the token that follows each of a step's tokens.
+    hidden: Float[Array, "T D"],
+    logits: Float[Array, "R V"],
+    token_ids: Int32[Array, " R"],
+    draws: Bool[Array, " R"],
+    batch: StepBatch[Array],
+) -> DeviceLogprobs:
+    """Compute the log-probabilities of the token that follows each of a step's tokens.
 
     After a prompt's token that is the prompt's next (`batch.targets`), after a row's last one the
     token drawn. Logits are computed anew, 32 positions at a time, and only for blocks with a
@@ -91,11 +106,9 @@ def position_logprobs(
 
     Args:
         project: hidden states [N, D] to logits [N, V].
-        hidden: [T, D].
-        logits: [R, V], of each row's last token; only their shape and type count.
-        token_ids: i32[R], the draws.
-        draws: bool[R], which rows draw.
-        batch: see StepBatch.
+        logits: those of each row's last token; only their shape and type count.
+        token_ids: the draws.
+        draws: which rows draw.
     """
     num_tokens, size = len(hidden), min(_BLOCK, len(hidden))
     row = batch.row_of_token
@@ -107,23 +120,22 @@ def position_logprobs(
     targets = jnp.where(is_requested & is_last, drawn, batch.targets)
     none = no_logprobs(num_tokens, logits.shape[1], logits.dtype)
 
-    def block(index: Array, logprobs: TokenLogprobs) -> TokenLogprobs:
+    def block(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:
         # The last block begins where it still fits, and so does what it writes.
         start = index * size
         here = lax.dynamic_slice_in_dim(targets, start, size)
 
-        def found() -> TokenLogprobs:
+        def put(old: Array, part: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(old, part, start, 0)
+
+        def found() -> DeviceLogprobs:
             new = logprobs_of(project(lax.dynamic_slice_in_dim(hidden, start, size)), here)
-            return jax.tree.map(
-                lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0),
-                logprobs,
-                new,
-            )
+            return jax.tree.map(put, logprobs, new)
 
-        return lax.cond(jnp.any(here >= 0), found, lambda: logprobs)
+        return cond(jnp.any(here >= 0), found, lambda: logprobs)
 
-    return lax.cond(
+    return cond(
         jnp.any(targets >= 0),
-        lambda: lax.fori_loop(0, -(-num_tokens // size), block, none),
+        lambda: fori_loop(0, -(-num_tokens // size), block, none),
         lambda: none,
     )

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """Random numbers for rows: those of jax.random, written out.
 
 JAX runs Threefry as a loop on CPU, which takes XLA 0.3 seconds to compile in every program; these
@@ -6,20 +7,23 @@ few additions take a quarter of that, and are one kernel on a GPU.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32, Int32, UInt32
+
+    Words = UInt32[Array, "*sizes"]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _ONE = 0x3F800000  # the bits of 1.0
 
 
-def threefry(key: tuple[Array, Array], count: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise on uint32."""
+def threefry(key: tuple[Words, Words], count: tuple[Words, Words]) -> tuple[Words, Words]:
+    """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise."""
     first, second = key
     words = (first, second, first ^ second ^ jnp.uint32(_PARITY))
     x, y = count[0] + first, count[1] + second
@@ -32,12 +36,11 @@ def threefry(key: tuple[Array, Array], count: tuple[Array, Array]) -> tuple[Arra
     return x, y
 
 
-def uniform(seed: Array, position: Array) -> Array:
-    """Return jax.random.uniform(fold_in(key, position)) of each row, f32[R] in [0, 1).
+def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, " R"]) -> Float32[Array, " R"]:
+    """Return jax.random.uniform(fold_in(key, position)) of each row, in [0, 1).
 
     Args:
-        seed: u32[R, 2], the words of a threefry key.
-        position: i32[R].
+        seed: the words of a threefry key.
     """
     zero = jnp.zeros(position.shape, jnp.uint32)
     folded = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.sampler_state import allowed_words, slot_loads
+from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
 from jaxserve.models import ModelConfig
@@ -22,8 +22,14 @@ from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32
+
 # Called with (stage, done, total) while the engine starts.
 OnProgress = Callable[[str, int, int], None]
+Step = Callable[[list[jax.Array], DeviceState, np.ndarray], tuple[DeviceState, StepOutput]]
+LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
+SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -63,10 +69,10 @@ class Programs:
             state.
     """
 
-    steps: Mapping[Bucket, Callable[..., tuple[DeviceState, StepOutput]]]
+    steps: Mapping[Bucket, Step]
     make_state: Callable[[], DeviceState]
-    load_slot: Callable[..., Any]
-    set_allowed: Mapping[int, Callable[..., Any]]
+    load_slot: LoadSlot
+    set_allowed: Mapping[int, SetAllowed]
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class InFlight:
     plan: LaunchPlan
     output: StepOutput
     bucket: Bucket
-    num_logprobs: np.ndarray | None  # i32[R], alternatives asked for; None if none is
+    num_logprobs: Int32[np.ndarray, " R"] | None  # alternatives asked for; None if none is
     submitted: float  # by time.perf_counter
 
 
@@ -126,10 +132,10 @@ class Runner:
         self.max_steps = buckets.num_steps
         self.weight_bytes = sum(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
-        self._steps = programs.steps
+        self._steps: Mapping[Bucket, Step] = programs.steps
         self._make_state = programs.make_state
         self._load_slot = programs.load_slot
-        self._set_allowed = programs.set_allowed
+        self._set_allowed: Mapping[int, SetAllowed] = programs.set_allowed
         self._state: DeviceState | None = state
         self._counter = counter
 
@@ -154,6 +160,7 @@ class Runner:
         bucket = self.buckets.pick(plan, greedy, lacks_prompt_logprobs)
         batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
+        assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
         if any_features & SamplerFeature.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
         if any_features & SamplerFeature.ALLOWED:
@@ -164,10 +171,11 @@ class Runner:
         output.ok.copy_to_host_async()
         if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, submitted)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output.logprobs)
+        for leaf in output.logprobs or ():
+            leaf.copy_to_host_async()
         return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
 
-    def _load(self, state: Any, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
+    def _load(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""
         sampler = state.sampler
         for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
@@ -176,7 +184,7 @@ class Runner:
             slots.needs_load[slot] = slots.needs_mask[slot] = False
         return replace(state, sampler=sampler)
 
-    def _guide(self, state: Any, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
+    def _guide(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Tell the device what guided rows may draw, where that has changed."""
         changed = plan.slots[slots.needs_mask[plan.slots]]
         if not len(changed):
@@ -190,10 +198,10 @@ class Runner:
         slots.needs_mask[changed] = False
         return replace(state, sampler=self._set_allowed[size](state.sampler, rows, words))
 
-    def read(self, step: InFlight) -> tuple[np.ndarray, np.ndarray, StepLogprobs | None]:
-        """Wait for a step; i32[R] tokens and bool[R] of the plan's rows, and what they asked for.
-
-        Of a launch of several steps [num_steps, R].
+    def read(
+        self, step: InFlight
+    ) -> tuple[Int32[np.ndarray, "*steps R"], Bool[np.ndarray, "*steps R"], StepLogprobs | None]:
+        """Wait for a step; return tokens, whether each is valid, and requested log-probabilities.
 
         Raises whatever the device reported; the state is lost then (see `reset`).
         """

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """SamplerState: the sampler's part of each request on the device, one row a slot.
 
 Only requests with such settings have theirs written, when they get their slot (`load_slot`); each
@@ -10,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Generic
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.batch import AnyArray, StepBatch
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS_TOKENIZED,
     MAX_BIASED_TOKENS,
+    Request,
     SamplerFeature,
 )
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 WORD_BITS = 32
 _CHUNK = 1024
@@ -38,28 +42,32 @@ class SamplerState:
     V is the vocabulary, W its bits in words of 32, B banned sequences of up to L tokens.
     """
 
-    history: Array  # i32[slots + 1, V], 2 for each time generated, and 1 if in the prompt
-    allowed: Array  # u32[slots + 1, W], bit t % 32 of word t // 32 is set where t may be drawn
-    bias_ids: Array  # i32[slots + 1, 300], NO_TOKEN where unused
-    bias_values: Array  # f32[slots + 1, 300]
-    banned: Array  # i32[slots + 1, B, L], each at its row's end; before it NO_TOKEN
-    recent: Array  # i32[slots + 1, L - 1], newest last; NO_TOKEN before the first generated
+    history: Int32[Array, "slots_plus_1 V"]  # 2 for each time generated, and 1 if in the prompt
+    allowed: UInt32[
+        Array, "slots_plus_1 W"
+    ]  # bit t % 32 of word t // 32 is set where t may be drawn
+    bias_ids: Int32[Array, "slots_plus_1 300"]  # NO_TOKEN where unused
+    bias_values: Float32[Array, "slots_plus_1 300"]
+    banned: Int32[Array, "slots_plus_1 B L"]  # each at its row's end; before it NO_TOKEN
+    recent: Int32[
+        Array, "slots_plus_1 L_minus_1"
+    ]  # newest last; NO_TOKEN before the first generated
 
 
 @dataclass(frozen=True)
-class SlotLoad:
+class SlotLoad(Generic[AnyArray]):
     """A request's row, with a part of its known tokens. Numpy until passed; not changed after."""
 
-    slot: Array  # i32
-    is_first: Array  # bool, whether the row's history is to be emptied
-    tokens: Array  # i32[CHUNK]
-    num_prompt: Array  # i32, of these tokens
-    num_tokens: Array  # i32, with those generated; the rest is padding
-    allowed: Array
-    bias_ids: Array
-    bias_values: Array
-    banned: Array
-    recent: Array
+    slot: Int32[AnyArray, ""]
+    is_first: Bool[AnyArray, ""]  # whether the row's history is to be emptied
+    tokens: Int32[AnyArray, " chunk"]
+    num_prompt: Int32[AnyArray, ""]  # of these tokens
+    num_tokens: Int32[AnyArray, ""]  # with those generated; the rest is padding
+    allowed: UInt32[AnyArray, " W"]
+    bias_ids: Int32[AnyArray, " 300"]
+    bias_values: Float32[AnyArray, " 300"]
+    banned: Int32[AnyArray, "B L"]
+    recent: Int32[AnyArray, " L_minus_1"]
 
 
 for _type in (SamplerState, SlotLoad):
@@ -81,12 +89,11 @@ def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
     )
 
 
-def load_slot(state: SamplerState, load: SlotLoad) -> SamplerState:
+def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
     """Write a request's row; its tokens come in one or more parts, in their order.
 
     Args:
         state: donated.
-        load: see SlotLoad.
     """
     slot = load.slot
     index = jnp.arange(load.tokens.shape[0])
@@ -108,19 +115,22 @@ def load_slot(state: SamplerState, load: SlotLoad) -> SamplerState:
     )
 
 
-def set_allowed(state: SamplerState, slots: Array, words: Array) -> SamplerState:
+def set_allowed(
+    state: SamplerState, slots: Int32[Array, " G"], words: UInt32[Array, "G W"]
+) -> SamplerState:
     """Replace the masks of allowed tokens of slots.
 
     Args:
         state: donated.
-        slots: i32[G]; the null slot where unused.
-        words: u32[G, W].
+        slots: the null slot where unused.
     """
     return replace(state, allowed=state.allowed.at[slots].set(words))
 
 
-def record(state: SamplerState, batch: Any, token_ids: Array) -> SamplerState:
-    """Add a step's draws, i32[R], to the rows of the slots that drew."""
+def record(
+    state: SamplerState, batch: StepBatch[Array], token_ids: Int32[Array, " R"]
+) -> SamplerState:
+    """Add a step's draws to the rows of the slots that drew."""
     slots = batch.sample_slots
     recent = state.recent.at[slots].get(mode="clip")
     recent = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
@@ -134,7 +144,7 @@ def record(state: SamplerState, batch: Any, token_ids: Array) -> SamplerState:
     )
 
 
-def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad]:
+def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad[np.ndarray]]:
     """Yield what `load_slot` needs of a slot's request, and of its tokens if they are counted.
 
     Parts after the first repeat everything but the tokens.
@@ -155,11 +165,11 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
         count = min(chunk, len(tokens) - start)
         part[:count] = tokens[start : start + count]
         yield SlotLoad(
-            slot=np.int32(slot),
-            is_first=np.bool_(start == 0),
+            slot=np.array(slot, np.int32),
+            is_first=np.array(start == 0),
             tokens=part,
-            num_prompt=np.int32(min(max(num_prompt - start, 0), count)),
-            num_tokens=np.int32(count),
+            num_prompt=np.array(min(max(num_prompt - start, 0), count), np.int32),
+            num_tokens=np.array(count, np.int32),
             allowed=allowed,
             bias_ids=bias_ids,
             bias_values=bias_values,
@@ -168,14 +178,14 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
         )
 
 
-def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad:
+def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
     """Make a load that writes to the null slot."""
     return SlotLoad(
-        slot=np.int32(slots.num_slots),
-        is_first=np.bool_(True),
+        slot=np.array(slots.num_slots, np.int32),
+        is_first=np.array(True),
         tokens=np.zeros(chunk_size(slots), np.int32),
-        num_prompt=np.int32(0),
-        num_tokens=np.int32(0),
+        num_prompt=np.array(0, np.int32),
+        num_tokens=np.array(0, np.int32),
         allowed=np.zeros(-(-vocab_size // WORD_BITS), np.uint32),
         bias_ids=np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32),
         bias_values=np.zeros(MAX_BIASED_TOKENS, np.float32),
@@ -189,8 +199,8 @@ def chunk_size(slots: SlotTable) -> int:
     return min(_CHUNK, slots.max_model_len)
 
 
-def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
-    """Return u32[W]: the tokens that a slot's sequence may draw next, as bits."""
+def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> UInt32[np.ndarray, " W"]:
+    """Return the tokens that a slot's sequence may draw next, as bits."""
     sequence = slots.sequences[slot]
     request, constraint = sequence.request, sequence.constraint
     if constraint is None:
@@ -200,8 +210,8 @@ def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> np.ndarray:
     return constraint.words & _listed_words(request, vocab_size)
 
 
-def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
-    """Return u32[W]: allowed_token_ids, or all, without bad words of one token."""
+def _listed_words(request: Request, vocab_size: int) -> UInt32[np.ndarray, " W"]:
+    """Return allowed_token_ids, or all, without bad words of one token."""
     bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
     chosen = request.sampling.allowed_token_ids
     bits[slice(vocab_size) if chosen is None else list(chosen)] = True
@@ -209,8 +219,8 @@ def _listed_words(request: Any, vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _banned(request: Any) -> np.ndarray:
-    """Return i32[B, L]: bad words of several tokens."""
+def _banned(request: Request) -> Int32[np.ndarray, "B L"]:
+    """Return bad words of several tokens."""
     banned = np.full((MAX_BAD_WORDS_TOKENIZED, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
     words = [word for word in request.bad_words_token_ids if len(word) > 1]
     for row, word in zip(banned, words, strict=False):
@@ -218,8 +228,8 @@ def _banned(request: Any) -> np.ndarray:
     return banned
 
 
-def _biases(request: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return i32[300], f32[300]: logit_bias."""
+def _biases(request: Request) -> tuple[Int32[np.ndarray, " 300"], Float32[np.ndarray, " 300"]]:
+    """Return logit_bias."""
     ids = np.full(MAX_BIASED_TOKENS, NO_TOKEN, np.int32)
     values = np.zeros(MAX_BIASED_TOKENS, np.float32)
     bias = request.sampling.logit_bias or {}

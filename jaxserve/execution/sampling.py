@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """From logits to tokens: one program for any mix of settings, each row on its own.
 
 A setting that a row does not use has a neutral value. Work that no row of the batch needs (random
@@ -9,39 +10,42 @@ nor a restart change it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.random import uniform
 from jaxserve.execution.sampler_state import SamplerState
+from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from pallas_kernels.devices import target_device
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 LANES = 128
 
 
-def in_groups(x: Array, fill: float) -> Array:
-    """Return [R, V] as [R, V / 128, 128], padded with `fill`."""
+def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128"]:
+    """Return columns in groups of 128, padded with `fill`."""
     pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
     return x.reshape(x.shape[0], -1, LANES)
 
 
-def argmax(logits: Array) -> Array:
-    """Return the first index of the greatest value, i32[R]; see `best`."""
+def argmax(logits: Float[Array, "R V"]) -> Int32[Array, " R"]:
+    """Return the first index of the greatest value; see `best`."""
     return best(logits)[0]
 
 
-def best(logits: Array) -> tuple[Array, Array]:
-    """Return the first index of the greatest value, i32[R], and that value, in two levels.
+def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
+    """Return the first index of the greatest value, and that value, in two levels.
 
     XLA's argmax on CPU costs 13 to 57 times its max over a vocabulary; here the index is only
     searched among group maxima and then within one group.
@@ -53,7 +57,7 @@ def best(logits: Array) -> tuple[Array, Array]:
     return (group * LANES + lane).astype(jnp.int32), greatest.max(axis=-1)
 
 
-def _ordered_bits(x: Array) -> Array:
+def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
     """Return floats as unsigned integers of the same order."""
     bits = x.dtype.itemsize * 8
     unsigned, signed = jnp.dtype(f"uint{bits}"), jnp.dtype(f"int{bits}")
@@ -63,7 +67,9 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(negative, ~raw, raw | sign)
 
 
-def _threshold(keys: Array, mass: Array, target: Array) -> Array:
+def _threshold(
+    keys: UInt[Array, "R V"], mass: Float[Array, "R V"], target: Float[Array, " R"]
+) -> UInt[Array, " R"]:
     """Find each row's greatest key t with mass(keys >= t) >= target; exact, and without a sort.
 
     Built from its highest bits down, a few in every pass over the vocabulary.
@@ -74,7 +80,7 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
     is_gpu = target_device().is_gpu
     width = 4 if is_gpu else 1
 
-    def try_digits(step: Array, found: Array) -> Array:
+    def try_digits(step: Int[Array, ""], found: UInt[Array, " R"]) -> UInt[Array, " R"]:
         shift = jnp.asarray(bits - width * (step + 1)).astype(keys.dtype)
         # Behind this all passes are the same kernels, compiled once.
         found, shift = lax.optimization_barrier((found, shift))
@@ -86,10 +92,15 @@ def _threshold(keys: Array, mass: Array, target: Array) -> Array:
         return found | digit << shift
 
     none = jnp.zeros(keys.shape[0], keys.dtype)
-    return lax.fori_loop(0, bits // width, try_digits, none, unroll=is_gpu)
+    return fori_loop(0, bits // width, try_digits, none, unroll=is_gpu)
 
 
-def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array:
+def _truncated(
+    probs: Float[Array, "R V"],
+    keys: UInt[Array, "R V"],
+    likeliest: UInt[Array, " R"],
+    batch: StepBatch[Array],
+) -> Float[Array, "R V"]:
     """Zero all but the k most likely tokens of each row (equals of the k-th stay), and then all
     but the smallest set of likely ones whose share of the rest reaches top_p.
 
@@ -100,16 +111,18 @@ def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array
     none = lax.optimization_barrier(jnp.zeros(keys.shape[0], keys.dtype))
 
     def raised(
-        least: Array, truncates: Array, measure: Callable[[Array], tuple[Array, Array]]
-    ) -> Array:
+        least: UInt[Array, " R"],
+        truncates: Bool[Array, " R"],
+        measure: Callable[[Array], tuple[Array, Array]],
+    ) -> UInt[Array, " R"]:
         """Raise the least key that stays, in rows that truncate; `measure`: mass and target."""
 
-        def narrowed(least: Array) -> Array:
+        def narrowed(least: UInt[Array, " R"]) -> UInt[Array, " R"]:
             mass, target = measure(jnp.where(keys >= least[:, None], probs, 0))
             # Never lower: rounding may find no share as large as top_p.
             return jnp.maximum(least, jnp.where(truncates, _threshold(keys, mass, target), 0))
 
-        return lax.cond(jnp.any(truncates), narrowed, lambda least: least, least)
+        return cond(jnp.any(truncates), narrowed, lambda least: least, least)
 
     count = jnp.minimum(batch.top_k, probs.shape[1]).astype(probs.dtype)
     top_p = batch.top_p.astype(probs.dtype)
@@ -118,8 +131,8 @@ def _truncated(probs: Array, keys: Array, likeliest: Array, batch: Any) -> Array
     return jnp.where(keys >= jnp.minimum(least, likeliest)[:, None], probs, 0)
 
 
-def _draw(probs: Array, uniform: Array) -> Array:
-    """Find the token at which the cumulative mass passes uniform * total, i32[R].
+def _draw(probs: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int32[Array, " R"]:
+    """Find the token at which the cumulative mass passes uniform * total.
 
     Inverse transform sampling with one number a row, in two levels of sums.
     """
@@ -140,11 +153,16 @@ def _draw(probs: Array, uniform: Array) -> Array:
     return (group * LANES + lane).astype(jnp.int32)
 
 
-def _sampled(logits: Array, batch: Any, greedy: Array, greatest: Array) -> Array:
+def _sampled(
+    logits: Float[Array, "R V"],
+    batch: StepBatch[Array],
+    greedy: Int32[Array, " R"],
+    greatest: Float[Array, " R"],
+) -> Int32[Array, " R"]:
     """Draw the tokens of all rows, for a step in which at least one row draws.
 
     Args:
-        greedy, greatest: [R], each row's likeliest token and its logit.
+        greedy, greatest: each row's likeliest token and its logit.
     """
     warm = batch.temperature > 0
     temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
@@ -169,20 +187,23 @@ def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:
 
 
 def sample(
-    logits: Array, batch: Any, state: SamplerState, greedy_only: bool = False
-) -> tuple[Array, Array]:
+    logits: Float[Array, "R V"],
+    batch: StepBatch[Array],
+    state: SamplerState,
+    greedy_only: bool = False,
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
     """Draw each row's next token.
 
     The order of the settings is vLLM's: what `edit_logits` does, temperature, min_p, top_k, top_p.
 
     Args:
-        logits: [R, V], float32 or float64.
-        batch: a StepBatch; the new token's position is `kv_len`.
+        logits: float32 or float64.
+        batch: the new token's position is `kv_len`.
         state: the sampler's state of the requests.
         greedy_only: static; `is_greedy` holds and no row uses a feature of the sampler.
 
     Returns:
-        i32[R] token ids; bool[R], whether all of the row's logits were finite and left it a
+        Token ids; whether all of the row's logits were finite and left it a
         token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
         would otherwise pass for token 0.
     """
@@ -194,14 +215,14 @@ def sample(
     has_edits |= batch.kv_len < batch.min_length
     edits, draws = jnp.any(has_edits), jnp.any(batch.temperature > 0)
 
-    def chosen() -> tuple[Array, Array]:
-        changed = lax.cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
+    def chosen() -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
+        changed = cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
         greedy, value = best(changed)
-        drawn = lax.cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
+        drawn = cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
         return drawn, value
 
     # A branch that hands all logits through copies them: skip it when no row edits or draws.
-    tokens, value = lax.cond(edits | draws, chosen, lambda: best(logits))
+    tokens, value = cond(edits | draws, chosen, lambda: best(logits))
     # A row in the middle of its tokens draws nothing, so that it needs no token to draw.
     null_slot = state.history.shape[0] - 1
     return tokens, ok & ((value > -jnp.inf) | (batch.sample_slots == null_slot))

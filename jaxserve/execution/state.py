@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """DeviceState: the arrays that stay on the device from step to step."""
 
 from __future__ import annotations
@@ -5,21 +6,23 @@ from __future__ import annotations
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.sampler_state import SamplerState, make_sampler_state
 from jaxserve.models import ModelConfig
 from jaxserve.models.linear import accumulator
 from jaxserve.models.paged import KVPages
-from jaxserve.scheduling.logprobs import TokenLogprobs
 from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class DeviceState:
     The pages start as zeros, so that no cell ever holds a NaN which no request put there.
     """
 
-    kv: list[KVPages]  # one (k_pages, v_pages) a layer, each [P, K, S, H]
-    last_token: Array  # i32[slots + 1], the newest token drawn for each slot
+    kv: list[KVPages]  # one (k_pages, v_pages) a layer
+    last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
     sampler: SamplerState
 
 
@@ -38,11 +41,9 @@ class DeviceState:
 class StepOutput:
     """Results of a launch, which the host reads while the next one runs."""
 
-    token_ids: Array  # i32[R], or [S, R] of a launch of up to S steps
-    ok: Array  # bool, likewise; False where logits were not finite or left nothing to draw
-    logprobs: (
-        TokenLogprobs | None
-    )  # [T], of what follows each token, for rows that ask; None if greedy
+    token_ids: Int32[Array, "*steps R"]  # steps: as many as a launch of several may take
+    ok: Bool[Array, "*steps R"]  # False where logits were not finite or left nothing to draw
+    logprobs: DeviceLogprobs | None  # of what follows each token, for rows that ask; None if greedy
 
 
 for _type in (DeviceState, StepOutput):
@@ -51,7 +52,7 @@ for _type in (DeviceState, StepOutput):
     )
 
 
-def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
+def kv_dtype(asked: str, activations: DTypeLike, platform: str) -> np.dtype:
     """Return the dtype of pages for a setting of `kv_cache_dtype`.
 
     On CPU 16-bit keys and values are kept as the same numbers in float32, and 8-bit ones as their
@@ -62,13 +63,13 @@ def kv_dtype(asked: str, activations: Any, platform: str) -> Any:
     return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
+def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     """Return the bytes of one page of KV cache over all layers."""
     cell = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return 2 * config.num_hidden_layers * page_size * cell
 
 
-def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: str) -> int:
+def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
     """Return pages, or fewer if a layer's arrays would have a size that GPU kernels cannot address.
 
     Those are arrays of one-byte values of 2 to 4 GiB (see `pallas_kernels.implementation`).
@@ -80,7 +81,7 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: Any, platform: s
 
 
 def make_state(
-    config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: Any
+    config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: DTypeLike
 ) -> DeviceState:
     """Make a cache of zeros for every layer; `dtype` is that of its pages."""
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)

@@ -1,10 +1,11 @@
+# pyright: reportUnknownMemberType=false
 """model_step: the one program, compiled once for each bucket."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +13,27 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.execution.batch import StepBatch
-from jaxserve.execution.logprobs import draw_logprobs, position_logprobs
+from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
 from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
+from jaxserve.models import Decoder
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
 from jaxserve.models.quantized import with_implementation
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
-Array = Any
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
+    # How many steps are done, the rows that take part, the state, and what has been drawn.
+    Launch = tuple[
+        Int32[Array, ""], Bool[Array, " R"], DeviceState, tuple[Array, Array], DeviceLogprobs | None
+    ]
 
 
-def slot_mapping(batch: StepBatch, page_size: int) -> Array:
-    """Return i32[T]: the cell of the cache for each token's K and V; -1 for padding."""
+def slot_mapping(batch: StepBatch[Array], page_size: int) -> Int32[Array, " T"]:
+    """Return the cell of the cache for each token's K and V; -1 for padding."""
     column = batch.positions // page_size
     page = batch.page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
@@ -36,11 +44,11 @@ def slot_mapping(batch: StepBatch, page_size: int) -> Array:
 
 
 def model_step(
-    graphdef: Any,
+    graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
     leaves: list[Array],
     state: DeviceState,
-    batch: StepBatch,
+    batch: StepBatch[Array],
     *,
     decode_only: bool,
     greedy: bool,
@@ -54,7 +62,6 @@ def model_step(
         graphdef, treedef: the model without its arrays, as `nnx.split` and `tree.flatten` left it.
         leaves: its arrays. Flat, because flattening a module costs milliseconds a call.
         state: donated.
-        batch: see StepBatch.
         decode_only: static; every row has one token.
         greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention, and which products of experts and of quantized
@@ -100,11 +107,11 @@ def model_step(
 
 
 def decode_steps(
-    graphdef: Any,
+    graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
     leaves: list[Array],
     state: DeviceState,
-    batch: StepBatch,
+    batch: StepBatch[Array],
     *,
     most: int,
     **options: Any,
@@ -127,11 +134,11 @@ def decode_steps(
     step = partial(model_step, graphdef, treedef, leaves, decode_only=True, **options)
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, state, batch)[1]
-    empty = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
+    empty = jax.tree.map(partial(_zeros, (most,)), shapes)
     outputs = (empty.token_ids, empty.ok)
-    logprobs = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes.logprobs)
+    logprobs = jax.tree.map(partial(_zeros, ()), shapes.logprobs)
 
-    def take(carry: Any) -> Any:
+    def take(carry: Launch) -> Launch:
         done, active, state, (token_ids, ok), _ = carry
         length = batch.kv_len + done
         now = replace(
@@ -149,7 +156,7 @@ def decode_steps(
         written = (token_ids.at[done].set(output.token_ids), ok.at[done].set(output.ok))
         return done + 1, active, state, written, output.logprobs
 
-    def goes_on(carry: Any) -> Array:
+    def goes_on(carry: Launch) -> Bool[Array, ""]:
         done, active = carry[:2]
         return (done == 0) | ((done < batch.num_steps) & active.any())
 
@@ -157,3 +164,7 @@ def decode_steps(
     start = (jnp.int32(0), active, state, outputs, logprobs)
     _, _, state, (token_ids, ok), logprobs = lax.while_loop(goes_on, take, start)
     return state, StepOutput(token_ids=token_ids, ok=ok, logprobs=logprobs)
+
+
+def _zeros(before: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros((*before, *leaf.shape), leaf.dtype)

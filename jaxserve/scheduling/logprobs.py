@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-Array = Any
 
 
 class TokenLogprobs(NamedTuple):
@@ -19,13 +17,13 @@ class TokenLogprobs(NamedTuple):
         top_logprobs: float[N, K].
     """
 
-    logprob: Array
-    rank: Array
-    top_ids: Array
-    top_logprobs: Array
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
 
-    def part(self, rows: Any, width: int) -> TokenLogprobs:
-        """Copy rows, a slice or indices, with at most `width` alternatives each."""
+    def part(self, rows: slice, width: int) -> TokenLogprobs:
+        """Copy a slice of the rows, with at most `width` alternatives each."""
         return TokenLogprobs(
             self.logprob[rows].copy(),
             self.rank[rows].copy(),

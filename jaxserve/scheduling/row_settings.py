@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxserve.request import MAX_STOP_TOKEN_IDS
 
-Array = Any
+# An array: of numpy on the host, of JAX in a program.
+AnyArray = TypeVar("AnyArray")
+
 # Type and words of each setting, in the order of `Settings`; 0 words for a single number.
 _PARTS = (
     (np.int32, 0),
@@ -43,36 +45,33 @@ def put_settings(words: memoryview, row: int, *values: float) -> None:
     _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
 
 
-class Settings(NamedTuple):
+class Settings(NamedTuple, Generic[AnyArray]):
     """The settings of R rows, each a part of one array i32[R, W].
 
     Rows of one array are copied together, and reach the device as one.
     """
 
-    stop_length: Array  # i32[R], known tokens at which the sequence ends for length
-    min_length: Array  # i32[R], tokens before which it may not end
-    temperature: Array  # f32[R], 0 for greedy
-    top_p: Array  # f32[R], neutral 1
-    min_p: Array  # f32[R], neutral 0
-    top_k: Array  # i32[R], neutral 0
-    seed: Array  # u32[R, 2], the words of a threefry key
-    penalties: Array  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
-    features: Array  # i32[R], flags of `SamplerFeature`; neutral 0
-    stop_token_ids: Array  # i32[R, E], NO_TOKEN where unused
+    stop_length: AnyArray  # i32[R], known tokens at which the sequence ends for length
+    min_length: AnyArray  # i32[R], tokens before which it may not end
+    temperature: AnyArray  # f32[R], 0 for greedy
+    top_p: AnyArray  # f32[R], neutral 1
+    min_p: AnyArray  # f32[R], neutral 0
+    top_k: AnyArray  # i32[R], neutral 0
+    seed: AnyArray  # u32[R, 2], the words of a threefry key
+    penalties: AnyArray  # f32[R, 3], repetition, frequency, presence; neutral 1, 0, 0
+    features: AnyArray  # i32[R], flags of `SamplerFeature`; neutral 0
+    stop_token_ids: AnyArray  # i32[R, E], NO_TOKEN where unused
 
     @classmethod
-    def of(cls, words: Array, view: Callable[[Array, Any], Array] | None = None) -> Settings:
-        """Return the parts of i32[R, W]; on the host they are views of it.
+    def of(cls, read: Callable[[slice | int, type[np.generic]], AnyArray]) -> Settings[AnyArray]:
+        """Collect the parts of i32[R, W].
 
         Args:
-            view: reads 32-bit words as another type; None for numpy's.
+            read: returns columns, or a single one, with their 32-bit words read as another type.
         """
-        parts: list[Array] = []
+        parts: list[AnyArray] = []
         first = 0
         for dtype, count in _PARTS:
-            part = words[:, first : first + count] if count else words[:, first]
-            if dtype is not np.int32:
-                part = part.view(dtype) if view is None else view(part, dtype)
-            parts.append(part)
+            parts.append(read(slice(first, first + count) if count else first, dtype))
             first += max(1, count)
         return cls(*parts)

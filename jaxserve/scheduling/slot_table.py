@@ -75,9 +75,9 @@ class SlotTable:
         self.num_keys = column()
         self.key_state = column(LANES, dtype=np.uint64)
         self.generation = column(dtype=np.int64)
-        self.settings = column(WIDTH)
-        self._settings_words = self.settings.data
-        views = Settings.of(self.settings)
+        self.settings = words = column(WIDTH)
+        self._settings_words = words.data
+        views = Settings[np.ndarray].of(lambda part, dtype: words[:, part].view(dtype))
         self.stop_length, self.min_length = views.stop_length, views.min_length
         self.temperature, self.top_p, self.min_p = views.temperature, views.top_p, views.min_p
         self.top_k, self.seed, self.features = views.top_k, views.seed, views.features

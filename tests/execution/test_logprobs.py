@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.execution.logprobs import logprobs_of, position_logprobs, top_k
-from jaxserve.request import SamplerFeature
+from jaxserve.request import SamplerFeature, SamplingParams
+from tests.execution.test_sampling import batch as batch_of
 from tests.support.oracle import score as slow_score
 
 best = jax.jit(top_k, static_argnums=1)
@@ -59,14 +60,17 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
     targets[rng.random(num_tokens) < 0.3] = -1
     targets[-1] = -1
     first = max(num_tokens - 2, 0)
-    batch = SimpleNamespace(
+    batch = replace(
+        batch_of([SamplingParams()] * 2, [0, 0], 0),
+        tokens=targets,
+        positions=targets,
         features=np.array([SamplerFeature.PROMPT_LOGPROBS, SamplerFeature.LOGPROBS], np.int32),
         sample_index=jnp.array([first, num_tokens - 1], np.int32),
         targets=targets,
         row_of_token=np.array([0] * (num_tokens - 1) + [1], np.int32),
     )
     token_ids = jnp.array([3, 4])
-    logits = np.zeros((2, 61), np.float32)
+    logits = jnp.zeros((2, 61), jnp.float32)
     for drawing in (False, True):
         found = jax.jit(
             lambda draws: position_logprobs(
@@ -76,6 +80,6 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
         wanted = targets.copy()
         if drawing:
             wanted[-1] = 4
-        every = logprobs_of(hidden @ weights, np.maximum(wanted, 0))
+        every = logprobs_of(hidden @ weights, jnp.maximum(wanted, 0))
         for one, other in zip(found, every, strict=True):
             np.testing.assert_allclose(one[wanted >= 0], other[wanted >= 0], atol=1e-5)

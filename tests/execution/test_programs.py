@@ -58,10 +58,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "is_traced"),
     [
-        *(
-            (f"jaxserve/scheduling/{part}.py", True)
-            for part in ("row_settings", "logprobs", "slot_table")
-        ),
+        *((f"jaxserve/scheduling/{part}.py", True) for part in ("row_settings", "slot_table")),
         *((name, True) for name in ("jaxserve/request.py", "jaxserve/execution/step.py")),
         ("jaxserve/scheduling/scheduler.py", False),
         ("jaxserve/engine/engine.py", False),
@@ -266,7 +263,10 @@ def test_what_was_used_longest_ago_goes_first(
 # and errors, and settings, which the name of a start's folder holds.
 NOT_TRACED = {
     *(f"jaxserve/{name}.py" for name in ("config", "errors", "structured")),
-    *(f"jaxserve/scheduling/{name}.py" for name in ("page_keys", "page_pool", "plan", "sequence")),
+    *(
+        f"jaxserve/scheduling/{name}.py"
+        for name in ("logprobs", "page_keys", "page_pool", "plan", "sequence")
+    ),
 }
 
 

@@ -36,8 +36,9 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
         return np.array([getattr(one, name) for one in settings], dtype)
 
     return StepBatch(
-        **dict.fromkeys(("tokens", "positions", "row_of_token", "query_start", "page_table"), none),
+        **dict.fromkeys(("tokens", "positions", "row_of_token", "query_start"), none),
         **dict.fromkeys(("slots", "sample_index", "sample_slots"), none),
+        page_table=none[:, None],
         kv_len=np.broadcast_to(np.asarray(position, np.int32), rows),
         temperature=column("temperature", np.float32),
         top_p=column("top_p", np.float32),
@@ -50,7 +51,7 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
         features=np.array([one.features for one in settings], np.int32),
         targets=none,
         stop_length=none,
-        num_steps=np.int32(1),
+        num_steps=np.array(1, np.int32),
     )
 
 

@@ -7,14 +7,17 @@ import inspect
 import pkgutil
 import sys
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
+from typing import Any
 from unittest.mock import patch
 
+import jax
+from beartype import beartype
 from jaxtyping import install_import_hook
 
 PACKAGES = ("jaxserve.models", "jaxserve.execution")
-CHECKER = "beartype.beartype"
+CHECKER = f"{__name__}.checked"
 
 
 def check_shapes() -> None:
@@ -24,7 +27,6 @@ def check_shapes() -> None:
     jaxtyping. Here that is true while they are imported, and for them alone: a first import, which
     is thrown away, has brought in all that they import themselves.
     """
-    importlib.import_module(CHECKER.split(".")[0])
     import_modules()
     for name in list(sys.modules):
         if name.startswith(PACKAGES):
@@ -34,6 +36,27 @@ def check_shapes() -> None:
         modules = import_modules()
     for function in functions(modules):
         typing.get_type_hints(function)  # beartype lets pass what it cannot resolve
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the calls of a function, but not those that make a dataclass of no arrays.
+
+    JAX makes trees of shapes, shardings and bare objects by the same constructors.
+    """
+    check = beartype(function)
+    if function.__name__ != "__init__":
+        return check
+
+    def init(self: Any, *args: Any, **fields: Any) -> Any:
+        stands_in = any(map(stands_for_array, (*args, *fields.values())))
+        return None if stands_in else check(self, *args, **fields)
+
+    return init
+
+
+def stands_for_array(value: Any) -> bool:
+    is_jax = type(value).__module__.startswith("jax") and not isinstance(value, jax.Array)
+    return is_jax or type(value) is object
 
 
 def import_modules() -> list[ModuleType]:

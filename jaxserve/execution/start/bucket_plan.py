@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket, BucketSet
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 # Busy time in which a program must save more than it costs to compile.
 BUSY_SECONDS = 120.0
@@ -71,7 +74,8 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
     """Return a bucket for each size of decode steps, and of the others."""
-    decode, tokens = {}, {}
+    decode: dict[int, Bucket] = {}
+    tokens: dict[int, Bucket] = {}
     for bucket in buckets:
         (decode if bucket.decode_only else tokens).setdefault(bucket.num_tokens, bucket)
     return dict(sorted(decode.items())), dict(sorted(tokens.items()))
@@ -79,7 +83,7 @@ def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
 
 def anchors(buckets: BucketSet) -> list[Bucket]:
     """Return the buckets to measure: smallest, middle and largest of each kind."""
-    chosen = []
+    chosen: list[Bucket] = []
     for ladder in _ladders(buckets):
         sizes = list(ladder)
         chosen += [ladder[size] for size in {sizes[0], sizes[len(sizes) // 2], sizes[-1]}]
@@ -102,7 +106,8 @@ def choose_sizes(
         step_seconds: of the buckets that `anchors` names.
         compile_seconds: of one program.
     """
-    kept, dropped = [], []
+    kept: list[tuple[int, ...]] = []
+    dropped: list[tuple[int, ...]] = []
     for ladder in _ladders(buckets):
         sizes = np.array(list(ladder))
         measured = [size for size in ladder if ladder[size] in step_seconds]
@@ -116,19 +121,21 @@ def choose_sizes(
     return BucketPlan(kept[0], kept[1], (dropped[0], dropped[1]), compile_seconds, times)
 
 
-def _worth_keeping(seconds: np.ndarray, compile_seconds: float) -> np.ndarray:
-    """Return bool[n]: drop the size of least loss, again and again, while it is below the gain."""
+def _worth_keeping(
+    seconds: Float[np.ndarray, " n"], compile_seconds: float
+) -> Bool[np.ndarray, " n"]:
+    """Drop the size of least loss, again and again, while it is below the gain."""
     kept = np.ones(len(seconds), bool)
 
-    def loss(mask: np.ndarray) -> float:
+    def loss(mask: Bool[np.ndarray, " n"]) -> float:
         padded = np.flatnonzero(mask)[np.cumsum(mask) - mask]
         share = BUSY_SECONDS / 2 / len(seconds)
         return share * float((seconds[padded] / seconds - 1).sum())
 
     while kept[:-1].any():
         now = loss(kept)
-        trials = []
-        for index in np.flatnonzero(kept[:-1]):
+        trials: list[tuple[float, int]] = []
+        for index in np.flatnonzero(kept[:-1]).tolist():
             without = kept.copy()
             without[index] = False
             trials.append((loss(without) - now, index))

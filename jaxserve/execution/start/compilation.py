@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """Files kept from one start to the next: compiled programs, and XLA's choices for a GPU."""
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 
 from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
 from jaxserve.execution.start.programs import ProgramStore, make_private
+from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ _PACKAGES = Path(__file__).parent.parent.parent.parent
 _SOURCES = (
     *("pallas_kernels", "jaxserve/execution", "jaxserve/models", "jaxserve/weights"),
     "jaxserve/request.py",
-    *(f"jaxserve/scheduling/{name}.py" for name in ("slot_table", "row_settings", "logprobs")),
+    *(f"jaxserve/scheduling/{name}.py" for name in ("slot_table", "row_settings")),
 )
 # Settings that no program depends on beyond what its name and its arguments' shapes say.
 _NOT_COMPILED = (
@@ -61,7 +63,7 @@ def open_store(
     directory: Path | None,
     config: EngineConfig,
     model_config: ModelConfig,
-    leaves: list[Any],
+    leaves: list[jax.Array],
 ) -> ProgramStore:
     """Open the store of the programs of an engine's earlier starts.
 
@@ -76,12 +78,12 @@ def open_store(
         for field in dataclasses.fields(config)
         if field.name not in (*_NOT_COMPILED, "decode_sizes", "token_sizes")
     }
-    what = {
+    what: dict[str, Any] = {
         "settings": repr(sorted(settings.items())),
         "model": repr(model_config),
         "leaves": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves],
         "asked_sizes": [config.decode_sizes, config.token_sizes],
-        "device": jax.devices()[0].device_kind,
+        "device": devices()[0].device_kind,
         "threads": cpu_threads(),
     }
     return ProgramStore(directory, what, fingerprint())
@@ -89,7 +91,7 @@ def open_store(
 
 def fingerprint() -> dict[str, Any]:
     """Return what compiled programs depend on besides settings: versions, machine, source."""
-    device = jax.devices()[0]
+    device = devices()[0]
     return {
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),

@@ -1,25 +1,36 @@
+# pyright: reportUnknownMemberType=false
 """Compiler: lowers and compiles the programs of an engine, or takes them from the store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.stages import Compiled, Lowered
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.sampler_state import SamplerState, load_slot, null_load, set_allowed
+from jaxserve.execution.sampler_state import (
+    SamplerState,
+    SlotLoad,
+    load_slot,
+    null_load,
+    set_allowed,
+)
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
 
 
 class Compiler:
@@ -43,19 +54,19 @@ class Compiler:
         self.config = config
         self.model_config = model_config
         dtype = model.norm.scale[...].dtype
-        self._graphdef, state = nnx.split(model)
+        self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
         self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, jax.default_backend())
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
 
-    def null_batch(self, bucket: Bucket) -> np.ndarray:
+    def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
         """Return a batch of padding only: it writes to no page and to no slot but the null one."""
         none = np.zeros(0, np.int32)
         plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
         return pack(plan, self._null_slots, bucket)
 
-    def null_load(self) -> Any:
+    def null_load(self) -> SlotLoad[np.ndarray]:
         """Return the settings of a request without any, for the null slot."""
         return null_load(self._null_slots, self.model_config.vocab_size)
 
@@ -76,39 +87,40 @@ class Compiler:
         """Return the shapes of what the sampler keeps on the device."""
         return self._shapes(num_pages=2).sampler
 
-    def step(self, bucket: Bucket, num_pages: int) -> Any:
+    def step(self, bucket: Bucket, num_pages: int) -> Compiled:
         """Compile the launches of a bucket, over a cache of so many pages."""
         return self.store.get(
             f"{bucket}, {num_pages} pages", partial(self._lower_step, bucket, num_pages)
         )
 
-    def _lower_step(self, bucket: Bucket, num_pages: int) -> Any:
+    def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
         step = partial(decode_steps, most=bucket.num_steps)
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
-        options = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
+        options: Any = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
 
-        def run(leaves: Any, state: DeviceState, words: Any) -> tuple[DeviceState, StepOutput]:
+        def run(
+            leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
+        ) -> tuple[DeviceState, StepOutput]:
             batch = unpack(words, bucket.num_tokens, bucket.num_rows)
             return step(self._graphdef, self._treedef, leaves, state, batch, **options)
 
         jitted = jax.jit(run, donate_argnums=1)
         return jitted.lower(self.leaves, self._shapes(num_pages), self.null_batch(bucket))
 
-    def make_state(self, num_pages: int) -> Any:
+    def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""
-        return self.store.get(
-            f"state, {num_pages} pages", jax.jit(self._state_maker(num_pages)).lower
-        )
+        make = self._state_maker(num_pages)
+        return self.store.get(f"state, {num_pages} pages", lambda: jax.jit(make).lower())
 
-    def load_slot(self) -> Any:
+    def load_slot(self) -> Compiled:
         """Compile what writes a request's settings into the sampler's state."""
         load, shapes = self.null_load(), self.sampler_shapes()
         return self.store.get(
             "load slot", lambda: jax.jit(load_slot, donate_argnums=0).lower(shapes, load)
         )
 
-    def set_allowed(self, count: int) -> Any:
+    def set_allowed(self, count: int) -> Compiled:
         """Compile what replaces the masks of so many slots in the sampler's state."""
         shapes = self.sampler_shapes()
         words = jax.ShapeDtypeStruct((count, shapes.allowed.shape[1]), np.uint32)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax._src import xla_bridge
 
 from jaxserve.config import card_to_open, claimed, has_cuda_plugin, memory_fraction
 from jaxserve.execution.start.jax_start import start_jax
+from jaxserve.execution.typed_jax import devices
 from jaxserve.machine import VisibleCard, driver_cards, host_memory
 from pallas_kernels.devices import GIB, DeviceLimits, find_card, limits_of
 
@@ -113,7 +113,7 @@ def _bandwidth(name: str) -> float:
 
 def started_device() -> DeviceMemory:
     """Return JAX's first device, with the memory that JAX allows itself."""
-    device: Any = jax.devices()[0]
+    device = devices()[0]
     if device.platform == "cpu":
         return _host()
     limits = limits_of(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -230,7 +230,7 @@ def _cpu_is_chosen() -> bool:
 
 
 @contextmanager
-def _heard() -> Iterator[list[logging.LogRecord]]:
+def _heard() -> Generator[list[logging.LogRecord]]:
     """Hold back what JAX logs as it starts: tracebacks, where a plugin fails.
 
     Why a plugin found no card is logged at a level that is off by default.

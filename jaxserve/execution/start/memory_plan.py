@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """MemoryPlan: what a start takes of a device's memory, computed before a weight is read.
 
 Weights, sampler state and cache are exact. Temporaries are those of the largest program, where XLA
@@ -326,8 +327,10 @@ def refusal(config: EngineConfig, weights: Weights, plan: MemoryPlan, device: De
 
 
 # Settings that take memory where they are given.
-_GIVEN = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens")
-_GIVEN += ("max_num_seqs", "gpu_memory_utilization")
+_GIVEN = (
+    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"),
+    *("max_num_seqs", "gpu_memory_utilization"),
+)
 # Tokens of context that are proposed where a whole one is too long for the host.
 _SHORT_CONTEXT = 4096
 

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """ProgramStore: compiled programs in files, so that a start need neither trace nor compile them."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ class ProgramStore:
         return program
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def _timed(self, stage: str) -> Generator[None]:
         started = time.perf_counter()
         yield
         with self._lock:
@@ -305,6 +306,6 @@ def _kernels(program: str) -> dict[str, bytes]:
 def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
     """Hash XLA's input, the machine and the versions, but not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
-    text, trees = lowered.as_text(), str(lowered.in_tree) + str(lowered.out_tree)
+    text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
     kernels = {name: _digest(code) for name, code in _kernels(text).items()}
     return _digest((_FORM + json.dumps([given, kernels], sort_keys=True) + trees + text).encode())

@@ -1,16 +1,17 @@
+# pyright: reportUnknownMemberType=false
 """WarmUp: makes a Runner out of placed weights: sizes the cache, compiles, and runs all once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.errors import InvalidRequest
@@ -28,6 +29,7 @@ from jaxserve.execution.start.memory_plan import (
 )
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
+from jaxserve.execution.typed_jax import devices
 from jaxserve.models import Decoder, ModelConfig
 from pallas_kernels.devices import limits_of
 
@@ -100,13 +102,15 @@ class WarmUp:
         self.compiler = Compiler(config, model_config, model)
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
         self.report = StartReport(
-            *(self.compiler.store, BucketPlan.of(self.buckets), {}),
-            device=str(limits_of(jax.devices()[0])),
+            self.compiler.store,
+            BucketPlan.of(self.buckets),
+            stages={},
+            device=str(limits_of(devices()[0])),
         )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
-        self._steps: dict[Bucket, Any] = {}
+        self._steps: dict[Bucket, Compiled] = {}
         self._state: DeviceState | None = None
-        self._make_state: Any = None
+        self._make_state: Callable[[], DeviceState] | None = None
         # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
         # not have taken their memory yet.
         self._compile_first = platform != "cpu"
@@ -127,7 +131,7 @@ class WarmUp:
 
     def _size_cache(self) -> int:
         """Return how many pages the configured memory holds."""
-        config, platform = self.config, jax.devices()[0].platform
+        config, platform = self.config, devices()[0].platform
         sized = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes
         room = 0 if platform == "cpu" or sized else self._room()
         pages = cache_pages(
@@ -152,7 +156,7 @@ class WarmUp:
         # Weights are placed; what the largest launch needs beside them is read off its program.
         largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
         program = self.compiler.step(largest, num_pages=64)
-        temporary = program.memory_analysis().temp_size_in_bytes
+        temporary = _temporary_bytes(program)
         sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
         left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
         return left - int(budget * SLACK) - temporary - sampler
@@ -166,7 +170,7 @@ class WarmUp:
         pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()))
         counts = sorted({1, 8, self.config.max_num_seqs or 1})
         try:
-            self._make_state = self.compiler.make_state(self.num_pages)
+            make_state = self._make_state = self.compiler.make_state(self.num_pages)
             loading = pool.submit(self.compiler.load_slot)
             masks = pool.map(self.compiler.set_allowed, counts)
             if not (self.config.decode_sizes or self.config.token_sizes):
@@ -174,7 +178,7 @@ class WarmUp:
             self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
             programs = Programs(
                 self._steps,
-                self._make_state,
+                make_state,
                 loading.result(),
                 dict(zip(counts, masks, strict=True)),
             )
@@ -187,7 +191,8 @@ class WarmUp:
         state, self._state = self._state, None
         assert state is not None
         sampler = programs.load_slot(state.sampler, self.compiler.null_load())
-        state = jax.block_until_ready(replace(state, sampler=sampler))
+        state = replace(state, sampler=sampler)
+        jax.block_until_ready(state)
         self.report.stages["warm_up"] = time.perf_counter() - started
         return Runner(
             self.config,
@@ -205,7 +210,7 @@ class WarmUp:
     def _compile_all(
         self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
     ) -> None:
-        def compiled_once(bucket: Bucket) -> Any:
+        def compiled_once(bucket: Bucket) -> Compiled:
             return self._steps.get(bucket) or self.compiler.step(bucket, self.num_pages)
 
         # Reading off what a program takes costs a tenth of loading it: one of each kind is enough.
@@ -213,23 +218,27 @@ class WarmUp:
         if self._compile_first:
             self._state = None
         elif self._state is None:
-            self._state = self._make_state()
+            self._state = self._empty_state()
         compiled = pool.map(compiled_once, buckets)
-        waiting: list[tuple[Bucket, Any]] = []
+        waiting: list[tuple[Bucket, Compiled]] = []
         for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
             waiting.append((bucket, step))
             if not self._compile_first:
                 self._run_new(waiting)
             if bucket in kinds.values():
-                needed = step.memory_analysis().temp_size_in_bytes
+                needed = _temporary_bytes(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
                 on_progress("compile", done, len(buckets))
         if self._state is None:
-            self._state = self._make_state()
+            self._state = self._empty_state()
         self._run_new(waiting)
 
-    def _run_new(self, waiting: list[tuple[Bucket, Any]]) -> None:
+    def _empty_state(self) -> DeviceState:
+        assert self._make_state is not None
+        return self._make_state()
+
+    def _run_new(self, waiting: list[tuple[Bucket, Compiled]]) -> None:
         """Run programs once on padding, those that have not run yet; empties the list."""
         while waiting:
             bucket, step = waiting.pop(0)
@@ -259,14 +268,13 @@ class WarmUp:
 
     def _padding_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
         """Measure launches of padding alone: what each bucket costs whatever it holds."""
-        seconds = {}
+        seconds: dict[Bucket, float] = {}
         for bucket in buckets:
-            times = []
+            times: list[float] = []
             for _ in range(4):
                 started = time.perf_counter()
-                for _ in range(_QUEUED):
-                    output = self._run_padding(bucket)
-                np.asarray(output.token_ids)
+                outputs = [self._run_padding(bucket) for _ in range(_QUEUED)]
+                np.asarray(outputs[-1].token_ids)
                 times.append((time.perf_counter() - started) / _QUEUED)
             seconds[bucket] = min(times)
         return seconds
@@ -275,6 +283,12 @@ class WarmUp:
         batch = self.compiler.null_batch(bucket)
         self._state, output = self._steps[bucket](self.compiler.leaves, self._state, batch)
         return output
+
+
+def _temporary_bytes(program: Compiled) -> int:
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def start_runner(

@@ -1,0 +1,58 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""JAX's functions, with the types that its own annotations leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
+
+import jax
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Cond(Protocol):
+    """`lax.cond`."""
+
+    def __call__(
+        self,
+        pred: Bool[Array, ""],
+        true_fun: Callable[[*Ts], T],
+        false_fun: Callable[[*Ts], T],
+        /,
+        *operands: *Ts,
+    ) -> T: ...
+
+
+class ForiLoop(Protocol):
+    """`lax.fori_loop`."""
+
+    def __call__(
+        self,
+        lower: int,
+        upper: int,
+        body_fun: Callable[[Int[Array, ""], T], T],
+        init_val: T,
+        *,
+        unroll: bool = False,
+    ) -> T: ...
+
+
+class Device(Protocol):
+    """A device as jaxlib, which has no annotations, describes it."""
+
+    platform: str
+    device_kind: str
+    client: Any
+
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+
+cond: Cond = lax.cond
+fori_loop: ForiLoop = lax.fori_loop
+devices: Callable[[], list[Device]] = jax.devices

@@ -1,0 +1,63 @@
+"""Shapes of what the compiled programs return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.models import Decoder, parse_model_config
+from jaxserve.request import MAX_LOGPROBS
+from tests.equivalence import TINY
+
+PAGES = 3
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    config = EngineConfig(model="", max_num_seqs=4, max_model_len=16, block_size=8)
+    model_config = parse_model_config(TINY)
+    made = Compiler(config, model_config, Decoder(model_config, jnp.float32, None))
+    made.store = ProgramStore(None, {}, {})
+    return made
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        Bucket(12, 4, False),
+        Bucket(4, 4, True),
+        Bucket(4, 4, True, greedy=True),
+        Bucket(4, 4, True, num_steps=3),
+        Bucket(4, 4, True, greedy=True, num_steps=3),
+    ],
+    ids=str,
+)
+def test_a_launch_returns_the_state_it_took_and_a_token_for_each_row(
+    compiler: Compiler, bucket: Bucket
+) -> None:
+    state, output = compiler._lower_step(bucket, PAGES).out_info
+    given = compiler._shapes(PAGES)
+    assert shapes(state) == shapes(given)
+    steps = () if bucket.num_steps == 1 else (bucket.num_steps,)
+    drawn = (*steps, bucket.num_rows)
+    assert shapes((output.token_ids, output.ok)) == [(drawn, jnp.int32), (drawn, jnp.bool)]
+    if bucket.greedy:
+        assert output.logprobs is None
+    else:
+        assert output.logprobs.top_ids.shape == (bucket.num_tokens, MAX_LOGPROBS)
+
+
+def shapes(tree: Any) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+def test_programs_of_slots_return_the_sampler_that_they_took(compiler: Compiler) -> None:
+    for program in (compiler.load_slot(), compiler.set_allowed(2)):
+        assert shapes(program.out_info) == shapes(compiler.sampler_shapes())
