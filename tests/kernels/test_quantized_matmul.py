@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize, quantized_matmul
+from pallas_kernels.gpu.triton_quantized_matmul import Tile
+from pallas_kernels.gpu.triton_quantized_matmul import quantized_matmul as triton
 from pallas_kernels.quantized_codes import decode
 from pallas_kernels.quantized_matmul import choose
 
@@ -59,6 +61,19 @@ def test_the_product_is_that_of_the_dequantized_weight(form, groups, zero_points
     want = x.astype(np.float64) @ exact
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
     assert got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_a_turn_within_a_group_or_of_several(rows, zero_points):
+    """Groups of 16 rows of codes: one a turn, two, and three of four."""
+    values, scales, zeros, exact = weight("int4", 3, zero_points)
+    x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
+    tile = Tile(16, 64, rows)
+    arrays = (x, values, scales, zeros)
+    got = triton(*arrays, form="int4", tile=tile, interpret=True)
+    want = x.astype(np.float64) @ exact
+    assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
 
 def test_every_fp8_code():
