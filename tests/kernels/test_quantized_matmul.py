@@ -13,6 +13,8 @@ import pytest
 
 from pallas_kernels import dequantize, output_major_matmul, quantized_matmul
 from pallas_kernels.gpu import xla_quantized_matmul
+from pallas_kernels.gpu.triton_quantized_matmul import Tile
+from pallas_kernels.gpu.triton_quantized_matmul import quantized_matmul as triton
 from pallas_kernels.quantized_codes import decode
 from pallas_kernels.quantized_matmul import choose
 
@@ -81,6 +83,19 @@ def test_the_product_with_transposed_codes_is_the_same(
 
 def as_array(numbers: np.ndarray | None) -> jax.Array | None:
     return None if numbers is None else jnp.asarray(numbers)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_a_turn_within_a_group_or_of_several(rows, zero_points):
+    """Groups of 16 rows of codes: one a turn, two, and three of four."""
+    values, scales, zeros, exact = weight("int4", 3, zero_points)
+    x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
+    tile = Tile(16, 64, rows)
+    arrays = (x, values, scales, zeros)
+    got = triton(*arrays, form="int4", tile=tile, interpret=True)
+    want = x.astype(np.float64) @ exact
+    assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
 
 def test_every_fp8_code():
