@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 FORMS = ("int8", "fp8", "int4")
+GPU_BLOCK_BYTES = 64 << 20
+"""Bytes in floats of a block of weights that plain JAX dequantizes at a time on a GPU."""
 
 
 def codes_a_row(form: str) -> int:
@@ -32,6 +34,11 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
     low = lax.bitwise_and(values, jnp.full_like(values, 15))
     high = lax.shift_right_logical(values, jnp.full_like(values, 4))
     return [part.astype(jnp.int32).astype(dtype) - 8 for part in (low, high)]
+
+
+def code_offset(form: str) -> int:
+    """Return the number that `decode` has already subtracted from the codes."""
+    return 8 if form == "int4" else 0
 
 
 def _fp8(bits: jax.Array) -> jax.Array:
