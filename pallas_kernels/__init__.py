@@ -26,7 +26,6 @@ from pallas_kernels.ops import (
     inputs_in_panels,
     kernel_code,
     kv_write,
-    output_major_matmul,
     paged_decode_attention,
     panel_product,
     quantized_panel_product,
@@ -38,7 +37,11 @@ from pallas_kernels.ops import (
     softmax,
 )
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
-from pallas_kernels.quantized_matmul import dequantize, quantized_matmul
+from pallas_kernels.quantized_matmul import (
+    dequantize,
+    output_major_matmul,
+    quantized_matmul,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -51,9 +51,6 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
     "xla": xla_grouped_matmul.grouped_matmul,
 }
 
-# For GPUs without Triton: codes stored as they multiply them.
-output_major_matmul = deferred("pallas_kernels.gpu.xla_quantized_matmul", "output_major_matmul")
-
 # On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
 # restore.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")

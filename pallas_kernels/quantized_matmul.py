@@ -24,18 +24,24 @@ from jax import lax
 
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, deferred
-from pallas_kernels.quantized_codes import FORMS, codes_a_row, decode, halves
+from pallas_kernels.quantized_codes import (
+    FORMS,
+    GPU_BLOCK_BYTES,
+    code_offset,
+    codes_a_row,
+    decode,
+    halves,
+)
 
 BLOCK_COLUMNS = 256
 """Outputs of a turn of the loop on CPU: its overhead outweighs fewer, and more leave the cache."""
-GPU_BLOCK_BYTES = 64 << 20
-"""Bytes in floats of a turn's weights on a GPU, where the host waits for every turn."""
 
 Described = jax.Array | jax.ShapeDtypeStruct
 
 IMPLEMENTATIONS = ("auto", "triton", "triton_interpret", "xla")
 
 _triton = deferred("pallas_kernels.gpu.triton_quantized_matmul", "quantized_matmul")
+_output_major = deferred("pallas_kernels.gpu.xla_quantized_matmul", "output_major_matmul")
 
 
 def dequantize(
@@ -83,6 +89,38 @@ def quantized_matmul(
     return _triton(
         x, values, scales, zeros, form=form, interpret=implementation == "triton_interpret"
     )
+
+
+def output_major_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    form: str,
+) -> jax.Array:
+    """Multiply x by a weight whose codes, scales and zero points are transposed, in plain JAX.
+
+    Args:
+        x: [T,I], bfloat16, float16, float32 or float64.
+        values: [O,rows], the codes of ``quantized_matmul``, transposed.
+        scales: [O,groups], any float.
+        zeros: uint8 [O,groups]; of int4 only.
+        form: "int8", "fp8" or "int4".
+
+    Returns:
+        [T,O] in float32 (float64 for float64), in which products accumulate.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+
+    def turned(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape[::-1], array.dtype)
+
+    described = turned(values), turned(scales), None if zeros is None else turned(zeros)
+    check(x, *described, form, "xla")
+    return _output_major(x, values, scales, zeros, form=form)
 
 
 def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
@@ -166,11 +204,6 @@ def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.
     grouped = weight.reshape(scale.shape[0], -1, weight.shape[1])
     grouped = grouped if zero is None else grouped - zero[:, None]
     return (grouped * scale[:, None]).reshape(weight.shape)
-
-
-def code_offset(form: str) -> int:
-    """Return the number that `decode` has already subtracted from the codes."""
-    return 8 if form == "int4" else 0
 
 
 def check(

@@ -64,14 +64,12 @@ def model_step(
         state: donated.
         decode_only: static; every row has one token.
         greedy: static; every row takes its most likely token (see `is_greedy`).
-        implementation: static; which attention, and which products of experts and of quantized
-            weights run.
+        implementation: static; which attention and which products run.
     """
     # Real rows come first in tokens and batch; a block of positions has no more of them.
     num_tokens = batch.query_start[-1]
-    parameters = with_num_rows(jax.tree.unflatten(treedef, leaves), num_tokens)
-    parameters = with_implementation(parameters, implementation)
-    model = nnx.merge(graphdef, parameters)
+    parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
+    model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
     drawn = state.last_token.at[owner].get(mode="clip")
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, drawn)

@@ -12,8 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_codes import codes_a_row, decode, halves
-from pallas_kernels.quantized_matmul import GPU_BLOCK_BYTES, check, code_offset
+from pallas_kernels.quantized_codes import (
+    GPU_BLOCK_BYTES,
+    code_offset,
+    codes_a_row,
+    decode,
+    halves,
+)
 
 MOST_ROWS = 16
 """Rows that are reduced; more would read the codes more than twice."""
@@ -23,31 +28,11 @@ def output_major_matmul(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
-    zeros: jax.Array | None = None,
+    zeros: jax.Array | None,
     *,
     form: str,
 ) -> jax.Array:
-    """Multiply x by a weight whose codes, scales and zero points are stored output-major.
-
-    Args:
-        x: [T,I], bfloat16, float16, float32 or float64.
-        values: [O,rows], the transposed codes of ``quantized_matmul``.
-        scales: [O,groups], any float.
-        zeros: uint8 [O,groups]; of int4 only.
-        form: "int8", "fp8" or "int4".
-
-    Returns:
-        [T,O] in float32 (float64 for float64), in which products accumulate.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
-
-    def turned(array: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape[::-1], array.dtype)
-
-    described = turned(values), turned(scales), None if zeros is None else turned(zeros)
-    check(x, *described, form, "xla")
+    """Compute ``pallas_kernels.output_major_matmul``: [T,O]."""
     if x.shape[0] <= MOST_ROWS:
         return _reduced(x, values, scales, zeros, form)
     return _in_blocks(x, values, scales, zeros, form)
