@@ -138,7 +138,7 @@ SMALL_ARRAYS = 512
 
 
 def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
-    """Reduce a configuration's blocks by halves until a tile of so many rows fits the card."""
+    """Shrink a configuration's blocks until a tile of so many rows fits the card."""
     block = config.block_tokens
     while block > 16:
         if attention_memory(case, rows, block, config.num_stages) <= case.device.shared_memory:

@@ -33,7 +33,7 @@ CLAIMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """What XLA's cost model takes of a class of cards, and how Pallas names it.
+    """Class of cards: numbers for XLA's cost model, and a name that Pallas has.
 
     Attributes:
         pallas_name: a card of this capability in the table of Pallas's Triton backend.
@@ -100,8 +100,8 @@ class Target:
         """
         card = find_card(name)
         if card.capability not in CLASSES:
-            known = ", ".join(".".join(map(str, capability)) for capability in CLASSES)
-            raise ValueError(f"{card.limits} is not compiled for; allowed: capability {known}")
+            allowed = ", ".join(".".join(map(str, capability)) for capability in CLASSES)
+            raise ValueError(f"{card.limits} is not compiled for; allowed: capability {allowed}")
         return cls(card)
 
     @property
