@@ -37,24 +37,8 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
     low = lax.bitwise_and(values, jnp.full_like(values, 15))
     high = lax.shift_right_logical(values, jnp.full_like(values, 4))
     return [part.astype(jnp.int32).astype(dtype) - 8 for part in (low, high)]
-<<<<<<< HEAD
-=======
 
 
 def code_offset(form: str) -> int:
     """Return the number that `decode` has already subtracted from the codes."""
     return 8 if form == "int4" else 0
-
-
-def _fp8(bits: jax.Array) -> jax.Array:
-    """Convert bits of float8_e4m3fn to float32; NaN, which no weight is, becomes 480.
-
-    Shifted into place, exponent and mantissa are those of a float16 that is 256 times smaller, for
-    zero and subnormal numbers too.
-    """
-    bits = bits.astype(jnp.int32)
-    sign = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x80)), jnp.full_like(bits, 8))
-    rest = lax.shift_left(lax.bitwise_and(bits, jnp.full_like(bits, 0x7F)), jnp.full_like(bits, 7))
-    half = lax.bitwise_or(sign, rest).astype(jnp.uint16)
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256
->>>>>>> wt-below8
