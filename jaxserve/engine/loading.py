@@ -121,12 +121,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     """
     source = find_source(config, on_progress)
     model_config = source.model_config
-    memory = this_device()
-    dtype = placed_dtype(config, source, memory.limits)
-    sizes = _open_device(config, source, dtype, memory)
-    device = target_device()
-    if device.is_gpu != memory.limits.is_gpu:  # JAX could not open the card
-        sizes, dtype = None, placed_dtype(config, source, device)
+    device, dtype, sizes = _start_device(config, source)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     programs = None if cache in (None, "none") else prepare_cache(Path(cache))
@@ -174,6 +169,24 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     )
     longest = source.generation_config.get("max_new_tokens")
     return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
+
+
+def _start_device(
+    config: EngineConfig, source: Source
+) -> tuple[DeviceLimits, Any, tuple[int, int] | None]:
+    """Start JAX; return its device, the weights' dtype, and the sizes for a card's memory.
+
+    Raises:
+        InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
+        DeviceError: see `open_device`.
+    """
+    memory = this_device()
+    dtype = placed_dtype(config, source, memory.limits)
+    sizes = _open_device(config, source, dtype, memory)
+    device = target_device()
+    if device.is_gpu != memory.limits.is_gpu:  # JAX could not open the card
+        return device, placed_dtype(config, source, device), None
+    return device, dtype, sizes
 
 
 def _open_device(
