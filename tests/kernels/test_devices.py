@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from pallas_kernels.devices import CARDS, SHARED_MEMORY, find_card, limits_of
+from pallas_kernels.devices import CARDS, SHARED_MEMORY, find_card, limits_of, target_device
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,28 @@ def test_an_unknown_card_is_a_sentence(name: str) -> None:
             ("gpu", (8, 0), 14),
         ),
         ({"device_kind": "AMD MI300X", "compute_capability": "gfx942"}, ("rocm", (0, 0), 0)),
-        # An abstract device has nothing but its name.
+        # An abstract device has its name, and perhaps its number of multiprocessors.
         ({"device_kind": "NVIDIA L4"}, ("gpu", (8, 9), 58)),
+        ({"device_kind": "NVIDIA A10", "num_cores": 82}, ("gpu", (8, 6), 82)),
     ],
 )
 def test_a_driver_is_believed(reported: dict, expected: tuple) -> None:
     limits = limits_of(SimpleNamespace(**{"platform": "gpu", **reported}))
     assert (limits.platform, limits.capability, limits.num_sms) == expected
+
+
+def test_a_mesh_of_real_cards_needs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "NVIDIA GeForce RTX 3050 Laptop GPU"
+    card = SimpleNamespace(
+        platform="gpu", device_kind=kind, compute_capability="8.6", core_count=20
+    )
+    described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=20, platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [card])
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=described)
+    ):
+        limits = target_device()
+    assert (limits.kind, limits.capability, limits.num_sms) == (kind, (8, 6), 20)
 
 
 def test_every_card_has_a_known_capability() -> None:
