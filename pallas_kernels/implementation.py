@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
-from pallas_kernels.devices import target_device
+from pallas_kernels.devices import DeviceLimits, target_device
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -59,11 +59,22 @@ def deferred(module: str, function: str, **options: bool) -> Callable[..., Any]:
     return run
 
 
-def _card_limit(case: Case | GroupedCase) -> str | None:
-    """Return the reason why the card cannot run Triton kernels; None when it can."""
-    if case.device.runs_triton:
+def device_limit(name: str, device: DeviceLimits) -> str | None:
+    """Return the reason why an implementation runs no call on a device; None when it runs some."""
+    if name == "llvm" and device.platform != "cpu":
+        return f"llvm needs a CPU and the platform is {device.platform}; allowed: triton or xla"
+    if name not in ("triton", "mosaic_gpu"):
         return None
-    return f"triton needs compute capability 8.0 and the card is {case.device}; allowed: xla"
+    if not device.is_gpu:
+        return f"{name} needs a GPU and the platform is {device.platform}; allowed: xla"
+    if name == "triton" and not device.runs_triton:
+        return f"triton needs capability 8.0 and the card is {device}; allowed: xla"
+    if name == "mosaic_gpu" and not device.has_wgmma:
+        others = "triton or xla" if device.runs_triton else "xla"
+        return (
+            f"mosaic_gpu needs compute capability 9.0 and the card is {device}; allowed: {others}"
+        )
+    return None
 
 
 def _triton_limit(case: Case | GroupedCase) -> str | None:
@@ -97,11 +108,6 @@ def _mosaic_limit(case: Case | GroupedCase) -> str | None:
     """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
     if isinstance(case, GroupedCase) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
-    if not case.device.has_wgmma:
-        return (
-            f"mosaic_gpu needs compute capability 9.0 and the card is {case.device}; "
-            "allowed: triton or xla"
-        )
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
     if case.H not in (64, 128, 256):
@@ -120,8 +126,6 @@ def _llvm_limit(case: Case | GroupedCase) -> str | None:
     """Return the reason why the CPU kernels cannot compute a call; None when they can."""
     if isinstance(case, GroupedCase) or case.op not in ("ragged", "decode"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
-    if case.platform != "cpu":
-        return f"llvm needs a CPU and the platform is {case.platform}; allowed: triton or xla"
     if find_spec("llvmlite") is None:
         return "llvm needs the package llvmlite, which is not installed; allowed: xla"
     if case.S > LLVM_PAGE_SIZE:
@@ -142,20 +146,15 @@ def _llvm_limit(case: Case | GroupedCase) -> str | None:
 
 def limit(name: str, case: Case | GroupedCase) -> str | None:
     """Return the reason why implementation ``name`` cannot do ``case``; None when it can."""
+    limits = {
+        "llvm": _llvm_limit,
+        "triton": _triton_limit,
+        "triton_interpret": _triton_limit,
+        "mosaic_gpu": _mosaic_limit,
+    }
     if name == "xla":
         return None
-    if name == "llvm":
-        return _llvm_limit(case)
-    if name == "triton_interpret":
-        return _triton_limit(case)
-    if case.platform != "gpu":
-        return (
-            f"{name} needs a GPU and the platform is {case.platform}; "
-            "allowed: xla, triton_interpret"
-        )
-    if name == "triton":
-        return _card_limit(case) or _triton_limit(case)
-    return _mosaic_limit(case)
+    return device_limit(name, case.device) or limits[name](case)
 
 
 def choose(requested: str, case: Case | GroupedCase) -> str:

@@ -31,6 +31,7 @@ from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_output_rows
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import DeviceLimits, target_device
+from pallas_kernels.implementation import device_limit
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +182,9 @@ def _start_device(
         DeviceError: see `open_device`.
     """
     memory = this_device()
+    reason = device_limit(config.attention_backend, memory.limits)
+    if reason is not None:
+        raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")
     dtype = placed_dtype(config, source, memory.limits)
     sizes = _open_device(config, source, dtype, memory)
     device = target_device()
@@ -238,7 +242,7 @@ def _model(
 ) -> Decoder:
     """Make the model with its weights placed as `device` multiplies them: on CPU in panels."""
     quantization = choose_quantization(config.quantization, model_config)
-    panels = jax.default_backend() == "cpu"
+    panels = device.platform == "cpu"
     if config.load_format == "dummy":
         model = random_weights(model_config, dtype, config.seed, quantization, panels)
     else:

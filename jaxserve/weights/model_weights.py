@@ -34,6 +34,7 @@ from jaxserve.weights.placement import (
 )
 from jaxserve.weights.quantized_tensors import sort_packed
 from jaxserve.weights.safetensors import TensorEntry
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -91,7 +92,7 @@ def load_weights(
     for path in values:  # one after the other, so that only one is there twice
         values[path] = finish(values[path])
     plans = panel_plans(sorted_.table, entries, dims, parameters, quantization) if panels else {}
-    leaves = quantization is not None or jax.default_backend() != "cpu"
+    leaves = quantization is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leaves}
     reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:

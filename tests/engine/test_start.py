@@ -49,6 +49,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
     ({"attention_backend": "cudnn"}, "attention_backend"),
+    ({"attention_backend": "triton"}, "attention_backend: triton needs a GPU"),
     ({"seed": -1}, "seed"),
     ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
     ({"max_model_len": 10**6}, "max_model_len"),

@@ -17,6 +17,7 @@ from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
 from jaxserve.execution.start.programs import ProgramStore, make_private
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
+from pallas_kernels.devices import target_device
 
 _log = logging.getLogger(__name__)
 _PACKAGES = Path(__file__).parent.parent.parent.parent
@@ -48,7 +49,7 @@ def prepare_cache(directory: Path) -> Path | None:
     if kept not in (None, str(autotuning)):
         _log.info("compiled programs are left to JAX's own cache in %s", kept)
         return None
-    if kept is None and jax.default_backend() != "cpu":
+    if kept is None and target_device().is_gpu:
         try:
             make_private(autotuning)
         except OSError as error:

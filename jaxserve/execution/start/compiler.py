@@ -28,6 +28,7 @@ from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32
@@ -57,7 +58,7 @@ class Compiler:
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
-        self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, jax.default_backend())
+        self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, target_device().platform)
         self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:

@@ -31,7 +31,7 @@ from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import Decoder, ModelConfig
-from pallas_kernels.devices import limits_of
+from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4
 # Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
@@ -92,11 +92,12 @@ class WarmUp:
         greedy_decode: bool | None = None,
         cache: Path | None = None,
     ) -> None:
-        platform = jax.default_backend()
+        device = target_device()
+        platform = device.platform
         self.config = config
         self.model_config = model_config
         self._num_steps = config.num_scheduler_steps or default_steps(platform)
-        self._greedy_decode = platform == "gpu" if greedy_decode is None else greedy_decode
+        self._greedy_decode = device.is_gpu if greedy_decode is None else greedy_decode
         self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
         self._counter = CompileCounter()
         self.compiler = Compiler(config, model_config, model)
@@ -105,7 +106,7 @@ class WarmUp:
             self.compiler.store,
             BucketPlan.of(self.buckets),
             stages={},
-            device=str(limits_of(devices()[0])),
+            device=str(device),
         )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
