@@ -34,10 +34,13 @@ def find_python() -> str:
     """
     if sys.version_info[:2] == (3, 12):
         return sys.executable
-    found = shutil.which("python3.12")
-    if found is None:
-        raise NoEnvironment("no python3.12 on the PATH; name one with --python")
-    return found
+    # A version manager may put a name on the PATH that starts nothing, and keep Pythons of its own.
+    kept = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"), "versions")
+    found = [shutil.which("python3.12"), *map(str, sorted(kept.glob("3.12*/bin/python")))]
+    for python in filter(None, found):
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    raise NoEnvironment("no python3.12 on the PATH; name one with --python")
 
 
 def make_environment(folder: pathlib.Path, python: str | None = None) -> pathlib.Path:
