@@ -95,7 +95,7 @@ def choose_platform(config: pytest.Config) -> None:
             sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption(
         "--published", metavar="DIR", help="where packages with published tokenizers are kept"
     )
@@ -107,6 +107,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("models with real weights (tests/real)")
     group.addoption("--real-long", action="store_true", help="their long forms: some 40 minutes")
     group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
+    config: Any = pluginmanager.get_plugin("pytestconfig")
+    given = "--check-shapes" in config.invocation_params.args
+    # Here, because conftest files of the folders below import what is checked.
+    if given or getattr(config.option, "check_shapes", False):  # as another process hands it over
+        from tests.support.shape_checks import check_shapes
+
+        check_shapes()
 
 
 def leave_out(what: str, why: str) -> None:
@@ -127,11 +134,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for key, name in ((DOOR, "door"), (TURNS, "turns")):
         file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
         config.add_cleanup(file.close)
-    if config.getoption("--check-shapes"):
-        # Imported here: JAX reads the variables above when it is imported.
-        from tests.support.shape_checks import check_shapes
-
-        check_shapes()
+    if config.getoption("--check-shapes") and "tests.support.shape_checks" not in sys.modules:
+        raise pytest.UsageError("--check-shapes must be an argument of the command")
 
 
 @pytest.hookimpl(wrapper=True)

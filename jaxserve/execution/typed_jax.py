@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import jax
 from jax import lax
@@ -43,6 +43,7 @@ class ForiLoop(Protocol):
     ) -> T: ...
 
 
+@runtime_checkable
 class Device(Protocol):
     """A device as jaxlib, which has no annotations, describes it."""
 
@@ -55,4 +56,8 @@ class Device(Protocol):
 
 cond: Cond = lax.cond
 fori_loop: ForiLoop = lax.fori_loop
-devices: Callable[[], list[Device]] = jax.devices
+
+
+def devices() -> list[Device]:
+    """Return the devices of JAX's default backend."""
+    return jax.devices()
