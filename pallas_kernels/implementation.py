@@ -71,9 +71,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
         return f"triton needs capability 8.0 and the card is {device}; allowed: xla"
     if name == "mosaic_gpu" and not device.has_wgmma:
         others = "triton or xla" if device.runs_triton else "xla"
-        return (
-            f"mosaic_gpu needs compute capability 9.0 and the card is {device}; allowed: {others}"
-        )
+        return f"mosaic_gpu needs capability 9.0 and the card is {device}; allowed: {others}"
     return None
 
 
