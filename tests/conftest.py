@@ -63,7 +63,8 @@ def remove_folder() -> None:
 
 
 # Here, because conftest files of the folders below import JAX, which reads the environment then.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# The main module of a process that xdist made has no file; a test's own run of pytest is another.
+if "PYTEST_XDIST_WORKER" not in os.environ or hasattr(sys.modules["__main__"], "__file__"):
     make_folder()
 
 
