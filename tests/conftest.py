@@ -110,8 +110,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--real-folder", type=Path, metavar="DIR", help="where their files are kept")
     config: Any = pluginmanager.get_plugin("pytestconfig")
     given = "--check-shapes" in config.invocation_params.args
-    # Here, because conftest files of the folders below import what is checked.
-    if given or getattr(config.option, "check_shapes", False):  # as another process hands it over
+    # Here, because conftest files of the folders below import what is checked. A worker of xdist
+    # has the options of its master before it reads its own.
+    if given or getattr(config.option, "check_shapes", False):
         from tests.support.shape_checks import check_shapes
 
         check_shapes()

@@ -260,7 +260,7 @@ def test_what_was_used_longest_ago_goes_first(
 
 
 # What the sources import and no traced function reads: the host's half of slots, the forms of plans
-# and errors, and settings, which the name of a start's folder holds.
+# and errors, the machine's memory, and settings, which the name of a start's folder holds.
 NOT_TRACED = {
     *(f"jaxserve/{name}.py" for name in ("config", "errors", "machine", "structured")),
     *(

@@ -29,7 +29,8 @@ def check_shapes() -> None:
     """
     import_modules()
     for name in list(sys.modules):
-        if name.startswith((*PACKAGES, "jaxserve.weights")):  # they stand between the two
+        # Execution imports weights, and weights import models.
+        if name.startswith((*PACKAGES, "jaxserve.weights")):
             del sys.modules[name]
     hook = install_import_hook(list(PACKAGES), CHECKER)
     with hook, patch.object(typing, "TYPE_CHECKING", True):
