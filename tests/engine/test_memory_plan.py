@@ -329,10 +329,10 @@ def test_the_whole_share_is_opened_for_several_engines(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(loading, "this_device", lambda: FREE)
     monkeypatch.setattr(loading, "open_device", lambda _, budget: opened.append(budget))
     source = loading.find_source(EngineConfig(model=checkpoint))
-    sizes = loading._open_device(EngineConfig(memory_share=0.25), source)
+    config = EngineConfig(memory_share=0.25)
+    sizes = loading._open_device(config, source, jnp.dtype(jnp.bfloat16), FREE)
     assert opened == [int(0.9 * FREE.free)] and sizes == (64, 2048)
 
 
@@ -365,7 +365,8 @@ def test_a_start_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
     environment = play_driver(tmp_path, T4)
     done = run(environment, "generate", "--model", str(folder), "--skip-tokenizer-init", "1")
     assert done.returncode == 2 and done.stdout == ""
-    [line] = done.stderr.splitlines()
+    warning, line = done.stderr.splitlines()
+    assert "has no bfloat16: the model runs in float16" in warning
     assert line.startswith("jaxserve: error: the model does not fit on Tesla T4")
     assert "int8 fits, with" in line
 
