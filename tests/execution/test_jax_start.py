@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import jaxlib
@@ -40,10 +39,6 @@ def initialize():
     xla_bridge.register_backend_factory("cuda", fail, priority=200, fail_quietly={quietly})
 """
 RAISE = "def initialize():\n    raise OSError('libcudart.so:\\n cannot be opened')\n"
-
-pytestmark = pytest.mark.skipif(
-    find_spec("jax_plugins") is not None, reason="plays plugins where none is installed"
-)
 
 
 def play_machine(root: Path, driver: str | None, has_card: bool = True) -> Path:

@@ -1,52 +1,85 @@
-"""A played NVML: a library of the driver's name and layout, with cards that a test chooses."""
+"""A played NVML: the driver's functions, with cards that a test chooses."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 MIB = 2**20
-SOURCE = r"""
-#include <string.h>
-typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2;
-typedef struct { const char *uuid, *name; int major, minor;
-                 unsigned long long total, reserved, free; int slice_of; } card;
-static card cards[] = { CARDS {0} };
-static const int count = COUNT;
-int nvmlInit_v2(void) { return INIT; }
-int nvmlShutdown(void) { return 0; }
-static card *whole(unsigned index) {
-  for (int i = 0; i < count; i++)
-    if (cards[i].slice_of < 0 && index-- == 0) return cards + i;
-  return 0;
-}
-int nvmlDeviceGetCount_v2(unsigned *n) { for (*n = 0; whole(*n); ++*n); return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = whole(i); return *h ? 0 : 2; }
-int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { *n = 7; return 0; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned index, void **slice) {
-  for (int i = 0; i < count; i++)
-    if (cards[i].slice_of == (card *)h - cards && index-- == 0) { *slice = cards + i; return 0; }
-  return 6;
-}
-int nvmlDeviceGetUUID(void *h, char *t, unsigned n) { strncpy(t, ((card *)h)->uuid, n); return 0; }
-int nvmlDeviceGetName(void *h, char *t, unsigned n) { strncpy(t, ((card *)h)->name, n); return 0; }
-int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) {
-  *major = ((card *)h)->major; *minor = ((card *)h)->minor; return 0;
-}
-int nvmlDeviceGetMemoryInfo_v2(void *h, memory_v2 *m) {
-  card *c = h;
-  if (m->version != (sizeof(memory_v2) | 2 << 24)) return 25;
-  if (!c->total) return 3;
-  m->total = c->total; m->reserved = c->reserved; m->free = c->free;
-  m->used = c->total - c->reserved - c->free;
-  return 0;
-}
-int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { return 3; }
+# Python imports it at its start. A handle is the number of a card, counted from 1.
+SITE = """
+import ctypes
+
+CARDS = {cards!r}
+NOT_SUPPORTED, NOT_FOUND, WRONG_VERSION = 3, 6, 25
+
+
+class Driver:
+    \"\"\"The functions that are called; an argument by reference has the object in `_obj`.\"\"\"
+
+    def nvmlInit_v2(self):
+        return {init}
+
+    def nvmlShutdown(self):
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(self.numbers(-1))
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        return self.find(-1, index, handle)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, card, count):
+        count._obj.value = 7
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, card, index, handle):
+        return self.find(card.value - 1, index, handle)
+
+    def nvmlDeviceGetUUID(self, handle, buffer, size):
+        buffer.value = CARDS[handle.value - 1]["uuid"].encode()
+        return 0
+
+    def nvmlDeviceGetName(self, handle, buffer, size):
+        buffer.value = CARDS[handle.value - 1]["name"].encode()
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
+        major._obj.value, minor._obj.value = CARDS[handle.value - 1]["capability"]
+        return 0
+
+    def nvmlDeviceGetMemoryInfo_v2(self, handle, memory):
+        card, memory = CARDS[handle.value - 1], memory._obj
+        if memory.version != (ctypes.sizeof(memory) | 2 << 24) or ctypes.sizeof(memory) != 40:
+            return WRONG_VERSION
+        if not card["total"]:
+            return NOT_SUPPORTED
+        for name in ("total", "reserved", "free"):
+            setattr(memory, name, card[name] << 20)
+        memory.used = memory.total - memory.reserved - memory.free
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, values):
+        return NOT_SUPPORTED
+
+    def numbers(self, slice_of):
+        return [n for n, card in enumerate(CARDS, 1) if card["slice_of"] == slice_of]
+
+    def find(self, slice_of, index, handle):
+        numbers = self.numbers(slice_of)
+        if index >= len(numbers):
+            return NOT_FOUND
+        handle._obj.value = numbers[index]
+        return 0
+
+
+load = ctypes.CDLL
+ctypes.CDLL = lambda name, *rest, **options: (
+    Driver() if name == "libnvidia-ml.so.1" else load(name, *rest, **options)
+)
 """
 
 
@@ -69,24 +102,14 @@ GB10 = PlayedCard("NVIDIA GB10", (12, 1), 0, 0, uuid="GPU-spark")
 
 
 def play_driver(folder: Path, *cards: PlayedCard, init: int = 0) -> dict[str, str]:
-    """Build the library, and make the environment of a process that finds it, and a CUDA plugin."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    rows = "".join(
-        f'{{"{card.uuid or f"GPU-{number}"}", "{card.name}", {card.capability[0]}, '
-        f"{card.capability[1]}, {card.total * MIB}ull, {card.reserved * MIB}ull, "
-        f"{card.free * MIB}ull, {card.slice_of}}}, "
-        for number, card in enumerate(cards)
-    )
-    source = SOURCE.replace("CARDS", rows).replace("COUNT", str(len(cards)))
-    path = folder / "played" / "nvml.c"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source.replace("INIT", str(init)))
-    library = path.parent / "libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, path], check=True)
-    (path.parent / "jax_cuda13_plugin").mkdir(exist_ok=True)
+    """Make the environment of a process that finds the driver, and a CUDA plugin."""
+    rows = [dataclasses.asdict(card) for card in cards]
+    for number, row in enumerate(rows):
+        row["uuid"] = row["uuid"] or f"GPU-{number}"
+    played = folder / "played"
+    (played / "jax_cuda13_plugin").mkdir(parents=True, exist_ok=True)
+    (played / "sitecustomize.py").write_text(SITE.format(cards=rows, init=init))
     left_out = ("JAX_", "CUDA_", "XLA_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
-    environment["LD_LIBRARY_PATH"] = str(path.parent)
-    environment["PYTHONPATH"] = f"{os.getcwd()}{os.pathsep}{path.parent}"
+    environment["PYTHONPATH"] = f"{played}{os.pathsep}{os.getcwd()}"
     return environment
