@@ -65,8 +65,12 @@ class DeviceLimits:
 
     @property
     def runs_triton(self) -> bool:
-        """Whether Triton compiles for it; XLA's has dropped everything before Ampere."""
-        return self.capability >= (8, 0)
+        """Whether Triton compiles for it.
+
+        XLA's has dropped everything before Ampere, and Pallas refuses names of newer cards that do
+        not begin so: Orin, and slices of a card that a hypervisor calls GRID.
+        """
+        return self.capability >= (8, 0) and self.kind.startswith("NVIDIA")
 
     @property
     def has_bfloat16(self) -> bool:

@@ -68,7 +68,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
     if not device.is_gpu:
         return f"{name} needs a GPU and the platform is {device.platform}; allowed: xla"
     if name == "triton" and not device.runs_triton:
-        return f"triton needs capability 8.0 and the card is {device}; allowed: xla"
+        return f"triton needs an NVIDIA card of capability 8.0, and this is {device}; allowed: xla"
     if name == "mosaic_gpu" and not device.has_wgmma:
         others = "triton or xla" if device.runs_triton else "xla"
         return f"mosaic_gpu needs capability 9.0 and the card is {device}; allowed: {others}"

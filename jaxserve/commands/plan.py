@@ -23,9 +23,9 @@ from jaxserve.commands.options import (
 from jaxserve.config import EngineConfig
 
 GIB = 2**30
-COLUMNS = (
-    *("form", "needs", "may take", "weights", "temporaries", "KV cache", "tokens of it"),
-    *("longest context", "such sequences", "rows", "one step, at least"),
+LINES = (
+    *("needed at least", "it may take", "weights", "temporaries", "KV cache", "tokens of it"),
+    *("longest sequence", "such sequences", "rows of a step", "a step, at least"),
 )
 
 
@@ -90,25 +90,30 @@ def _record(found: Any) -> dict[str, Any]:
 
 
 def _show(found: Any) -> None:
-    """Print a table, one line a form."""
+    """Print a table, one column a form."""
     console = Console(highlight=False)
-    table = Table(*COLUMNS, title=escape(str(found.device)), title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    console.print(escape(str(found.device)), soft_wrap=True)
+    table = Table("form")
     for plan in found.plans:
-        cells = [_form(found, plan), _size(plan.needed), _size(max(0, plan.budget))]
-        cells += [_size(plan.weights), _size(plan.temporaries + plan.sampler)]
-        if plan.fits:
-            step = plan.step_seconds
-            cells += [_size(plan.pages * plan.page_bytes), f"{plan.cache_tokens:,}"]
-            cells += [f"{plan.longest:,}", f"{plan.sequences:,}", f"{plan.sizes.seqs:,}"]
-            cells += ["" if step is None else f"{step * 1e3:.2f} ms"]
-        else:
-            cells += ["too large"]
-        table.add_row(*cells)
+        table.add_column(_form(found, plan), justify="right")
+    columns = [_cells(plan) for plan in found.plans]
+    for name, *cells in zip(LINES, *columns, strict=True):
+        table.add_row(name, *cells)
     console.print(table)
     if found.refusal is not None:
         console.print(escape(found.refusal), soft_wrap=True)
+
+
+def _cells(plan: Any) -> list[str]:
+    """Return the cells of a form, in the order of `LINES`."""
+    cells = [_size(plan.needed), _size(max(0, plan.budget)), _size(plan.weights)]
+    cells.append(_size(plan.temporaries + plan.sampler))
+    if not plan.fits:
+        return [*cells, "too large", *[""] * (len(LINES) - len(cells) - 1)]
+    step = plan.step_seconds
+    cells += [_size(plan.pages * plan.page_bytes), f"{plan.cache_tokens:,}", f"{plan.longest:,}"]
+    cells += [f"{plan.sequences:,}", f"{plan.sizes.seqs:,}"]
+    return [*cells, "" if step is None else f"{step * 1e3:.2f} ms"]
 
 
 def _size(count: float) -> str:

@@ -67,7 +67,7 @@ class _Parts(Generic[AnyArray]):
     tokens: Int32[AnyArray, "4 T"]  # the first four arrays of `StepBatch`
     rows: Int32[AnyArray, "4 R"]  # the next four
     query_start: Int32[AnyArray, " R_plus_1"]
-    num_steps: Int32[AnyArray, " one"]
+    num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
     page_table: Int32[AnyArray, "R M"]
 

@@ -44,7 +44,7 @@ def edit_logits(logits: Logits, batch: StepBatch[Array], state: SamplerState) ->
     return _penalized(logits, batch, state)
 
 
-def _uses(batch: StepBatch[Array], feature: SamplerFeature) -> Bool[Array, "R one"]:
+def _uses(batch: StepBatch[Array], feature: SamplerFeature) -> Bool[Array, "R 1"]:
     """Return the rows that use a feature."""
     return (batch.features & int(feature) != 0)[:, None]
 

@@ -43,15 +43,13 @@ class SamplerState:
     """
 
     history: Int32[Array, "slots_plus_1 V"]  # 2 for each time generated, and 1 if in the prompt
-    allowed: UInt32[
-        Array, "slots_plus_1 W"
-    ]  # bit t % 32 of word t // 32 is set where t may be drawn
+    # Bit t % 32 of word t // 32 is set where t may be drawn.
+    allowed: UInt32[Array, "slots_plus_1 W"]
     bias_ids: Int32[Array, "slots_plus_1 300"]  # NO_TOKEN where unused
     bias_values: Float32[Array, "slots_plus_1 300"]
     banned: Int32[Array, "slots_plus_1 B L"]  # each at its row's end; before it NO_TOKEN
-    recent: Int32[
-        Array, "slots_plus_1 L_minus_1"
-    ]  # newest last; NO_TOKEN before the first generated
+    # Newest last; NO_TOKEN before the first generated.
+    recent: Int32[Array, "slots_plus_1 L_minus_1"]
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.start.device import named_device
 from jaxserve.execution.start.memory_plan import MemoryPlan, Weights, plan_memory
 from jaxserve.models.registry import parse_model_config
 from pallas_kernels.devices import GIB, find_card
+from scripts.gpu import models as gpu_models
 from scripts.lib.paths import RESULTS, ROOT
 from scripts.lib.run_main import run_main
 
@@ -39,17 +39,14 @@ CARD_NAMES = {
 NOT_SHORT = ("A100 40 GB",)
 
 
-# layers, hidden, heads, kv heads, MLP, vocabulary, whether the embedding is the output's too
 MODELS = {
-    "Llama 3.2 1B": (16, 2048, 32, 8, 8192, 128256, True),
-    "Llama 3.2 3B": (28, 3072, 24, 8, 8192, 128256, True),
-    "Llama 3.1 8B": (32, 4096, 32, 8, 14336, 128256, False),
-    "Qwen3 14B": (40, 5120, 40, 8, 17408, 151936, False),
-    "Qwen3 32B": (64, 5120, 64, 8, 25600, 151936, False),
-    "Llama 3.3 70B": (80, 8192, 64, 8, 28672, 128256, False),
+    "Llama 3.2 1B": "1b",
+    "Llama 3.2 3B": "3b",
+    "Llama 3.1 8B": "8b",
+    "Qwen3 14B": "14b",
+    "Qwen3 32B": "32b",
+    "Llama 3.3 70B": "70b",
 }
-HEAD_DIM = {"Llama 3.2 1B": 64}  # others 128
-CONTEXT = 40960  # positions of Qwen3, the fewest of these
 EXAMPLE = "Llama 3.1 8B"
 # Embedding and output projection stay in 16 bits, and so does the cache.
 FORMS = {"16 bits": None, "8 bits": "int8", "int4": "int4"}
@@ -72,23 +69,7 @@ reads over the data sheet's bandwidth. Below compute capability 8.0 plain XLA ru
 
 def model_weights(name: str, dtype: str) -> Weights:
     """Return the sizes of a model's weights."""
-    layers, hidden, heads, kv_heads, mlp, vocab, is_tied = MODELS[name]
-    raw: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if "Qwen3" in name else "LlamaForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": HEAD_DIM.get(name, 128),
-        "intermediate_size": mlp,
-        "vocab_size": vocab,
-        "tie_word_embeddings": is_tied,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "hidden_act": "silu",
-    }
-    return Weights(parse_model_config(raw), dtype)
+    return Weights(parse_model_config(gpu_models.MODELS[MODELS[name]].config()), dtype)
 
 
 def predictions() -> dict[str, dict[str, list[MemoryPlan]]]:

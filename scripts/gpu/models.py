@@ -17,6 +17,7 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
+from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.quantized import PROJECTIONS, QuantizedWeight, flat_shape
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import LaunchPlan
@@ -90,6 +91,10 @@ LLAMA, QWEN = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS = {
     "8b": ModelShape(LLAMA, 32, 4096, 32, 8, 128, 14336, 128256),
     "1b": ModelShape(LLAMA, 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+    "3b": ModelShape(LLAMA, 28, 3072, 24, 8, 128, 8192, 128256, tied=True),
+    "14b": ModelShape(QWEN, 40, 5120, 40, 8, 128, 17408, 151936),
+    "32b": ModelShape(QWEN, 64, 5120, 64, 8, 128, 25600, 151936),
+    "70b": ModelShape(LLAMA, 80, 8192, 64, 8, 128, 28672, 128256),
     "0.6b": ModelShape(QWEN, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
     "tiny": ModelShape(LLAMA, 2, 64, 4, 2, 16, 128, 256),
 }
@@ -138,7 +143,7 @@ def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int
     )
 
 
-def quantize_shapes(described: nnx.Module, form: str) -> None:
+def quantize_shapes(described: nnx.Module, form: str, output_rows: bool = False) -> None:
     """Replace the shapes of the blocks' matrices by those of codes, as quantized at load."""
     for _, parameter in nnx.iter_graph(described):
         if not isinstance(parameter, nnx.Param):
@@ -153,17 +158,16 @@ def quantize_shapes(described: nnx.Module, form: str) -> None:
         zeros = None
         if form == "int4":
             scale, zeros = jnp.bfloat16, jax.ShapeDtypeStruct((groups, outputs), jnp.uint8)
-        parameter.set_value(
-            QuantizedWeight(
-                jax.ShapeDtypeStruct((rows, outputs), code),
-                jax.ShapeDtypeStruct((groups, outputs), scale),
-                zeros,
-                None,
-                form,
-                inputs,
-                shape[contract:],
-            )
+        weight = QuantizedWeight(
+            jax.ShapeDtypeStruct((rows, outputs), code),
+            jax.ShapeDtypeStruct((groups, outputs), scale),
+            zeros,
+            None,
+            form,
+            inputs,
+            shape[contract:],
         )
+        parameter.set_value(jax.eval_shape(with_output_rows, weight) if output_rows else weight)
 
 
 def step_call(
@@ -177,6 +181,7 @@ def step_call(
     num_steps: int = 1,
     page_dtype: Any = None,
     form: str = "",
+    output_rows: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
     """Return the engine's compiled program of one bucket, as a function of arrays alone.
 
@@ -185,6 +190,7 @@ def step_call(
         num_steps: of a launch; more than one of decodes alone.
         page_dtype: of the pages; that of the weights by default.
         form: of quantized weights.
+        output_rows: lay their codes out as an engine does on a card without Triton.
 
     Returns:
         (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
@@ -193,7 +199,7 @@ def step_call(
     config = parse_model_config(model.config())
     described = abstract_model(config, dtype)
     if form:
-        quantize_shapes(described, form)
+        quantize_shapes(described, form, output_rows)
     graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

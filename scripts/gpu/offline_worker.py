@@ -147,6 +147,7 @@ def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
         num_steps=case.num_steps,
         page_dtype=case.page_dtype and jnp.dtype(case.page_dtype),
         form=case.form,
+        output_rows=not compiler.target.card.limits.runs_triton,
     )
     pages = shapes[0].kv[0][0].shape
     return compiler.row(case.name, step, shapes, STEP_KERNELS, pages, donate=(0,))

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.errors import DeviceError
 from jaxserve.execution.start import jax_start
 from jaxserve.execution.start.jax_start import CudaParts, check_card, problems, remedy
-from pallas_kernels.devices import find_card
+from pallas_kernels.devices import DeviceLimits, find_card
 from scripts import find_device
 
 ROOT = Path(__file__).parent.parent.parent
@@ -233,11 +233,16 @@ def test_both_kinds_of_driver_say_their_version(tmp_path: Path, kind: str, drive
     assert (found.driver, found.has_driver, found.reaches_cards) == (driver, True, False)
 
 
-def test_a_card_that_cuda_13_was_not_built_for_is_refused_before_the_compiler_crashes() -> None:
+def test_a_card_that_a_build_was_not_made_for_is_refused_before_the_compiler_crashes() -> None:
     volta, turing = find_card("V100").limits, find_card("T4").limits
     with pytest.raises(DeviceError, match=r"V100.*too old for CUDA 13.*uninstall.*cuda12"):
         check_card(volta, parts(580, cuda13=OWN))
     assert check_card(volta, parts(580, cuda12=OWN)) is None
+    pascal = DeviceLimits("gpu", "Tesla P100-PCIE-16GB", (6, 0), 56)
+    with pytest.raises(
+        DeviceError, match=r"P100.*too old for CUDA 12.*7\.0; set JAX_PLATFORMS=cpu"
+    ):
+        check_card(pascal, parts(580, cuda12=OWN))
     assert check_card(turing, parts(580, cuda13=OWN)) is None
 
 

@@ -130,7 +130,7 @@ FP8_ARRAY = {"page_dtype": jnp.dtype(jnp.float8_e4m3fn), "P": 3 * 2**31 // 2 // 
         ("triton", {"query_dtype": jnp.dtype(jnp.float64)}, "dtypes are float64"),
         ("triton", FP8_ARRAY, "one-byte page arrays from 2 to 4 GiB are not addressable"),
         ("llvm", {}, "llvm needs a CPU and the platform is gpu; allowed: triton or xla"),
-        ("triton", ON_T4, "needs capability 8.0 and the card is Tesla T4 (compute capability 7.5)"),
+        ("triton", ON_T4, "card of capability 8.0, and this is Tesla T4 (compute capability 7.5)"),
         ("mosaic_gpu", {}, "no mosaic_gpu kernel for decode"),
         ("mosaic_gpu", {"op": "ragged", **ON_B300}, "needs capability 9.0 and the card is"),
         ("mosaic_gpu", {"op": "ragged", "H": 96}, "head dim is 96; allowed: 64, 128 or 256"),

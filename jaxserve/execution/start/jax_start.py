@@ -137,17 +137,20 @@ def check_card(device: DeviceLimits, parts: CudaParts) -> str | None:
     """Return a warning where JAX uses a card through a plugin of another version.
 
     Raises:
-        DeviceError: CUDA 13 was not built for the card: its compiler would crash.
+        DeviceError: the only build was not made for the card: its compiler would crash.
     """
     if not device.is_gpu:
         return None
-    if list(parts.plugins) == ["cuda13"] and device.capability < OLDEST_CARDS["cuda13"]:
-        least = ".".join(map(str, OLDEST_CARDS["cuda13"]))
-        raise DeviceError(
-            f"{device} is too old for CUDA 13, which needs {least}; {_pip('cuda12', parts)}"
-        )
-    reason = _misfits(parts)
-    return f"{device}: {'; '.join(reason)}; {remedy(parts)}" if reason else None
+    for build in parts.plugins if len(parts.plugins) == 1 else ():
+        if device.capability < OLDEST_CARDS[build]:
+            least = ".".join(map(str, OLDEST_CARDS[build]))
+            is_served = device.capability >= OLDEST_CARDS["cuda12"]
+            cure = _pip("cuda12", parts) if is_served else "set JAX_PLATFORMS=cpu"
+            raise DeviceError(
+                f"{device} is too old for {_cuda(build)}, which needs {least}; {cure}"
+            )
+    misfits = _misfits(parts)
+    return f"{device}: {'; '.join(misfits)}; {remedy(parts)}" if misfits else None
 
 
 def problems(parts: CudaParts) -> str:
