@@ -29,7 +29,7 @@ settings.load_profile("jaxserve")
 
 FOLDER = "JAXSERVE_TESTS_FOLDER"
 NEED_GPU = Path(__file__).parent / "gpu"
-LEFT_OUT = "left-out-"  # in that folder, by a folder of tests: why some of them were left out
+LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them were left out
 # Their tests share servers, a browser or checkpoints, which are costly to make.
 TOGETHER = tuple(
     f"tests/{name}/" for name in ("clients", "models", "page", "published", "real", "server")
@@ -120,12 +120,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def leave_out(what: str, why: str) -> None:
     """Have the end of the run say in one line why tests were deselected, whichever process did."""
-    (Path(os.environ[FOLDER]) / f"{LEFT_OUT}{what}").write_text(why)
+    (Path(os.environ[FOLDER]) / f"{LEFT_OUT}{what.replace('/', '::')}").write_text(why)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for file in sorted(Path(os.environ[FOLDER]).glob(f"{LEFT_OUT}*")):
-        what = file.name.removeprefix(LEFT_OUT)
+        what = file.name.removeprefix(LEFT_OUT).replace("::", "/")
         terminalreporter.write_line(f"tests/{what} left out: {file.read_text()}")
 
 

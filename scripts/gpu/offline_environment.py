@@ -21,6 +21,10 @@ class NoEnvironment(Exception):
     """Reason why there is no environment and none can be made."""
 
 
+class NoPython(NoEnvironment):
+    """Reason that no network cures."""
+
+
 def default_folder() -> pathlib.Path:
     """Return where the environment is kept."""
     return pathlib.Path.home() / ".cache/jaxserve/offline"
@@ -30,17 +34,18 @@ def find_python() -> str:
     """Find a Python 3.12 to make the environment with.
 
     Raises:
-        NoEnvironment: there is none.
+        NoPython: there is none.
     """
     if sys.version_info[:2] == (3, 12):
         return sys.executable
-    # A version manager may put a name on the PATH that starts nothing, and keep Pythons of its own.
-    kept = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"), "versions")
+    # A version manager may put a name on the PATH that starts nothing; it keeps its Pythons beside
+    # each other.
+    kept = pathlib.Path(sys.base_prefix).parent
     found = [shutil.which("python3.12"), *map(str, sorted(kept.glob("3.12*/bin/python")))]
     for python in filter(None, found):
         if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
             return python
-    raise NoEnvironment("no python3.12 on the PATH; name one with --python")
+    raise NoPython("no python3.12 on the PATH; name one with --python")
 
 
 def make_environment(folder: pathlib.Path, python: str | None = None) -> pathlib.Path:

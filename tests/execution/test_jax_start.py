@@ -239,9 +239,7 @@ def test_a_card_that_a_build_was_not_made_for_is_refused_before_the_compiler_cra
         check_card(volta, parts(580, cuda13=OWN))
     assert check_card(volta, parts(580, cuda12=OWN)) is None
     pascal = DeviceLimits("gpu", "Tesla P100-PCIE-16GB", (6, 0), 56)
-    with pytest.raises(
-        DeviceError, match=r"P100.*too old for CUDA 12.*7\.0; set JAX_PLATFORMS"
-    ):
+    with pytest.raises(DeviceError, match=r"P100.*too old for CUDA 12.*7\.0; set JAX_PLATFORMS"):
         check_card(pascal, parts(580, cuda12=OWN))
     assert check_card(turing, parts(580, cuda13=OWN)) is None
 
