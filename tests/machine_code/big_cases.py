@@ -169,13 +169,10 @@ class BigAttentionCase(Case):
         dtype, shape = self.numpy_page_dtype, (KV_HEADS, PAGE_SIZE, HEAD_DIM)
         size, found = PAGE * dtype.itemsize, []
         for array in run.executable.program.results:
-            pages = [
-                run.read(
-                    array.place._replace(offset=array.place.offset + int(page) * size, size=size)
-                )
-                for page in self.pages
-            ]
-            found.append(np.stack([page.view(dtype).reshape(shape) for page in pages]))
+            allocation, offset, _ = array.place
+            places = [Slice(allocation, offset + int(page) * size, size) for page in self.pages]
+            pages = [run.read(place).view(dtype).reshape(shape) for place in places]
+            found.append(np.stack(pages))
         return found
 
 

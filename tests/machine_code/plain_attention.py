@@ -6,6 +6,8 @@ compares the two.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -27,7 +29,7 @@ def attention(
     """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H]."""
     out = np.zeros(q.shape)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    for row, (first, end) in enumerate(zip(query_start, query_start[1:], strict=False)):
+    for row, (first, end) in enumerate(itertools.pairwise(query_start)):
         length = int(kv_len[row])
         positions = np.arange(length - (end - first), length)
         if length == 0 or not len(positions):
