@@ -13,7 +13,7 @@ Array = np.ndarray
 
 
 class Clocks:
-    """Clocks of all warps: `time[cta, warp, other]` is the epoch of `other` that `warp` has seen."""
+    """Clocks of all warps: `time[cta, warp, other]` is the epoch of `other` that `warp` saw."""
 
     def __init__(self, ctas: int, warps: int) -> None:
         self.own = np.arange(warps)
@@ -34,9 +34,8 @@ class Clocks:
 
     def synchronize(self, ctas: Array) -> None:
         """Order all warps of CTAs after all that each of them has done."""
-        joined = np.broadcast_to(
-            self.time[ctas].max(1, keepdims=True), self.time[ctas].shape
-        ).copy()
+        before = self.time[ctas]
+        joined = np.repeat(before.max(1, keepdims=True), before.shape[1], axis=1)
         joined[:, self.own, self.own] += 1
         self.time[ctas] = joined
 

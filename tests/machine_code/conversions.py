@@ -147,6 +147,10 @@ def fused_half(a: Array, b: Array, c: Array) -> Array:
     return to_odd_single(odd_sum(exact, c.astype(np.float64)))
 
 
+def widen(x: Array) -> Array:
+    return x.astype(np.uint64)
+
+
 def split(x: Array, count: int) -> Array:
     """Return the parts of words, the lowest first: [part, thread]."""
     part = np.dtype(f"u{x.dtype.itemsize // count}")

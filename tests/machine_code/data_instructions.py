@@ -66,7 +66,7 @@ def compare(t: Translator, instruction: Instruction, found: Found) -> None:
     join = ""
     if joined:
         join = f" {SIGNS[joined]} {t.value(instruction.operands[3], 'pred')}"
-    for target, value in zip(targets, ("v", "~v")):
+    for target, value in zip(targets, ("v", "~v"), strict=False):
         t.put(target, f"({value}){join}", "pred")
 
 
@@ -76,11 +76,7 @@ def add_with_carry(t: Translator, instruction: Instruction, found: Found) -> Non
     if not (carries_in or carries_out) or (half is None) == (name == "mad"):
         raise t.unknown()
     target, *sources = instruction.operands
-    wide = [f"uint64({t.value(text, 'u32')})" for text in sources]
-    wide = [
-        f"{t.value(text, 'u32')}.astype(uint64)" if text.startswith("%") else constant
-        for text, constant in zip(sources, wide)
-    ]
+    wide = [f"widen({t.value(text, 'u32')})" for text in sources]
     if name == "mad":
         part = {"lo": "({} * {}) & uint64(0xFFFFFFFF)", "hi": "({} * {}) >> uint64(32)"}[half]
         total = f"({part.format(*wide[:2])}) + {wide[2]}"

@@ -1,4 +1,4 @@
-"""Global memory that survives launches: arrays between red zones, and what was done to each byte."""
+"""Global memory, which survives launches: arrays between red zones, and flags of each byte."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def pack_arguments(kernel: Kernel, arguments: list[int | bytes]) -> dict[str, by
         counts = f"{len(kernel.parameters)} parameters, not {len(arguments)}"
         raise Fault(f"{kernel.name} takes {counts}")
     packed = {}
-    for (name, size), argument in zip(kernel.parameters, arguments):
+    for (name, size), argument in zip(kernel.parameters, arguments, strict=True):
         raw = argument
         if not isinstance(raw, bytes):
             raw = (int(argument) % (1 << 8 * size)).to_bytes(size, "little")

@@ -43,8 +43,8 @@ class Mbarriers:
     def initialize(self, mask: Mask, address: Array, count: Array) -> None:
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
-        counts = self.threads.pick(count, lanes)
-        for lane, place, number in zip(lanes.tolist(), places.tolist(), counts.tolist()):
+        counts = self.threads.pick(count, lanes).astype(np.int64)
+        for lane, place, number in np.stack([lanes, places, counts], 1).tolist():
             cta, warp = int(self.threads.cta[lane]), int(self.threads.warp[lane])
             nothing = np.zeros(self.threads.warps_per_cta, np.int32)
             made = int(self.clocks.time[cta, warp, warp])
@@ -53,7 +53,7 @@ class Mbarriers:
     def invalidate(self, mask: Mask, address: Array) -> None:
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
-        for lane, place in zip(lanes.tolist(), places.tolist()):
+        for lane, place in np.stack([lanes, places], 1).tolist():
             self.find(place, lane)
             del self.by_place[place]
 

@@ -109,7 +109,7 @@ class Translator:
         if len(instruction.operands) != len(form.operands) + 1:
             raise self.unknown()
         target, *sources = instruction.operands
-        values = [self.value(text, kind) for text, kind in zip(sources, form.operands)]
+        values = [self.value(text, kind) for text, kind in zip(sources, form.operands, strict=True)]
         self.put(target, form.expression.format(*values), form.result)
 
     def emit(self, line: str) -> None:

@@ -240,8 +240,10 @@ class WarpgroupMatrices:
 
     def compute(self, product: Product) -> None:
         groups = product.groups
+        # A first operand in registers is no source.
+        kinds = product.kinds[-len(product.sources) :]
         operands = []
-        for source, kind in zip(product.sources, product.kinds[-len(product.sources) :]):
+        for source, kind in zip(product.sources, kinds, strict=True):
             operands.append(self.read(source, kind))
             np.subtract.at(self.shared.outgoing, source.cells, 1)
             for lanes in self.warp_lanes(groups):

@@ -90,7 +90,7 @@ class Warps:
         """Return the first lane of those named, and whether a thread is it."""
         named = self.members(mask, members, "an election")
         first = named.argmax(1)
-        leader = named & (LANE == first[:, None])
+        leader = named & (first[:, None] == LANE)
         return [np.repeat(first.astype(np.uint32), WARP), leader.reshape(-1)]
 
     def active_mask(self, mask: Mask) -> list[Array]:
