@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.machine_code.faults import Fault
-from tests.machine_code.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
 
 Array = np.ndarray
 # Addresses and sizes of pieces of memory.

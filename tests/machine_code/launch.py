@@ -8,9 +8,9 @@ import numpy as np
 
 from tests.machine_code.faults import Fault
 from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.machine import Geometry, LaunchOptions, Machine
+from tests.machine_code.interpreter.machine import Geometry, LaunchOptions, Machine
+from tests.machine_code.interpreter.tensor_copies import TensorMap
 from tests.machine_code.ptx import Kernel
-from tests.machine_code.tensor_copies import TensorMap
 
 __all__ = ["Geometry", "LaunchReport", "TensorMap", "launch"]
 

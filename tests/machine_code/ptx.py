@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.machine_code.faults import Fault
-from tests.machine_code.instruction import Instruction, parse_instruction
-from tests.machine_code.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.instruction import Instruction, parse_instruction
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
 
 # Where a CTA's shared memory begins; hardware keeps the first KiB for itself.
 SHARED_BASE = 0x400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.machine_code.instruction import Instruction
+from tests.machine_code.interpreter.instruction import Instruction
 from tests.machine_code.ptx import Kernel
 
 WORD = re.compile(r"%?[\w$]+")

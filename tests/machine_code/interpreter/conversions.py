@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from tests.machine_code.arithmetic import odd_sum
+from tests.machine_code.interpreter.arithmetic import odd_sum
 
 Array = np.ndarray
 

@@ -14,14 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from tests.machine_code import arithmetic, conversions
 from tests.machine_code.faults import Fault, UnknownInstruction
-from tests.machine_code.forms import FORMS
-from tests.machine_code.instruction import Instruction, registers_of, split_operands
-from tests.machine_code.instructions import PATTERNS
-from tests.machine_code.liveness import local_registers
+from tests.machine_code.interpreter import arithmetic, conversions
+from tests.machine_code.interpreter.forms import FORMS
+from tests.machine_code.interpreter.instruction import Instruction, registers_of, split_operands
+from tests.machine_code.interpreter.instructions import PATTERNS
+from tests.machine_code.interpreter.liveness import local_registers
+from tests.machine_code.interpreter.ptx_types import (
+    NUMPY,
+    SIZE,
+    UNSIGNED,
+    numpy_name,
+    unsigned_name,
+)
 from tests.machine_code.ptx import Kernel
-from tests.machine_code.ptx_types import NUMPY, SIZE, UNSIGNED, numpy_name, unsigned_name
 
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 SHARED_ACCESS = re.compile(r"(?:ld|st|atom|red)\.(?:\w+\.)*shared")

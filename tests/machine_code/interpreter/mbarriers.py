@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.machine_code.clocks import Clocks
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.threads import Array, Mask, Progress, Threads
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import Array, Mask, Progress, Threads
 
 MBARRIER_BYTES = 8
 

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.machine_code.conversions import FROM_BITS, WIDE
-from tests.machine_code.matrices import PER_REGISTER, TF32_BITS, elements, fragment_places
+from tests.machine_code.interpreter.conversions import FROM_BITS, WIDE
+from tests.machine_code.interpreter.matrices import (
+    PER_REGISTER,
+    TF32_BITS,
+    elements,
+    fragment_places,
+)
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 from tests.machine_code.ptx import SHARED_BASE
-from tests.machine_code.ptx_types import UNSIGNED
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.threads import WARP, Array, Mask, Threads
 
 WARPGROUP = 128
 ROWS = 64

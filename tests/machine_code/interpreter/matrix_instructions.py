@@ -6,10 +6,10 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.machine_code.faults import Fault
-from tests.machine_code.instruction import Instruction
+from tests.machine_code.interpreter.instruction import Instruction
 
 if TYPE_CHECKING:
-    from tests.machine_code.translation import Translator
+    from tests.machine_code.interpreter.translation import Translator
 
 Found = re.Match[str]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.machine_code.clocks import Clocks
-from tests.machine_code.global_access import apply_atomics
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.global_access import apply_atomics
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 from tests.machine_code.ptx import SHARED_BASE
-from tests.machine_code.ptx_types import UNSIGNED
-from tests.machine_code.threads import WARP, Array, Mask, Threads
 
 # Swizzled layouts repeat with this many bytes, so each CTA's part begins at a multiple of it.
 PATTERN = 1024

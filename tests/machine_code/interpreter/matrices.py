@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.machine_code.conversions import WIDE, unpack
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.threads import WARP, Array, Mask, Threads
+from tests.machine_code.interpreter.conversions import WIDE, unpack
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 
 # Elements of a 32-bit register.
 PER_REGISTER = {"bf16": 2, "f16": 2, "tf32": 1, "e4m3": 4, "e5m2": 4}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.machine_code.global_access import GlobalAccess
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.threads import Array, Mask, Threads
+from tests.machine_code.interpreter.global_access import GlobalAccess
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import Array, Mask, Threads
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.machine_code.threads import WARP, Array, Mask, Threads
+from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 
 LANE = np.arange(WARP)
 

@@ -13,8 +13,8 @@ from tests.machine_code.global_memory import (
     inside,
     repeated,
 )
-from tests.machine_code.ptx_types import UNSIGNED
-from tests.machine_code.threads import Array, Mask, Threads
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.threads import Array, Mask, Threads
 
 ATOMIC = {
     "add": lambda old, new: old + new,

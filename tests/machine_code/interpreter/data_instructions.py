@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tests.machine_code.forms import comparison
-from tests.machine_code.instruction import Instruction
-from tests.machine_code.ptx_types import NUMPY, SIZE, numpy_name
+from tests.machine_code.interpreter.forms import comparison
+from tests.machine_code.interpreter.instruction import Instruction
+from tests.machine_code.interpreter.ptx_types import NUMPY, SIZE, numpy_name
 
 if TYPE_CHECKING:
-    from tests.machine_code.translation import Translator
+    from tests.machine_code.interpreter.translation import Translator
 
 Found = re.Match[str]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.machine_code.ptx_types import UNSIGNED
-from tests.machine_code.threads import Array, Mask, Threads
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.threads import Array, Mask, Threads
 
 
 class LocalMemory:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.machine_code.clocks import Clocks
-from tests.machine_code.threads import WARP, Array, Mask, Progress, Threads
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.threads import WARP, Array, Mask, Progress, Threads
 
 
 class NamedBarriers:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.machine_code.clocks import Clocks
-from tests.machine_code.global_access import GlobalAccess
 from tests.machine_code.global_memory import BASE, KNOWN, inside
-from tests.machine_code.mbarriers import MBARRIER_BYTES, Mbarriers
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.global_access import GlobalAccess
+from tests.machine_code.interpreter.mbarriers import MBARRIER_BYTES, Mbarriers
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import Array, Mask, Threads
 from tests.machine_code.ptx import PARAMETER_BASE, SHARED_BASE
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.threads import Array, Mask, Threads
 
 # Swizzling moves pieces of this many bytes.
 PIECE = 16

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from tests.machine_code.ptx_types import INTEGERS, SIZE, numpy_name
+from tests.machine_code.interpreter.ptx_types import INTEGERS, SIZE, numpy_name
 
 
 class Form(NamedTuple):

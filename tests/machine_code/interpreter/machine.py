@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.machine_code.asynchronous_copies import AsynchronousCopies
-from tests.machine_code.clocks import Clocks
-from tests.machine_code.global_access import GlobalAccess
 from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.local_memory import LocalMemory
-from tests.machine_code.matrices import Matrices
-from tests.machine_code.mbarriers import Mbarriers
-from tests.machine_code.named_barriers import NamedBarriers
+from tests.machine_code.interpreter.asynchronous_copies import AsynchronousCopies
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.global_access import GlobalAccess
+from tests.machine_code.interpreter.local_memory import LocalMemory
+from tests.machine_code.interpreter.matrices import Matrices
+from tests.machine_code.interpreter.mbarriers import Mbarriers
+from tests.machine_code.interpreter.named_barriers import NamedBarriers
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.tensor_copies import TensorCopies, TensorMap
+from tests.machine_code.interpreter.threads import DONE, Array, Mask, Progress, Threads
+from tests.machine_code.interpreter.translation import block_function, shared_grain
+from tests.machine_code.interpreter.warpgroup_matrices import WARPGROUP, WarpgroupMatrices
+from tests.machine_code.interpreter.warps import Warps
 from tests.machine_code.ptx import PARAMETER_BASE, Kernel
-from tests.machine_code.ptx_types import UNSIGNED
-from tests.machine_code.shared_memory import SharedMemory
-from tests.machine_code.tensor_copies import TensorCopies, TensorMap
-from tests.machine_code.threads import DONE, Array, Mask, Progress, Threads
-from tests.machine_code.translation import block_function, shared_grain
-from tests.machine_code.warpgroup_matrices import WARPGROUP, WarpgroupMatrices
-from tests.machine_code.warps import Warps
 
 
 @dataclass
