@@ -64,8 +64,7 @@ def launch(
     different values to one place. `tensor_maps` are what the parameter of more than 8 bytes holds.
     """
     parameters = pack_arguments(kernel, arguments)
-    if kernel.threads and kernel.threads != tuple(geometry.threads):
-        raise Fault(f"{kernel.name} runs {kernel.threads} threads a CTA, not {geometry.threads}")
+    check_threads(kernel, geometry)
     fuel = FUEL if fuel is None else fuel
     maps = tuple(tensor_maps)
     options = LaunchOptions(checks_races, order, fuel, must_wait, any_store_wins, maps)
@@ -79,6 +78,18 @@ def launch(
         machine.run()
         report.add(machine)
     return report
+
+
+def check_threads(kernel: Kernel, geometry: Geometry) -> None:
+    """Refuse a launch of other threads than the kernel is compiled for."""
+    if kernel.threads is None:
+        return
+    pairs = list(zip(geometry.threads, kernel.threads, strict=True))
+    fits = all(given <= most for given, most in pairs)
+    if not fits or (kernel.requires_threads and geometry.threads != kernel.threads):
+        limit = "" if kernel.requires_threads else "at most "
+        allowed = f"{limit}{kernel.threads} threads a CTA"
+        raise Fault(f"{kernel.name} runs {allowed}, not {geometry.threads}")
 
 
 def pack_arguments(kernel: Kernel, arguments: list[int | bytes]) -> dict[str, bytes]:

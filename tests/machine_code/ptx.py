@@ -59,7 +59,9 @@ class Kernel:
 
     name: str
     parameters: list[tuple[str, int]]
+    # Threads of a CTA, as it requires them or at most; None if it does not say.
     threads: tuple[int, int, int] | None = None
+    requires_threads: bool = False
     registers: dict[str, Register] = field(default_factory=dict)
     # Addresses of parameters, and of variables in shared and local memory.
     symbols: dict[str, int] = field(default_factory=dict)
@@ -104,6 +106,7 @@ def read_module(text: str) -> dict[str, Kernel]:
         if sizes:
             x, y, z = (int(size or 1) for size in sizes.groups())
             kernel.threads = (x, y, z)
+            kernel.requires_threads = ".reqntid" in found[3]
         body = text[found.end() : closing_brace(text, found.end() - 1)]
         BodyReader(kernel).read(body, text.count("\n", 0, found.end()) + 1)
         for declaration in MODULE_SHARED.finditer(head):
