@@ -16,7 +16,8 @@ REGISTERS = """
 .reg .pred %p<16>;
 .reg .b16 %h<16>;
 .reg .b32 %r<64>;
-.reg .b64 %d<64>;
+.reg .b64 %d<192>;
+.reg .b64 %address;
 """
 
 
@@ -83,16 +84,16 @@ def compute(
         size = values.itemsize
         lines += [
             f".reg .b{max(16, 8 * size)} %a{index};",
-            f"mad.wide.u32 %d63, %r0, {size}, %d{index};",
-            f"ld.global.b{8 * size} %a{index}, [%d63];",
+            f"mad.wide.u32 %address, %r0, {size}, %d{index};",
+            f"ld.global.b{8 * size} %a{index}, [%address];",
         ]
     sizes = [np.dtype(kind).itemsize for kind in outputs]
     lines += [f".reg .b{max(16, 8 * size)} %o{index};" for index, size in enumerate(sizes)]
     lines.append(body)
     for index, size in enumerate(sizes):
         lines += [
-            f"mad.wide.u32 %d63, %r0, {size}, %d{len(inputs) + index};",
-            f"st.global.b{8 * size} [%d63], %o{index};",
+            f"mad.wide.u32 %address, %r0, {size}, %d{len(inputs) + index};",
+            f"st.global.b{8 * size} [%address], %o{index};",
         ]
     targets = [(count, kind) for kind in outputs]
     return run("\n".join(lines), inputs, targets, threads=count)
