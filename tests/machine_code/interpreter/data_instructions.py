@@ -203,7 +203,7 @@ DATA_PATTERNS = (
     (r"cvta(?:\.to)?\.(?:global|shared|param)\.u64", convert_address),
     (r"setp\.(\w+)(?:\.(and|or|xor))?(\.ftz)?\.([bus](?:16|32|64)|b?f16|f32|f64)", compare),
     (r"(add|sub|mad)(c?)(?:\.(lo|hi))?(\.cc)?\.(?:u32|s32)", add_with_carry),
-    (rf"ld\.param{LOADED}", load_parameter),
+    (rf"ld\.param(?:::entry)?{LOADED}", load_parameter),
     (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{LOADED}", load),
     (rf"ld\.(shared|local)(?:::cta)?(\.nc)?{LOADED}", load),
     (rf"st\.(global){STORE_HINTS}{LOADED}", store),
