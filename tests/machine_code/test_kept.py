@@ -39,7 +39,7 @@ def test_what_was_put_is_got_again(tmp_path: Path) -> None:
     again.save()
     left = KeptFile.read("kv_write", tmp_path)
     assert len(left.modules) == 2
-    with pytest.raises(StaleProgram, match="other for 9.0 is not kept"):
+    with pytest.raises(StaleProgram, match=r"other for 9\.0 is not kept"):
         left.get(other, CAPABILITY)
 
 

@@ -13,7 +13,7 @@ from tests.machine_code.compiled_program import Array, Branch, Copy, Launch, Loo
 from tests.machine_code.hlo_text import UnreadableHlo
 from tests.machine_code.xla_reader import read_program, without_comments
 
-X, I, RESULT = Slice(1, 0, 256), Slice(2, 0, 256), Slice(0, 0, 256)
+NUMBERS, INDICES, RESULT = Slice(1, 0, 256), Slice(2, 0, 256), Slice(0, 0, 256)
 PART, CONSTANT = Slice(3, 0, 64), Slice(4, 0, 16)
 SORTED, ORDER = Slice(7, 0, 256), Slice(7, 256, 256)
 NUMBER, FLAG, LOOKED_UP = Slice(7, 640, 4), Slice(7, 644, 1), Slice(8, 0, 4)
@@ -37,7 +37,7 @@ def write_dumps(folder: Path, **changes: tuple[str, str]) -> Path:
 
 def test_parameters_results_and_constants(tmp_path: Path) -> None:
     program = read_program(write_dumps(tmp_path))
-    assert program.parameters == (Array("f32", (64,), X), Array("s32", (64,), I))
+    assert program.parameters == (Array("f32", (64,), NUMBERS), Array("s32", (64,), INDICES))
     assert program.results == (
         Array("f32", (64,), RESULT),
         Array("f32", (16,), PART),
@@ -59,7 +59,7 @@ def launch(name: str, kernel: str, threads: int, reads: tuple, writes: tuple, **
 
 def test_commands(tmp_path: Path) -> None:
     first, second, loop, part, lookup = read_program(write_dumps(tmp_path)).commands
-    assert first == Copy("copy.1", X, RESULT)
+    assert first == Copy("copy.1", NUMBERS, RESULT)
     assert second == Copy("copy.2", Slice(5, 0, 4), NUMBER)
     assert part == Copy("wrapped_slice", Slice(0, 32, 64), PART)
     assert lookup == launch(
@@ -84,9 +84,9 @@ def test_a_truth_takes_the_list_that_stands_in_the_computation_for_true(tmp_path
     assert when_false == (Launch(**{**vars(multiply), "arguments": (RESULT,)}),)
     *copies, sort, add = when_true
     # A sort works in place, on copies of what it sorts.
-    assert copies == [Copy("fusion.1", RESULT, SORTED), Copy("fusion.1", I, ORDER)]
-    assert sort.reads == (RESULT, I, SORTED, ORDER) and sort.writes == (SORTED, ORDER)
-    assert sort.arguments == (RESULT, I, SORTED, ORDER) and not sort.starts_early
+    assert copies == [Copy("fusion.1", RESULT, SORTED), Copy("fusion.1", INDICES, ORDER)]
+    assert sort.reads == (RESULT, INDICES, SORTED, ORDER) and sort.writes == (SORTED, ORDER)
+    assert sort.arguments == (RESULT, INDICES, SORTED, ORDER) and not sort.starts_early
     assert (add.kernel, add.grid, add.threads, add.shared_memory) == (
         *("add", (2, 1, 1), (32, 1, 1), 1536),
     )
