@@ -26,10 +26,10 @@ from tests.machine_code.compiled_program import (
     Branch,
     Command,
     Copy,
+    Descriptor,
     Launch,
     Loop,
     Program,
-    Descriptor,
     Slice,
     edges,
 )
