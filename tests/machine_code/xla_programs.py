@@ -83,12 +83,14 @@ class Options:
         order: draws the order of commands, blocks and warps; None for the schedule's own.
         fuel: turns after which a block is held not to end; None for the interpreter's own limit.
         observe: is called after each launch.
+        select_blocks: returns which blocks of a launch run; None for all.
     """
 
     checks_races: bool = True
     order: np.random.Generator | None = None
     fuel: int | None = None
     observe: Callable[[Launch, LaunchReport], None] | None = None
+    select_blocks: Callable[[Launch], Sequence[int] | None] | None = None
 
 
 class Run:
@@ -205,6 +207,7 @@ class Run:
         if maps:  # the last parameter holds the descriptors themselves
             arguments.append(bytes(DESCRIPTOR_BYTES * len(maps)))
         dynamic = max(0, command.shared_memory - kernel.static_shared)
+        select = self.options.select_blocks
         report = launch(
             kernel,
             self.memory,
@@ -216,6 +219,7 @@ class Run:
             must_wait=command.starts_early and self.executable.waits,
             any_store_wins=command.any_store_wins,
             tensor_maps=maps,
+            blocks=None if select is None else select(command),
         )
         if self.options.observe is not None:
             self.options.observe(command, report)
