@@ -103,7 +103,8 @@ GLOBAL = {
         "two CTAs touch: both",
         CTA
         + FIRST
-        + "setp.eq.u32 %p2, %r2, 0; @%p2 st.global.b32 [%d2], 5; bar.sync 0; ld.global.b32 %r3, [%d3];",
+        + "setp.eq.u32 %p2, %r2, 0; @%p2 st.global.b32 [%d2], 5;"
+        + "bar.sync 0; ld.global.b32 %r3, [%d3];",
         "%d3];",
         "%d2];",
         {"grid": 2},
@@ -112,7 +113,8 @@ GLOBAL = {
         "two CTAs touch: both",
         CTA
         + FIRST
-        + "ld.global.b32 %r3, [%d3]; bar.sync 0; setp.eq.u32 %p2, %r2, 1; @%p2 st.global.b32 [%d3], 5;",
+        + "ld.global.b32 %r3, [%d3]; bar.sync 0;"
+        + "setp.eq.u32 %p2, %r2, 1; @%p2 st.global.b32 [%d3], 5;",
         "ld.global.b32 %r3, [%d3]",
         "ld.global.b32 %r3, [%d2+4]",
         {"grid": 2},
@@ -132,7 +134,12 @@ GLOBAL = {
     ),
 }
 
-LOCAL = ".local .align 8 .b8 own[16]; mov.u32 %r1, own; st.local.b64 [%r1+8], %d0; ld.local.b32 %r2, [%r1+8];"
+LOCAL = """
+.local .align 8 .b8 own[16];
+mov.u32 %r1, own;
+st.local.b64 [%r1+8], %d0;
+ld.local.b32 %r2, [%r1+8];
+"""
 TILE = """
 .shared .align 128 .b8 tile[1024];
 mov.u32 %r1, tile;
@@ -144,7 +151,8 @@ EXCHANGE = TILE + "st.shared.b32 [%r2], %r0; bar.sync 0; ld.shared.b32 %r4, [%r3
 AGAIN = EXCHANGE + "bar.sync 1; st.shared.b32 [%r2], %r4;"
 COPY = (
     TILE
-    + "mad.wide.u32 %d3, %r0, 4, %d0; cp.async.ca.shared.global [%r2], [%d3], 4; cp.async.commit_group;"
+    + "mad.wide.u32 %d3, %r0, 4, %d0; cp.async.ca.shared.global [%r2], [%d3], 4;"
+    + "cp.async.commit_group;"
     + "cp.async.wait_group 0; bar.sync 0; ld.shared.b32 %r4, [%r3];"
 )
 TWO_WARPS = {"threads": 64}
@@ -248,7 +256,9 @@ SHARED = {
     "an atomic where a copy will arrive": Bug(
         "atomic while a copy",
         TILE
-        + "mad.wide.u32 %d3, %r0, 4, %d0; st.shared.b32 [%r2], 0; cp.async.ca.shared.global [%r2], [%d3], 4; cp.async.wait_all; red.shared.add.u32 [%r2], 1;",
+        + "mad.wide.u32 %d3, %r0, 4, %d0; st.shared.b32 [%r2], 0;"
+        + "cp.async.ca.shared.global [%r2], [%d3], 4;"
+        + "cp.async.wait_all; red.shared.add.u32 [%r2], 1;",
         "cp.async.wait_all; red.shared.add.u32 [%r2], 1;",
         "red.shared.add.u32 [%r2], 1; cp.async.wait_all;",
     ),
@@ -311,7 +321,8 @@ WARPS = {
     ),
     "a barrier that a warp never reaches": Bug(
         "deadlock",
-        "setp.lt.u32 %p1, %r0, 32; bar.sync 0; @%p1 bra $one; bar.sync 1; bra $two; $one: bar.sync 1; $two:",
+        "setp.lt.u32 %p1, %r0, 32; bar.sync 0; @%p1 bra $one; bar.sync 1; bra $two;"
+        " $one: bar.sync 1; $two:",
         "bar.sync 1; $two:",
         "bar.sync 2; $two:",
         TWO_WARPS,
@@ -354,7 +365,10 @@ def test_a_bug_is_refused(name: str) -> None:
 
 
 # A product of a warpgroup: 64 x 16 by 16 x 8, rows of 32 bytes.
-PRODUCT = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r20, %r21, %r22, %r23}, %d60, %d61, %p3, 1, 1, 0, 0;"
+PRODUCT = (
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r20, %r21, %r22, %r23}, "
+    "%d60, %d61, %p3, 1, 1, 0, 0;"
+)
 WGMMA = f"""
 .shared .align 1024 .b8 operands[4096];
 mov.u32 %r1, operands;
@@ -478,7 +492,7 @@ setp.eq.u32 %p1, %r0, 0;
 @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
 bar.sync 0;
 @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 512;
-@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d1, {%r10, %r10}], [%r2];
+@%p1 BOX_LOAD [%r1], [%d1, {%r10, %r10}], [%r2];
 $wait:
 mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0;
 @!%p2 bra $wait;
@@ -497,7 +511,7 @@ add.s64 %d2, %d1, 128;
 @%p1 cp.async.bulk.commit_group;
 @%p1 cp.async.bulk.wait_group 0;
 ret;
-"""
+""".replace("BOX_LOAD", "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes")
 BOXES = {
     "no wait for a box": ("while a copy writes it", "@!%p2 bra $wait;", ""),
     "a wait for the other phase": ("while a copy writes it", "[%r2], 0;\n@!", "[%r2], 1;\n@!"),
@@ -557,8 +571,8 @@ BOXES = {
     ),
     "a box overwritten while it is stored": (
         "while an asynchronous operation reads it",
-        "@%p1 cp.async.bulk.commit_group;\n@%p1 cp.async.bulk.wait_group 0;\n@%p1 cp.async.bulk.global",
-        "st.shared.b32 [%r4], 9; @%p1 cp.async.bulk.commit_group;\n@%p1 cp.async.bulk.wait_group 0;\n@%p1 cp.async.bulk.global",
+        "[%r1];\n@%p1 cp.async.bulk.commit_group;",
+        "[%r1]; st.shared.b32 [%r4], 9;\n@%p1 cp.async.bulk.commit_group;",
     ),
     "a store that is not waited for": (
         "ends while a tensor copy is in flight",
