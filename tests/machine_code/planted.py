@@ -33,12 +33,10 @@ from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
-from tests.machine_code.compiled_program import Launch
 from tests.machine_code.execution import execute
 from tests.machine_code.fault_kinds import KINDS, FaultKind
 from tests.machine_code.faults import UnknownInstruction
 from tests.machine_code.kept import kept_file, parse_capability, spell
-from tests.machine_code.launch import LaunchReport
 from tests.machine_code.more_inputs import more_inputs
 from tests.machine_code.ptx import read_module
 from tests.machine_code.xla_programs import Executable
@@ -76,15 +74,7 @@ class Subject:
     def __init__(self, case: Case, capability: Capability) -> None:
         self.case, self.capability = case, capability
         self.executable = Executable.of(kept_file(case.family).get(case, capability))
-        # Lines that were executed, by kernel.
-        self.lines: dict[str, set[int]] = collections.defaultdict(set)
-        self.turns = 0
-        self.outcome = execute(case, self.executable, observe=self.observe)
-
-    def observe(self, launch: Launch, report: LaunchReport) -> None:
-        """Note what a launch executed."""
-        self.lines[launch.kernel] |= report.lines
-        self.turns = max(self.turns, report.turns)
+        self.outcome = execute(case, self.executable)
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Case, list[np.ndarray]]]:
@@ -99,7 +89,7 @@ class Subject:
             lines = text.split("\n")
             for kernel in read_module(text):
                 if is_ours(kernel):
-                    for number in sorted(self.lines[kernel]):
+                    for number in sorted(self.outcome.lines.get(kernel, ())):
                         for kind in KINDS:
                             if fault_in(kind, lines[number - 1]) is not None:
                                 found[kind].append((kernel, module, number))
@@ -122,7 +112,7 @@ class Subject:
     def notice(self, planted: Planted) -> str:
         """Run all inputs until one shows the fault; return what it showed, or ""."""
         executable = self.with_fault(planted)
-        fuel = PATIENCE * self.turns + 300
+        fuel = PATIENCE * self.outcome.turns + 300
         for case, expected in self.inputs:
             outcome = execute(case, executable, expected=expected, fuel=fuel)
             if outcome.faults:
