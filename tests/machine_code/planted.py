@@ -107,7 +107,10 @@ class Subject:
         lines = self.executable.program.modules[planted.module].split("\n")
         lines[planted.line - 1] = planted.after
         kernels = self.executable.kernels | read_module("\n".join(lines))
-        return Executable(self.executable.program, kernels)
+        executable = Executable(self.executable.program, kernels)
+        # Launches overlap as before, also if the fault is that a kernel does not wait.
+        executable.waits = self.executable.waits
+        return executable
 
     def notice(self, planted: Planted) -> str:
         """Run all inputs until one shows the fault; return what it showed, or ""."""
