@@ -78,6 +78,10 @@ class GroupedCase(Case):
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_grouped_matmul"
 
     @property
+    def dtypes(self) -> str:
+        return self.dtype
+
+    @property
     def tolerance(self) -> Tolerance:
         return product_tolerance(self.dtype, False, self.dtype)
 
@@ -141,6 +145,10 @@ class QuantizedCase(Case):
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
 
     @property
+    def dtypes(self) -> str:
+        return f"{self.form} {self.dtype}"
+
+    @property
     def tolerance(self) -> Tolerance:
         return product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")
 
@@ -190,6 +198,10 @@ class QuantizedGroupedCase(Case):
 
     family: ClassVar[str] = "quantized_grouped"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_grouped_matmul"
+
+    @property
+    def dtypes(self) -> str:
+        return f"{self.form} {self.dtype}"
 
     @property
     def tolerance(self) -> Tolerance:

@@ -72,8 +72,13 @@ def number(bits: int, kind: str) -> float:
     return sign * math.ldexp(whole, exponent - 1 + least - mantissa_bits)
 
 
-def encode(value: Fraction | float, kind: str, negative_zero: bool = False) -> int:
-    """Return the bits of an exact number rounded to nearest even, or of a float that is none."""
+def encode(
+    value: Fraction | float, kind: str, negative_zero: bool = False, down: bool = False
+) -> int:
+    """Return the bits of an exact number, or of a float that is none.
+
+    It is rounded to nearest even, or towards negative infinity.
+    """
     precision, least = FORMATS[kind]
     size, mantissa_bits = BITS[kind], precision - 1
     # What exponents past the largest have; this type has no infinity.
@@ -89,10 +94,14 @@ def encode(value: Fraction | float, kind: str, negative_zero: bool = False) -> i
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     exponent -= value < Fraction(2) ** exponent
     exponent = max(exponent, least)
-    mantissa = round(value / Fraction(2) ** (exponent - mantissa_bits))
+    units = value / Fraction(2) ** (exponent - mantissa_bits)
+    mantissa = round(units)
+    if down:
+        mantissa = math.ceil(units) if sign else math.floor(units)
     # Adding lets a mantissa that was rounded up carry into the exponent.
     bits = mantissa + (exponent - least << mantissa_bits)
-    return sign | min(bits, top)
+    # What is too large is infinite, but where it is rounded towards zero.
+    return sign | min(bits, top - 1 if down and not sign else top)
 
 
 def encode_signed(value: float, kind: str) -> int:
@@ -232,7 +241,11 @@ def float_result(parts: list[str], bits: list[int], kind: str) -> tuple[int, flo
     else:
         value = exact(operation, values)
         negative = value == 0 and math.copysign(1, as_floats(operation, values)) < 0
-        result = encode(value, kind, negative)
+        down = "rm" in modifiers
+        if down and value == 0:  # only the sum of two positive zeros is positive
+            signs = [math.copysign(1, v) for v in values]
+            negative = signs[0] * signs[1] < 0 or signs[2] < 0
+        result = encode(value, kind, negative, down)
     if "ftz" in modifiers:
         value = flushed(number(result, kind))
         result = encode_signed(value, kind)

@@ -171,6 +171,17 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     return wide_sum.astype(np.float32)
 
 
+def fused_down(a: Array, b: Array, c: Array) -> Array:
+    """Compute `a * b + c` of float32, rounded once, towards negative infinity."""
+    product, c = np.broadcast_arrays(a.astype(np.float64) * b, c.astype(np.float64))
+    exact = odd_sum(product, c)
+    nearest = exact.astype(np.float32)
+    down = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    # Only the sum of two positive zeros is positive.
+    is_negative_zero = (exact == 0) & (np.signbit(product) | np.signbit(c))
+    return np.where(is_negative_zero, np.float32(-0.0), down)
+
+
 def odd_sum(a: Array, b: Array) -> Array:
     """Add float64 numbers, rounded to odd: rounding the result once more is as rounding once."""
     a, b = np.broadcast_arrays(a, b)
