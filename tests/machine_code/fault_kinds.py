@@ -25,6 +25,8 @@ class FaultKind(NamedTuple):
 COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
 OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 SIGNS = {"s": "u", "u": "s"}
+# A distance that an exchange between all lanes has already, or that leaves their group.
+DISTANCES = {"1": "2", "2": "4", "4": "8", "8": "16", "16": "8"}
 GUARD = re.compile(r"@!?%?[\w$]+\s+")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -232,7 +234,7 @@ INTEGERS = (
     kind(
         "distance of a shuffle",
         r"shfl\.sync\.(bfly|up|down)",
-        add(r"shfl\S+\s+[^,]+,[^,]+,\s*(\d+)\s*,", 1),
+        by_table(r"shfl\S+\s+[^,]+,[^,]+,\s*(\d+)\s*,", DISTANCES),
     ),
 )
 FLOATS = (
