@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.machine_code.cases import FAMILIES, chosen_cases
+from tests.machine_code.cases import FAMILIES, all_cases
 from tests.machine_code.fault_kinds import KINDS
 from tests.machine_code.planted import Planted, Planting, Result, fault_in
 
@@ -21,9 +21,26 @@ SURE = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_faults_are_noticed(family: str) -> None:
-    planting = Planting(chosen_cases(CAPABILITY, family)[:1], CAPABILITY, seed=1)
+# A small case of each kernel.
+CASES = (
+    "decode-bf16-h96-g1",
+    "ragged-bf16-h80",
+    "mosaic-bf16-h64-p64",
+    "kv_write-fp8-h64",
+    "grouped-bf16",
+    "quantized-int4-bf16",
+    "quantized_grouped-int8-bf16",
+)
+
+
+def test_each_kernel_has_faults() -> None:
+    assert {case.family for case in all_cases() if case.name in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_faults_are_noticed(name: str) -> None:
+    cases = [case for case in all_cases() if case.name == name]
+    planting = Planting(cases, CAPABILITY, seed=1)
     kinds = [kind for kind in KINDS if kind.name in SURE]
     survivors = [
         fault.key for subject, fault in planting.draw(3, kinds) if not subject.notice(fault)
