@@ -408,4 +408,7 @@ def conversion_result(parts: list[str], raw: list[int]) -> int:
         value = math.copysign(rounded(value, rounding), value)
     if "sat" in modifiers:
         value = 0.0 if math.isnan(value) or value <= 0 else min(value, 1.0)
+    if "rz" in modifiers:  # rounding down, of what is not negative
+        bits = encode(abs(value), target, down=not math.isinf(value))
+        return bits | encode_signed(math.copysign(0.0, value), target)
     return encode_signed(value, target)
