@@ -112,12 +112,20 @@ class Subject:
         executable.waits = self.executable.waits
         return executable
 
+    def notice_at_once(self, planted: Planted) -> str:
+        """Run the case's own inputs; return how the fault shows, or ""."""
+        outcome = execute(self.case, self.with_fault(planted), fuel=self.fuel)
+        return outcome.faults[0] if outcome.faults else ""
+
+    @property
+    def fuel(self) -> int:
+        return PATIENCE * self.outcome.turns + 300
+
     def notice(self, planted: Planted) -> str:
-        """Run all inputs until one shows the fault; return what it showed, or ""."""
+        """Run all inputs until one shows the fault; return how, or ""."""
         executable = self.with_fault(planted)
-        fuel = PATIENCE * self.outcome.turns + 300
         for case, expected in self.inputs:
-            outcome = execute(case, executable, expected=expected, fuel=fuel)
+            outcome = execute(case, executable, expected=expected, fuel=self.fuel)
             if outcome.faults:
                 return outcome.faults[0]
         case, expected = self.inputs[0]
