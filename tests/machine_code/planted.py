@@ -64,7 +64,7 @@ class Planted:
 
     @property
     def key(self) -> str:
-        """What the fault is known by as long as the machine code stays as it is."""
+        """Name of the fault as long as the machine code stays as it is."""
         return f"{self.case} {self.kernel} {self.line}: {self.before} -> {self.after or 'nothing'}"
 
 
@@ -197,7 +197,7 @@ class Planting:
 
 @dataclasses.dataclass
 class Result:
-    """What became of the faults in one kernel's cases."""
+    """Result of planting faults in the cases of a kernel."""
 
     planted: int = 0
     caught: int = 0
@@ -210,9 +210,9 @@ class Result:
         if noticed:
             self.caught += 1
         else:
-            known = reasons.get(fault.key, {"equivalent": False, "reason": ""})
-            self.survivors.append(dataclasses.asdict(fault) | known)
-            if known["equivalent"]:
+            verdict = reasons.get(fault.key, {"equivalent": False, "reason": ""})
+            self.survivors.append(dataclasses.asdict(fault) | verdict)
+            if verdict["equivalent"]:
                 self.equivalent += 1
                 return
         self.planted += 1

@@ -1,4 +1,4 @@
-"""Reads PTX modules: kernels with their parameters, registers, symbols and basic blocks.
+"""PTX modules as kernels with their parameters, registers, symbols and basic blocks.
 
 What is read is what compilers write for a kernel without calls; any other directive is refused.
 """
@@ -47,7 +47,7 @@ THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(
 
 @dataclass(frozen=True)
 class Register:
-    """Register of every thread: its number, and its size in bytes, 0 for a predicate."""
+    """A register of every thread: its number, and its size in bytes, 0 for a predicate."""
 
     index: int
     size: int

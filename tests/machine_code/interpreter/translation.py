@@ -103,10 +103,10 @@ class Translator:
         if instruction.name in FORMS:
             self.compute(instruction)
             return False
-        known = find_instruction(instruction.name)
-        if known is None:
+        pattern = find_instruction(instruction.name)
+        if pattern is None:
             raise self.unknown()
-        function, found = known
+        function, found = pattern
         return bool(function(self, instruction, found))
 
     def unknown(self) -> UnknownInstruction:
