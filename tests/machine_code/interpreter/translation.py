@@ -29,6 +29,8 @@ from tests.machine_code.interpreter.ptx_types import (
 )
 from tests.machine_code.ptx import Kernel
 
+# Instructions of two operands that from 10.0 on may have a third.
+TAKES_THREE = re.compile(r"(min|max)(\.ftz)?(\.NaN)?\.f32")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 NAMES: dict[str, Any] = {
