@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = kv_write(
-            key, val, *kv, step.slot_mapping, implementation=step.implementation, **self._scales()
+            key, val, *kv, step.slot_mapping, implementation=step.others, **self._scales()
         )
         attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
@@ -105,13 +105,16 @@ class Attention(nnx.Module):
         """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales()
-        options["implementation"] = step.implementation
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
-            return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
+            return paged_decode_attention(
+                query, *kv, step.page_table, step.kv_len, implementation=step.others, **options
+            )
         return ragged_paged_attention(
-            query, *kv, step.page_table, step.query_start, step.kv_len, **options
+            *(query, *kv, step.page_table, step.query_start, step.kv_len),
+            implementation=step.implementation,
+            **options,
         )
 
     def _scales(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, with_num_rows
-from pallas_kernels import row_sums
+from pallas_kernels import add_norm, row_sums
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -53,6 +53,17 @@ class Norm(nnx.Module):
         if self.traits.norm_rounds_last:
             return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
+
+    def add(
+        self, x: Float[Array, "T D"], delta: Float[Array, "T D"] | None, implementation: str
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Return x + delta and its norm, which one kernel computes where there is one."""
+        if self.traits.norm_centered:
+            x = x if delta is None else x + delta
+            return x, self(x)
+        options: Any = {"offset": self.traits.norm_offset, "implementation": implementation}
+        options["rounds_last"] = self.traits.norm_rounds_last
+        return add_norm(x, delta, self.scale[...], eps=self.eps, **options)
 
     def _mean(
         self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
