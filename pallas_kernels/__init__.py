@@ -24,6 +24,7 @@ from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.ops import (
     add_norm,
     grouped_matmul,
+    has_add_norm,
     inputs_in_panels,
     kernel_code,
     kv_write,
@@ -50,6 +51,7 @@ __all__ = [
     "check_page_table",
     "dequantize",
     "grouped_matmul",
+    "has_add_norm",
     "inputs_in_panels",
     "kernel_code",
     "kv_write",

@@ -358,7 +358,8 @@ def norm_case(
     if delta is not None and delta.ndim == 3:
         exact = jnp.promote_types(x.dtype, jnp.float32)
         _check_dtype("delta", delta, (exact,))
-        _check_shape("delta", delta, (max(delta.shape[0], 1), *x.shape), "[parts,T,D]")
+        shape = (max(delta.shape[0], 1), max(delta.shape[1], x.shape[0]), x.shape[1])
+        _check_shape("delta", delta, shape, "[parts,T,D], with one part and the rows of x at least")
     elif delta is not None:
         _check_shape("delta", delta, x.shape, "[T,D]")
         _check_dtype("delta", delta, (jnp.dtype(x.dtype),))

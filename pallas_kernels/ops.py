@@ -12,6 +12,7 @@ from pallas_kernels import xla, xla_grouped_matmul
 from pallas_kernels.arguments import (
     AttentionOptions,
     Case,
+    NormCase,
     NormOptions,
     attention_case,
     grouped_case,
@@ -252,7 +253,8 @@ def add_norm(
     Args:
         x: [T,D] the residual stream, bfloat16, float16, float32 or float64.
         delta: [T,D] of x's dtype; or [parts,T,D], float32 at least, whose sum over the parts is
-            rounded to x's dtype and then added; or None, and x is the sum.
+            rounded to x's dtype and then added, and which may have more rows than x; or None, and x
+            is the sum.
         scale: [D] of x's dtype.
         eps: added to the mean of squares.
         offset: added to the scale.
@@ -272,11 +274,17 @@ def add_norm(
     return run(x, delta, scale, options)
 
 
+def has_add_norm(x: jax.Array, implementation: str) -> bool:
+    """Return whether a kernel computes ``add_norm`` over rows like x, [T,D]."""
+    case = NormCase(target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1])
+    return choose(implementation, case) != "xla"
+
+
 def _plain_add_norm(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, options: NormOptions
 ) -> tuple[jax.Array, jax.Array]:
     if delta is not None:
-        x = x + (delta.sum(axis=0).astype(x.dtype) if delta.ndim == 3 else delta)
+        x = x + (delta.sum(axis=0)[: len(x)].astype(x.dtype) if delta.ndim == 3 else delta)
     exact = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(exact)
     y = y * jax.lax.rsqrt(row_sums(x, "squares")[:, None] / x.shape[1] + options.eps)

@@ -163,7 +163,9 @@ def add_norm(
     exact = jnp.promote_types(x.dtype, jnp.float32)
     if delta is not None:
         parts = delta[None] if delta.ndim == 2 else delta
-        x = (x.astype(exact) + parts.sum(axis=0).astype(x.dtype).astype(exact)).astype(x.dtype)
+        x = (x.astype(exact) + parts.sum(axis=0)[: len(x)].astype(x.dtype).astype(exact)).astype(
+            x.dtype
+        )
     wide = x.astype(exact)
     y = wide / jnp.sqrt((wide * wide).mean(axis=1, keepdims=True) + options.eps)
     factor = scale.astype(exact) + (options.offset if options.rounds_last else 0.0)

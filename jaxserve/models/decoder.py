@@ -66,11 +66,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        delta: Float[Array, "T D"] | None,
+        delta: Float[Array, "*parts T D"] | None,
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
         """Compute the two blocks.
 
         Args:
@@ -80,18 +80,31 @@ class DecoderLayer(nnx.Module):
         Returns:
             The same two after this layer, and its pages with this step's K and V.
         """
+        in_parts = self._in_parts(x, step)
         with jax.named_scope("attention"):
             x, normed = _add(self.attention_norm, x, delta, step)
-            y, kv = self.attention(normed, cos_sin, step, kv)
+            if isinstance(self.attention, LatentAttention):
+                y, kv = self.attention(normed, cos_sin, step, kv)
+            else:
+                y, kv = self.attention(normed, cos_sin, step, kv, in_parts)
             delta = scaled(_normed(self.attention_out_norm, y), self.residual)
         with jax.named_scope("mlp"):
             if self.parallel:
                 x = x + delta
             else:
                 x, normed = _add(self.mlp_norm, x, delta, step)
-            y = self.mlp(normed, step) if isinstance(self.mlp, SparseMLP) else self.mlp(normed)
+            if isinstance(self.mlp, SparseMLP):
+                y = self.mlp(normed, step)
+            else:
+                y = self.mlp(normed, in_parts)
             delta = scaled(_normed(self.mlp_out_norm, y), self.residual)
         return x, delta, kv
+
+    def _in_parts(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
+        """Return whether the blocks' results go from their products to norms as they are."""
+        plain = self.attention_out_norm is None and self.residual == 1.0 and not self.parallel
+        norm = self.mlp_norm
+        return plain and norm is not None and norm.adds_parts(x, step.others)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -99,11 +112,11 @@ def run_layer(
     graphdef: nnx.GraphDef[DecoderLayer],
     parameters: nnx.State,
     x: Float[Array, "T D"],
-    delta: Float[Array, "T D"] | None,
+    delta: Float[Array, "*parts T D"] | None,
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVPages]:
+) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
     """Call a layer that `nnx.split` took apart.
 
     Within a larger program, layers alike are traced and lowered once, and the compiler puts them
@@ -117,7 +130,10 @@ def _normed(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
 
 
 def _add(
-    norm: Norm | None, x: Float[Array, "T D"], delta: Float[Array, "T D"] | None, step: PagedStep
+    norm: Norm | None,
+    x: Float[Array, "T D"],
+    delta: Float[Array, "*parts T D"] | None,
+    step: PagedStep,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Return x + delta, and what a block takes of it."""
     if norm is not None:

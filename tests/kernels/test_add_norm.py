@@ -38,6 +38,8 @@ def inputs(
     delta = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, (rows, 1))
     if rows > 2:
         delta[..., 1, :] = 0.0
+    if parts == 4:  # rows of padding
+        delta = np.concatenate([delta, np.full((parts, 2, width), np.nan)], axis=1)
     return jnp.asarray(x, dtype), jnp.asarray(delta, jnp.float32 if parts else dtype), scale
 
 
