@@ -76,37 +76,6 @@ class GroupedCase:
         return self.device.platform
 
 
-@dataclasses.dataclass(frozen=True)
-class NormCase:
-    """A call of ``add_norm``: T rows of D numbers."""
-
-    device: DeviceLimits
-    dtype: jnp.dtype
-    T: int
-    D: int
-    op: str = "add_norm"
-
-    @property
-    def platform(self) -> str:
-        """The device's platform."""
-        return self.device.platform
-
-
-@dataclasses.dataclass(frozen=True)
-class NormOptions:
-    """Options of an RMSNorm; static, not arrays.
-
-    Attributes:
-        eps: added to the mean of squares.
-        offset: added to the scale.
-        rounds_last: round once, after the scale, as Gemma does; else before it and after it.
-    """
-
-    eps: float
-    offset: float = 0.0
-    rounds_last: bool = False
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Options of an attention call; ``scale``, ``window`` and ``soft_cap`` are static, not arrays.
@@ -336,38 +305,6 @@ def grouped_case(
     _check_dtype("group_sizes", group_sizes, (jnp.dtype(jnp.int32),))
     _check_shape("group_sizes", group_sizes, (w.shape[0],), "[E]")
     return GroupedCase(device, jnp.dtype(x.dtype), x.shape[0], w.shape[0], w.shape[1], w.shape[2])
-
-
-def norm_case(
-    device: DeviceLimits,
-    x: jax.Array,
-    delta: jax.Array | None,
-    scale: jax.Array,
-    options: NormOptions,
-) -> NormCase:
-    """Check an ``add_norm`` call and describe it.
-
-    Raises:
-        ValueError: naming the argument at fault and what is allowed.
-    """
-    _check_rank("x", x, "[T,D]")
-    _check_dtype("x", x, QUERY_DTYPES)
-    for letter, size in zip("TD", x.shape, strict=True):
-        if size < 1:
-            raise ValueError(f"x has {letter} = {size}; at least 1 is needed")
-    if delta is not None and delta.ndim == 3:
-        exact = jnp.promote_types(x.dtype, jnp.float32)
-        _check_dtype("delta", delta, (exact,))
-        shape = (max(delta.shape[0], 1), max(delta.shape[1], x.shape[0]), x.shape[1])
-        _check_shape("delta", delta, shape, "[parts,T,D], with one part and the rows of x at least")
-    elif delta is not None:
-        _check_shape("delta", delta, x.shape, "[T,D]")
-        _check_dtype("delta", delta, (jnp.dtype(x.dtype),))
-    _check_shape("scale", scale, x.shape[1:], "[D]")
-    _check_dtype("scale", scale, (jnp.dtype(x.dtype),))
-    if not options.eps >= 0:
-        raise ValueError(f"eps is {options.eps}; allowed: 0 or more")
-    return NormCase(device, jnp.dtype(x.dtype), x.shape[0], x.shape[1])
 
 
 def check_page_table(

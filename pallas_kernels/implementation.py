@@ -11,8 +11,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase, NormCase
+from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
+from pallas_kernels.norm_arguments import NormCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""

@@ -12,15 +12,13 @@ from pallas_kernels import xla, xla_grouped_matmul
 from pallas_kernels.arguments import (
     AttentionOptions,
     Case,
-    NormCase,
-    NormOptions,
     attention_case,
     grouped_case,
     kv_write_case,
-    norm_case,
 )
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import choose, deferred, has_llvm
+from pallas_kernels.norm_arguments import NormCase, NormOptions, norm_case
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),

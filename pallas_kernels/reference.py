@@ -11,14 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import (
-    FP8,
-    FP8_BITS,
-    NO_OPTIONS,
-    AttentionOptions,
-    NormOptions,
-    number_dtype,
-)
+from pallas_kernels.arguments import FP8, FP8_BITS, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.norm_arguments import NormOptions
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import NormOptions
 from pallas_kernels.gpu.triton_tile import power_of_two
+from pallas_kernels.norm_arguments import NormOptions
 
 
 def _norm_kernel(*refs: Any, has_delta: bool, options: NormOptions) -> None:
