@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.gguf_tokenizer import save_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.device import open_device, this_device
@@ -73,7 +73,7 @@ def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
     if config.skip_tokenizer_init:
         return
     if config.tokenizer is None and isinstance(source.weights, GgufFile):
-        gguf_tokenizer(source.weights.metadata, str(source.path)).save_pretrained(folder)
+        save_tokenizer(source.weights.metadata, str(source.path), folder)
         return
     text = source.path
     if config.tokenizer is not None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from jaxserve import CheckpointError, EngineConfig
 from jaxserve.engine.source import find_source
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.gguf_splits import SPLITS
-from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer
+from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer, save_tokenizer
 from jaxserve.engine.text.tokenizer import Tokenizer as OurTokenizer
 from tests.engine.llama_cpp_splits import KEPT, STORED, digest, hard_texts
 from tests.engine.llama_cpp_splits import metadata as fields_of
@@ -156,6 +159,35 @@ def test_no_token_but_the_files_own():
         for name in tokenizer.all_special_tokens:
             assert name in tokens
         assert ours(fields, len(tokens)).encode("the")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters"])
+def test_transformers_reads_the_same_from_the_saved_files(kind, tmp_path):
+    """The token that is named as padding has the type of a word."""
+    fields = byte_level()[1] if kind == "bytes" else sentencepiece()
+    size = len(fields["tokenizer.ggml.tokens"])
+    fields = fields | {"tokenizer.ggml.padding_token_id": size - 1}
+    made = ours(fields, size)
+    save_tokenizer(fields, "m.gguf", tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    padding = fields["tokenizer.ggml.tokens"][size - 1]
+    for text in [*TEXTS, f"a{padding}b"]:
+        assert made.encode(text) == theirs.encode(text)
+    assert made.special_ids >= set(theirs.all_special_ids) >= {size - 1}
+    assert made.eos_token_id == theirs.eos_token_id
+
+
+def test_a_file_is_read_without_transformers(tmp_path):
+    _, fields = byte_level()
+    code = (
+        "import json, pathlib, sys\n"
+        "from jaxserve.engine.text.gguf_tokenizer import gguf_tokenizer\n"
+        "gguf_tokenizer(json.loads(pathlib.Path(sys.argv[1]).read_text()), 'm.gguf')\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    path = tmp_path / "fields.json"
+    path.write_text(json.dumps(fields, default=np.ndarray.tolist))
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
 
 
 def test_a_missing_split_is_the_default():

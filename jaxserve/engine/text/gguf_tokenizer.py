@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
+from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.engine.text.gguf_ends import end_texts
 from jaxserve.engine.text.gguf_splits import IN_CHARACTERS, SPLITS, Split
+from jaxserve.engine.text.plain_tokenizer import PlainTokenizer
 from jaxserve.engine.text.tokenizer import byte_letters
 from jaxserve.errors import CheckpointError
 
@@ -49,8 +52,8 @@ MAX_TEMPLATE_CHARS = 1 << 20
 _BLANK = "▁"  # how vocabularies of characters write it
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
-    """Return the tokenizer that a GGUF file's metadata describes, as one of Transformers'.
+def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> PlainTokenizer:
+    """Return the tokenizer that a GGUF file's metadata describes.
 
     Raises:
         CheckpointError: there is none, one of an unknown kind, or one that contradicts itself.
@@ -63,7 +66,22 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
         ) from error
 
 
-def _tokenizer(metadata: Mapping[str, Any]) -> Any:
+def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file as Transformers' own files.
+
+    Raises:
+        CheckpointError: see `gguf_tokenizer`.
+    """
+    plain = gguf_tokenizer(metadata, where)
+    transformers = importlib.import_module("transformers")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        chat_template=plain.chat_template,
+        **plain.special_tokens_map,
+    ).save_pretrained(folder)
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> PlainTokenizer:
     kind, tokens = _kind(metadata), _plain(metadata["tokenizer.ggml.tokens"])
     types, split = _types(metadata, tokens, kind), None
     names = _special(metadata, tokens)
@@ -75,7 +93,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     begins = split is None or split.begins
     # Phi-3's templates write a line's end after each special token; its tokenizer removes it.
     strips = kind == "llama" and metadata["general.architecture"] == "phi3"
-    _add_whole(backend, tokens, types, strips=strips)
+    _add_whole(backend, tokens, types, set(names.values()), strips=strips)
     ends = [
         names.get(token) if metadata.get(f"tokenizer.ggml.add_{token[:3]}_token", default) else None
         for token, default in (("bos_token", begins), ("eos_token", False))
@@ -93,10 +111,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"tokenizer.chat_template must be text of at most {MAX_TEMPLATE_CHARS} characters"
         )
-    transformers = importlib.import_module("transformers")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, **names
-    )
+    return PlainTokenizer(backend, names, [], template)
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
@@ -225,20 +240,26 @@ def _with_scores(
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a token, best first, then longest left part first."""
+    # Sorting takes little time where the tokens come in order.
+    tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
     found = [
-        (score, end, (token[:end], token[end:]))
-        for token, score in zip(vocab, scores, strict=True)
-        for end in range(1, len(token))
-        if token[:end] in vocab and token[end:] in vocab
+        (score, end, (left, right))
+        for score, token in tokens
+        for end in range(len(token) - 1, 0, -1)
+        if (left := token[:end]) in vocab and (right := token[end:]) in vocab
     ]
-    found.sort(key=lambda merge: merge[:2], reverse=True)
+    found.sort(key=itemgetter(0, 1), reverse=True)
     return [pair for _, _, pair in found]
 
 
-def _add_whole(backend: Tokenizer, tokens: list[str], types: list[int], *, strips: bool) -> None:
+def _add_whole(
+    backend: Tokenizer, tokens: list[str], types: list[int], named: set[str], *, strips: bool
+) -> None:
     """Add tokens that are found whole: special ones, and those that a file's author defined.
 
     Args:
+        named: tokens that a file names as a sequence's beginning, end and so on, which are special
+            whatever their type.
         strips: whether special tokens take the blanks after them, except the ends of texts.
     """
     ends = ("<unk>", "<s>", "<|endoftext|>")
@@ -250,7 +271,7 @@ def _add_whole(backend: Tokenizer, tokens: list[str], types: list[int], *, strip
             rstrip=strips and token not in ends,
         )
         for token, kind in zip(tokens, types, strict=True)
-        if kind in _WHOLE
+        if kind in _WHOLE or token in named
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
