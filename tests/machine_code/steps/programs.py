@@ -1,0 +1,189 @@
+"""Programs of an engine, described so that they can be compiled for a card and found again.
+
+Imported by the engine's process and by the compiler's, which has other versions of Python and JAX,
+and neither tokenizers nor Transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.sampler_state import load_slot, set_allowed
+from jaxserve.execution.start.compiler import Compiler
+from tests.machine_code.steps.models import MODELS
+
+STATE = "make state"
+LOAD_SLOT = "load slot"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Engine whose programs are compiled and executed: a model, and what shapes its programs.
+
+    Attributes:
+        model: name of one of `MODELS`.
+        num_steps: most decode steps of a launch.
+        num_slots, num_tokens: rows and tokens of the largest step; there are no other buckets.
+        num_pages: of the cache, the null page included.
+        max_len: most tokens of a sequence.
+        precision: of products in float32, as `jax.default_matmul_precision` takes it; None for
+            the one that XLA chooses.
+    """
+
+    model: str
+    num_steps: int = 1
+    num_slots: int = 4
+    num_tokens: int = 32
+    num_pages: int = 26
+    max_len: int = 80
+    precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The model, and what is not as it is by default."""
+        steps = f"{self.num_steps} steps" if self.num_steps > 1 else ""
+        return ", ".join(part for part in (self.model, steps, self.precision) if part)
+
+    def config(self) -> EngineConfig:
+        """Return the engine's settings."""
+        model = MODELS[self.model]
+        config = EngineConfig(
+            dtype=model.dtype,
+            kv_cache_dtype="fp8" if model.kv_cache_dtype == "fp8" else "auto",
+            max_model_len=self.max_len,
+            max_num_seqs=self.num_slots,
+            max_num_batched_tokens=self.num_tokens,
+            decode_sizes=(self.num_slots,),
+            token_sizes=(self.num_tokens,),
+            num_gpu_blocks_override=self.num_pages,
+            num_scheduler_steps=self.num_steps,
+            compilation_cache_dir="none",
+            check_invariants=True,
+        )
+        return config.resolve("gpu", model.config().max_position_embeddings)
+
+    def buckets(self) -> BucketSet:
+        """Return the buckets of an engine on a card, where greedy decodes have their own."""
+        config = self.config()
+        assert config.max_num_seqs and config.max_num_batched_tokens
+        return BucketSet(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.decode_sizes,
+            config.token_sizes,
+            greedy_decode=True,
+            num_steps=self.num_steps,
+        )
+
+    def mask_counts(self) -> list[int]:
+        """Return how many slots' masks programs replace at a time."""
+        return sorted({1, self.num_slots})
+
+    def programs(self) -> list[str]:
+        """Return the names of the engine's programs."""
+        masks = [mask_program(count) for count in self.mask_counts()]
+        return [STATE, LOAD_SLOT, *masks, *map(str, self.buckets())]
+
+    @contextlib.contextmanager
+    def with_precision(self) -> Iterator[None]:
+        """Set the precision of products while something is traced."""
+        with jax.default_matmul_precision(self.precision) if self.precision else _nothing():
+            yield
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def mask_program(count: int) -> str:
+    """Name the program that replaces the masks of so many slots."""
+    return f"set allowed, {count}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Program as a function of a flat list of arrays.
+
+    Attributes:
+        call: the function.
+        shapes: of its arguments.
+        donated: the arguments that it takes over.
+    """
+
+    call: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], state: int) -> Traced:
+        """Describe a function of trees; argument number `state` is donated, or none if -1."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        counts = [len(jax.tree.leaves(argument)) for argument in arguments]
+        first = sum(counts[:state])
+        donated = range(first, first + counts[state]) if state >= 0 else ()
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        return cls(
+            lambda *arrays: function(*jax.tree.unflatten(treedef, arrays)), shapes, tuple(donated)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """One program of a setup."""
+
+    setup: Setup
+    program: str
+
+    @property
+    def name(self) -> str:
+        """Name that is unique among all programs."""
+        return f"{self.setup.name}: {self.program}"
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the program as JSON holds it."""
+        return {"type": "StepProgram", **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_description(cls, data: dict[str, Any]) -> StepProgram:
+        """Build a program from its description."""
+        return cls(Setup(**data["setup"]), data["program"])
+
+    def trace(self, mesh: Any) -> Traced:
+        """Return the program that the engine compiles for the card of a mesh."""
+        setup, model = self.setup, MODELS[self.setup.model]
+        decoder = model.build()
+        with jax.sharding.use_abstract_mesh(mesh):
+            config = model.config().for_length(setup.max_len)
+            compiler = Compiler(setup.config(), config, decoder)
+            sampler = compiler.sampler_shapes()
+            if self.program == STATE:
+                return Traced.of(compiler.state_maker(setup.num_pages), (), -1)
+            if self.program == LOAD_SLOT:
+                return Traced.of(load_slot, (sampler, compiler.null_load()), 0)
+            for count in setup.mask_counts():
+                if self.program == mask_program(count):
+                    words = jax.ShapeDtypeStruct((count, sampler.allowed.shape[1]), np.uint32)
+                    slots = jax.ShapeDtypeStruct((count,), np.int32)
+                    return Traced.of(set_allowed, (sampler, slots, words), 0)
+            run, arguments = compiler.step_call(self._bucket(), setup.num_pages)
+
+        def step(*arrays: Any) -> Any:
+            with setup.with_precision():
+                return run(*arrays)
+
+        return Traced.of(step, arguments, 1)
+
+    def _bucket(self) -> Bucket:
+        for bucket in self.setup.buckets():
+            if str(bucket) == self.program:
+                return bucket
+        allowed = ", ".join(self.setup.programs())
+        raise ValueError(f"{self.setup.name} has no program {self.program!r}; allowed: {allowed}")

@@ -1,0 +1,88 @@
+"""Execution of a recording by programs that were compiled for a card."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.execution.sampler_state import SamplerState
+from tests.machine_code.compiled_program import Launch
+from tests.machine_code.launch import LaunchReport
+from tests.machine_code.steps.programs import STATE
+from tests.machine_code.steps.recording import Call
+from tests.machine_code.xla_programs import Executable, Options, run_program
+
+SAMPLER_ARRAYS = len(dataclasses.fields(SamplerState))
+
+
+class Replay:
+    """A device that executes an engine's calls, and keeps its state between them.
+
+    Nothing of the state comes from the recording: a program makes it, and each call's program
+    leaves it to the next.
+
+    Attributes:
+        state: arrays of the device state, the sampler's last.
+    """
+
+    def __init__(
+        self,
+        executables: Mapping[str, Executable],
+        weights: list[np.ndarray],
+        options: Options | None = None,
+    ) -> None:
+        """Make the empty state.
+
+        Args:
+            executables: programs by name.
+            weights: the model's arrays.
+            options: how programs run.
+        """
+        self._executables = executables
+        self._weights = weights
+        self._options = options or Options()
+        self.state = self._run(STATE, [])
+
+    def run(self, call: Call) -> Any:
+        """Execute a call; return a step's output, as a tree like that of the call."""
+        size = len(self.state)
+        if call.output is None:
+            others = self.state[: size - SAMPLER_ARRAYS]
+            sampler = self.state[size - SAMPLER_ARRAYS :]
+            results = self._run(call.program, [*sampler, *call.arguments])
+            self.state = [*others, *results]
+            return None
+        results = self._run(call.program, [*self._weights, *self.state, *call.arguments])
+        self.state = results[:size]
+        return jax.tree.unflatten(jax.tree.structure(call.output), results[size:])
+
+    def _run(self, program: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
+        return run_program(self._executables[program], arguments, self._options)
+
+
+@dataclasses.dataclass
+class Count:
+    """Kernel launches and thread instructions that were executed so far.
+
+    Attributes:
+        kernels: names of the kernels launched.
+    """
+
+    launches: int = 0
+    instructions: int = 0
+    kernels: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def observe(self) -> Callable[[Launch, LaunchReport], None]:
+        """A function that adds a launch."""
+
+        def add(launch: Launch, report: LaunchReport) -> None:
+            self.launches += 1
+            self.instructions += report.instructions
+            self.kernels.add(launch.kernel)
+
+        return add
