@@ -30,13 +30,14 @@ from typing import Any
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.offline_environment import (
     NoEnvironment,
+    compiler_variables,
     default_folder,
     make_environment,
     with_ptxas,
 )
 from scripts.gpu.targets import ONE_OF_EACH, Target
 from scripts.lib.argument_types import new_folder, pattern
-from scripts.lib.paths import IN_CHECKOUT, RESULTS
+from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
@@ -112,21 +113,7 @@ def compile_cases(
     with tempfile.TemporaryDirectory() as work:
         partial = pathlib.Path(work) / "rows.json"
         partial.write_text("[]")
-        (pathlib.Path(work) / "mosaic").mkdir()
-        environment = {
-            # No settings of JAX's own: what its cache holds would leave no traces.
-            **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
-            **with_ptxas(interpreter.parents[1]),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            # Dumping everything the emitters make, not only PTX, takes ten times as long.
-            "XLA_FLAGS": f"--xla_dump_to={work}/xla --xla_dump_hlo_as_text"
-            " --xla_dump_emitter_re=ptx",
-            "MOSAIC_GPU_DUMP_TO": f"{work}/mosaic",
-            **IN_CHECKOUT,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONWARNINGS": "ignore",
-        }
+        environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
         inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
         while True:
             before = partial.read_text()

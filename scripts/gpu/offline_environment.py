@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 
+from scripts.lib.paths import IN_CHECKOUT
+
 JAX = "0.11.2"
 PTXAS = "nvidia-cuda-nvcc==13.0.88"
 
@@ -80,6 +82,38 @@ def with_ptxas(folder: pathlib.Path) -> dict[str, str]:
     if found is None:
         raise NoEnvironment("ptxas is neither on the PATH nor in the environment")
     return {"PATH": f"{found.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def compiler_variables(
+    folder: pathlib.Path, work: pathlib.Path, *, whole_constants: bool = False
+) -> dict[str, str]:
+    """Return the variables of a process that compiles, and leaves what it made in a folder.
+
+    Args:
+        folder: the environment's.
+        work: where XLA's and Mosaic's dumps go, to "xla" and "mosaic" below it.
+        whole_constants: dump constants of more than a few numbers too.
+
+    Raises:
+        NoEnvironment: there is no assembler.
+    """
+    (work / "mosaic").mkdir(exist_ok=True)
+    flags = [f"--xla_dump_to={work}/xla", "--xla_dump_hlo_as_text"]
+    # Dumping everything the emitters make, not only PTX, takes ten times as long.
+    flags.append("--xla_dump_emitter_re=ptx")
+    flags += ["--xla_dump_large_constants=true"] if whole_constants else []
+    return {
+        # No settings of JAX's own: what its cache holds would leave no traces.
+        **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+        **with_ptxas(folder),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": " ".join(flags),
+        "MOSAIC_GPU_DUMP_TO": f"{work}/mosaic",
+        **IN_CHECKOUT,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def _find_ptxas(folder: pathlib.Path) -> pathlib.Path | None:

@@ -148,7 +148,7 @@ def test_a_compiler_that_ends_its_process_costs_one_case(
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "x")
     monkeypatch.setattr(compile_offline.subprocess, "run", run)
-    monkeypatch.setattr(compile_offline, "with_ptxas", lambda folder: {})
+    monkeypatch.setattr(offline_environment, "with_ptxas", lambda folder: {})
     rows = compile_offline.compile_cases(tmp_path / "bin/python", "L4", "card")
     assert [row["name"] for row in rows] == names
     assert [row["name"] for row in rows if "error" in row] == ["b"]

@@ -1,0 +1,64 @@
+"""What every kernel call that is compiled and executed has."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.machine_code.comparison import Tolerance
+
+Capability = tuple[int, int]
+
+Pieces = list[tuple[int, np.ndarray]]
+"""Parts of an array by their offset in bytes; what is between them was never written."""
+Argument = np.ndarray | Pieces
+
+
+class Case(abc.ABC):
+    """Kernel call with arguments and a specification; subclasses are frozen dataclasses.
+
+    Attributes:
+        name: unique among all cases.
+        family: the kernel that it calls, as `cases.FAMILIES` has it.
+        kernel_module: module in which the kernel is written.
+        tolerance: how far results may be off.
+        donated: arguments that the kernel writes in place.
+    """
+
+    name: str
+    family: str
+    kernel_module: str
+    tolerance: Tolerance
+    donated: tuple[int, ...] = ()
+
+    @abc.abstractmethod
+    def arguments(self) -> Sequence[Argument]:
+        """Make the arguments of the compiled program."""
+
+    @abc.abstractmethod
+    def call(self, *arrays: Any) -> Any:
+        """Call the kernel."""
+
+    @abc.abstractmethod
+    def expected(self) -> list[np.ndarray]:
+        """Compute by the plain specification what the call with these arguments returns."""
+
+    def shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of each argument."""
+        return [(array.shape, array.dtype) for array in self.arguments()]  # type: ignore[union-attr]
+
+    def runs_on(self, capability: Capability) -> bool:
+        """Return whether the kernel is compiled for cards of a capability."""
+        return capability >= (8, 0)
+
+    def results(self, run: Any) -> list[np.ndarray]:
+        """Take from a finished run of the program what is compared with `expected`."""
+        return run.results()
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the case by its type and fields, as JSON holds them."""
+        return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]

@@ -1,0 +1,120 @@
+"""Compiles the cases for cards that are not there, and keeps their machine code.
+
+    python -m tests.machine_code.compile [--capability 9.0 ...] [--only REGEX] [--out DIR]
+
+Without `--only`, programs of cases that there are no more are dropped. Without `--all`, programs
+that are already those of the source stay as they are. Exits with 1 if a case does not compile, or
+if all that is kept has become too large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from scripts.gpu.offline_environment import NoEnvironment
+from scripts.lib.argument_types import new_folder, pattern
+from scripts.lib.run_main import run_main
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.cases import CARDS, FAMILIES, all_cases
+from tests.machine_code.kept import FOLDER, MOST_BYTES, KeptFile, StaleProgram, parse_capability
+from tests.machine_code.kept import spell as spelled
+from tests.machine_code.offline import NotCompiled, OfflineCompiler
+
+
+def compile_family(
+    family: str, cases: list[Case], compiler: OfflineCompiler, folder: Path, again: bool
+) -> list[str]:
+    """Compile cases of one kernel that are not kept, or are stale; return what went wrong.
+
+    Args:
+        family: the kernel.
+        cases: of that kernel.
+        compiler: of the card.
+        folder: where programs are kept.
+        again: compile those too that are not stale.
+    """
+    capability, wrong = compiler.capability, []
+    file = KeptFile.read(family, folder)
+    for case in cases:
+        if not again and is_fresh(file, case, capability):
+            continue
+        try:
+            file.put(case, capability, compiler.compile(case))
+        except NotCompiled as error:
+            wrong.append(f"{spelled(capability)} {error}")
+        print(spelled(capability), wrong[-1] if wrong else case.name, file=sys.stderr, flush=True)
+    file.save()
+    return wrong
+
+
+def is_fresh(file: KeptFile, case: Case, capability: Capability) -> bool:
+    """Return whether a case's program is that of the source."""
+    try:
+        file.get(case, capability)
+    except StaleProgram:
+        return False
+    return True
+
+
+def drop_removed(folder: Path) -> None:
+    """Drop programs of cases that there are no more."""
+    for family in FAMILIES:
+        file = KeptFile.read(family, folder)
+        for capability in CARDS:
+            names = {
+                case.name
+                for case in all_cases()
+                if case.family == family and case.runs_on(capability)
+            }
+            file.drop_others(capability, names)
+        file.save()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.machine_code.compile", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--capability",
+        nargs="+",
+        type=parse_capability,
+        choices=list(CARDS),
+        default=list(CARDS),
+        help=f"compute capabilities, of {', '.join(map(spelled, CARDS))}",
+    )
+    parser.add_argument("--only", type=pattern, default="", help="regular expression of cases")
+    parser.add_argument("--all", action="store_true", help="compile what is not stale too")
+    parser.add_argument("--out", type=new_folder, default=str(FOLDER))
+    arguments = parser.parse_args()
+    wrong: list[str] = []
+    try:
+        for capability in arguments.capability:
+            with OfflineCompiler(capability) as compiler:
+                for family in FAMILIES:
+                    cases = [
+                        case
+                        for case in all_cases()
+                        if case.family == family
+                        and case.runs_on(capability)
+                        and re.search(arguments.only, case.name)
+                    ]
+                    if cases:
+                        wrong += compile_family(
+                            family, cases, compiler, arguments.out, arguments.all
+                        )
+    except NoEnvironment as error:
+        raise SystemExit(str(error)) from error
+    if not arguments.only:
+        drop_removed(arguments.out)
+    size = sum(path.stat().st_size for path in arguments.out.glob("*.json.xz"))
+    if size > MOST_BYTES:
+        wrong.append(f"kept programs take {size:,} bytes; at most {MOST_BYTES:,} are allowed")
+    print(f"{size:,} bytes kept", *wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

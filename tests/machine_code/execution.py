@@ -1,0 +1,80 @@
+"""Execution of a case's program, and its judgement: faults, or results that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.machine_code.case import Case
+from tests.machine_code.comparison import differences
+from tests.machine_code.compiled_program import Launch
+from tests.machine_code.faults import Fault
+from tests.machine_code.launch import LaunchReport
+from tests.machine_code.xla_programs import Executable, Options, Run
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of executing a program.
+
+    Attributes:
+        faults: sentences; none where the program did what it must.
+        instructions: executed, by all threads together.
+        executed: names of the instructions that at least one thread executed.
+        held: names of all instructions of the kernels that were launched.
+        seconds: of executing alone.
+    """
+
+    faults: list[str]
+    instructions: int = 0
+    executed: set[str] = dataclasses.field(default_factory=set)
+    held: set[str] = dataclasses.field(default_factory=set)
+    seconds: float = 0.0
+
+
+def execute(
+    case: Case,
+    executable: Executable,
+    *,
+    expected: list[np.ndarray] | None = None,
+    order: np.random.Generator | None = None,
+    **options: Any,
+) -> Outcome:
+    """Run the program of a case and compare what it returns with the specification.
+
+    Args:
+        case: what was compiled.
+        executable: its program.
+        expected: of the specification, where it has been computed before.
+        order: see `Options`.
+        options: more of `Options`.
+    """
+    outcome = Outcome([])
+
+    def observe(launch: Launch, report: LaunchReport) -> None:
+        outcome.instructions += report.instructions
+        outcome.executed |= report.names
+        outcome.held |= instruction_names(executable, launch.kernel)
+
+    begin = time.perf_counter()
+    try:
+        run = Run(executable, case.arguments(), Options(order=order, observe=observe, **options))
+        run.run()
+        results = case.results(run)
+    except Fault as fault:
+        outcome.faults.append(str(fault))
+        return outcome
+    finally:
+        outcome.seconds = time.perf_counter() - begin
+    wanted = case.expected() if expected is None else expected
+    outcome.faults += differences(results, wanted, case.tolerance)
+    return outcome
+
+
+def instruction_names(executable: Executable, kernel: str) -> set[str]:
+    """Return the names of all instructions of a kernel."""
+    blocks = executable.kernels[kernel].blocks
+    return {instruction.name for block in blocks for instruction in block}

@@ -1,0 +1,226 @@
+"""Calls of the grouped and the quantized products with inputs that show mistakes.
+
+Sizes that no tile divides, groups without rows, rows of no group. What nothing may read is NaN: the
+rows of no group, the matrices of groups without rows, and their scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import dequantize
+from tests.machine_code.attention_cases import DTYPES
+from tests.machine_code.case import Case
+from tests.machine_code.comparison import Tolerance
+
+# Sums in float32 over products of the operands as they are.
+SUMS = 4e-6
+# What rounding a float32 to an operand of a product, or to a result, changes.
+ROUNDING = {"bf16": 2**-8, "f16": 2**-11, "f32": 0.0}
+
+
+def draw_weight(
+    rng: np.random.Generator, form: str, shape: tuple[int, ...], group: int, scale_dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw codes for weights [..., I, O], every code that the form has, and their scales."""
+    *before, inputs, outputs = shape
+    rows = inputs // 2 if form == "int4" else inputs
+    codes = rng.integers(0, 256, (*before, rows, outputs)).astype(np.uint8)
+    if form == "fp8":
+        codes = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)  # no weight is NaN
+    elif form == "int8":
+        codes = codes.view(np.int8)
+    groups = inputs // group if group else 1
+    scales = rng.uniform(0.01, 0.03, (*before, groups, outputs))
+    return codes, scales.astype(DTYPES[scale_dtype])
+
+
+def product_tolerance(dtype: str, is_scaled_first: bool, result: str) -> Tolerance:
+    """Return what a product may be off.
+
+    Args:
+        dtype: of its operands.
+        is_scaled_first: whether weights are scaled, and rounded, before they are multiplied.
+        result: dtype of what is returned.
+    """
+    rounded = ROUNDING[dtype] / 2 if is_scaled_first else 0.0
+    return Tolerance(relative=ROUNDING[result], of_row=SUMS + rounded)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCase(Case):
+    """Call of `grouped_matmul`.
+
+    Attributes:
+        name: unique among all cases.
+        sizes: rows of each group.
+        rows: of all groups together, and those after the last: A.
+        inputs, outputs: D, F.
+        dtype: of everything.
+        seed: of all numbers.
+    """
+
+    name: str
+    sizes: tuple[int, ...] = (5, 0, 17, 40)
+    rows: int = 70
+    inputs: int = 96
+    outputs: int = 72
+    dtype: str = "bf16"
+    seed: int = 0
+
+    family: ClassVar[str] = "grouped"
+    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_grouped_matmul"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return product_tolerance(self.dtype, False, self.dtype)
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments of the compiled program."""
+        rng = np.random.default_rng(self.seed)
+        sizes = np.array(self.sizes, np.int32)
+        x = rng.standard_normal((self.rows, self.inputs))
+        x[sizes.sum() :] = np.nan
+        w = rng.standard_normal((len(sizes), self.inputs, self.outputs))
+        w[sizes == 0] = np.nan
+        return [x.astype(DTYPES[self.dtype]), w.astype(DTYPES[self.dtype]), sizes]
+
+    def call(self, *arrays: jax.Array) -> jax.Array:
+        """Call the kernel."""
+        return pallas_kernels.grouped_matmul(*arrays, implementation="triton")
+
+    def expected(self) -> list[np.ndarray]:
+        """Compute the product of each group, in float64."""
+        x, w, sizes = self.arguments()
+        return [grouped_product(x, w.astype(np.float64), sizes)]
+
+
+def grouped_product(x: np.ndarray, w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Multiply the rows of each group by its matrix; rows after the last yield zeros."""
+    out, first = np.zeros((x.shape[0], w.shape[2])), 0
+    for matrix, size in zip(w, sizes, strict=True):
+        rows = slice(first, first + size)
+        if size:
+            out[rows] = x[rows].astype(np.float64) @ matrix
+        first += size
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedCase(Case):
+    """Call of `quantized_matmul`.
+
+    Attributes:
+        name: unique among all cases.
+        form: "int8", "fp8" or "int4".
+        tokens, inputs, outputs: T, I, O.
+        group: inputs that share a scale; 0 for one scale an output.
+        has_zeros: whether the weight has zero points.
+        dtype, scale_dtype: of activations and of scales.
+        seed: of all numbers.
+    """
+
+    name: str
+    form: str
+    tokens: int = 7
+    inputs: int = 128
+    outputs: int = 72
+    group: int = 0
+    has_zeros: bool = False
+    dtype: str = "bf16"
+    scale_dtype: str = "f32"
+    seed: int = 0
+
+    family: ClassVar[str] = "quantized"
+    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments of the compiled program."""
+        rng = np.random.default_rng(self.seed)
+        x = rng.standard_normal((self.tokens, self.inputs)).astype(DTYPES[self.dtype])
+        shape = (self.inputs, self.outputs)
+        values, scales = draw_weight(rng, self.form, shape, self.group, self.scale_dtype)
+        zeros = [rng.integers(0, 16, scales.shape).astype(np.uint8)] if self.has_zeros else []
+        return [x, values, scales, *zeros]
+
+    def call(self, *arrays: jax.Array) -> jax.Array:
+        """Call the kernel."""
+        return pallas_kernels.quantized_matmul(*arrays, form=self.form, implementation="triton")
+
+    def expected(self) -> list[np.ndarray]:
+        """Multiply by the dequantized weight, in float64."""
+        x, values, scales, *zeros = self.arguments()
+        return [x.astype(np.float64) @ whole_weight(values, scales, zeros, self.form)]
+
+
+def whole_weight(
+    values: np.ndarray, scales: np.ndarray, zeros: list[np.ndarray], form: str
+) -> np.ndarray:
+    """Dequantize a weight, [I,O], as the package specifies it."""
+    arrays = (jnp.asarray(values), jnp.asarray(scales), *map(jnp.asarray, zeros))
+    padded = (*arrays, None)[:3]
+    return np.asarray(dequantize(*padded, form, jnp.dtype(jnp.float32))).astype(np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedGroupedCase(Case):
+    """Call of `quantized_grouped_matmul`; attributes as in the two cases above."""
+
+    name: str
+    form: str
+    sizes: tuple[int, ...] = (5, 0, 17, 40)
+    rows: int = 70
+    inputs: int = 128
+    outputs: int = 72
+    group: int = 0
+    has_zeros: bool = False
+    dtype: str = "bf16"
+    scale_dtype: str = "f32"
+    seed: int = 0
+
+    family: ClassVar[str] = "quantized_grouped"
+    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_grouped_matmul"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return product_tolerance(self.dtype, bool(self.group or self.has_zeros), self.dtype)
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments of the compiled program."""
+        rng = np.random.default_rng(self.seed)
+        sizes = np.array(self.sizes, np.int32)
+        x = rng.standard_normal((self.rows, self.inputs))
+        x[sizes.sum() :] = np.nan
+        shape = (len(sizes), self.inputs, self.outputs)
+        values, scales = draw_weight(rng, self.form, shape, self.group, self.scale_dtype)
+        scales[sizes == 0] = np.nan
+        zeros = [rng.integers(0, 16, scales.shape).astype(np.uint8)] if self.has_zeros else []
+        return [x.astype(DTYPES[self.dtype]), values, scales, *zeros, sizes]
+
+    def call(self, *arrays: Any) -> jax.Array:
+        """Call the kernel."""
+        x, values, scales, *zeros, sizes = arrays
+        return pallas_kernels.quantized_grouped_matmul(
+            *(x, values, scales, zeros[0] if zeros else None, sizes),
+            form=self.form,
+            implementation="triton",
+        )
+
+    def expected(self) -> list[np.ndarray]:
+        """Multiply by the dequantized matrices, in float64."""
+        x, values, scales, *zeros, sizes = self.arguments()
+        matrices = [
+            whole_weight(values[e], scales[e], [zero[e] for zero in zeros], self.form)
+            for e in range(len(sizes))
+        ]
+        return [grouped_product(x, np.stack(matrices), sizes)]

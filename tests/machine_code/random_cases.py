@@ -1,0 +1,144 @@
+"""Calls of the kernels with random shapes, dtypes and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
+
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+PAGE_SIZES = (16, 16, 32, 64, 128)
+# Queries' dtype and pages' dtype.
+DTYPES = (
+    *(("bf16", ""), ("bf16", ""), ("bf16", "fp8"), ("f16", ""), ("f16", "fp8")),
+    *(("f32", ""), ("f32", "bf16"), ("f32", "fp8")),
+)
+MOST_POSITIONS, MOST_QUERIES = 420, 90
+
+
+class Draw:
+    """Source of random choices."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+
+    def pick(self, *values: Any) -> Any:
+        """Return any one of the values."""
+        return values[self.rng.integers(len(values))]
+
+    def number(self, least: int, most: int) -> int:
+        """Return an integer from `least` to `most`."""
+        return int(self.rng.integers(least, most + 1))
+
+    def truth(self) -> bool:
+        """Return true or false."""
+        return bool(self.rng.integers(2))
+
+    def near(self, *marks: int) -> int:
+        """Return a number at one of the marks or next to it, from 0 on."""
+        return max(0, self.pick(*marks) + self.number(-1, 1))
+
+
+def random_case(seed: int, number: int, capability: Capability) -> Case:
+    """Draw one case; the same seed and number give the same one."""
+    draw = Draw(np.random.default_rng([seed, number]))
+    name = f"random-{seed}-{number}"
+    kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
+    if capability == (9, 0):
+        kinds.append(_mosaic)
+    return draw.pick(*kinds)(name, draw)
+
+
+def _attention(name: str, draw: Draw, family: str = "", **fixed: Any) -> Case:
+    family = family or draw.pick("decode", "ragged", "ragged")
+    dtype, page_dtype = draw.pick(*DTYPES)
+    size = draw.pick(*PAGE_SIZES)
+    lengths = [
+        draw.pick(draw.near(0, 16, size, 64, 128, 2 * size, 256), draw.number(0, MOST_POSITIONS))
+        for _ in range(draw.number(1, 6))
+    ]
+    counts: tuple[int, ...] = ()
+    if family != "decode":
+        wanted = [draw.pick(0, 1, 1, 2, 15, 16, 17, 31, 33, 64, MOST_QUERIES) for _ in lengths]
+        counts = tuple(min(pair) for pair in zip(lengths, wanted, strict=True))
+    options = {
+        "dtype": dtype,
+        "page_dtype": page_dtype,
+        "head_dim": draw.pick(*HEAD_DIMS),
+        "group": draw.pick(1, 2, 3, 4, 7, 8, 12, 16),
+        "kv_heads": draw.number(1, 3),
+        "window": draw.pick(None, None, 1, 16, 33, 100, 128),
+        "soft_cap": draw.pick(None, None, 5.0, 50.0),
+        "scale": draw.pick(None, None, 0.3),
+        "has_sinks": draw.truth(),
+        "spread": draw.pick(0.5, 1.0, 3.0),
+        "padding": draw.pick(0, 1, 3, 70),
+        "seed": draw.number(0, 2**30),
+    } | fixed
+    if options["window"] is None:
+        options["is_shared"] = draw.pick(False, False, True)
+    width = max(1, -(-max(lengths) // size)) + draw.number(0, 2)
+    if family != "decode" and sum(counts) + options["padding"] == 0:
+        options["padding"] = 1
+    return AttentionCase(
+        name, family, tuple(lengths), counts, page_size=size, table_width=width, **options
+    )
+
+
+def _mosaic(name: str, draw: Draw) -> Case:
+    head_dim, dtype = draw.pick(64, 128, 256), draw.pick("bf16", "f16")
+    return _attention(name, draw, "mosaic", head_dim=head_dim, dtype=dtype, page_dtype="")
+
+
+def _kv_write(name: str, draw: Draw) -> Case:
+    dtype, page_dtype = draw.pick(*DTYPES)
+    return KvWriteCase(
+        *(name, dtype, page_dtype, draw.pick(*HEAD_DIMS), draw.pick(*PAGE_SIZES)),
+        kv_heads=draw.number(1, 5),
+        is_scaled=page_dtype == "fp8" and draw.truth(),
+        seed=draw.number(0, 2**30),
+    )
+
+
+def _groups(draw: Draw) -> tuple[tuple[int, ...], int]:
+    """Draw sizes of groups, and how many rows there are."""
+    most = draw.pick(4, 20, 70, 150)
+    sizes = tuple(draw.pick(0, 1, draw.number(0, most)) for _ in range(draw.number(1, 8)))
+    return sizes, max(1, sum(sizes) + draw.pick(0, 0, 1, 40))
+
+
+def _grouped(name: str, draw: Draw) -> Case:
+    sizes, rows = _groups(draw)
+    inputs, outputs = (8 * draw.number(1, 40) for _ in range(2))
+    dtype = draw.pick("bf16", "bf16", "f16", "f32")
+    return GroupedCase(name, sizes, rows, inputs, outputs, dtype, draw.number(0, 2**30))
+
+
+def _codes(draw: Draw) -> dict[str, Any]:
+    """Draw what a quantized weight is like."""
+    form = draw.pick("int8", "fp8", "int4", "int4")
+    group = draw.pick(0, 24, 32, 64, 128) if form == "int4" else draw.pick(0, 0, 64)
+    inputs = (group or 8) * draw.number(1, 4 if group else 30)
+    return {
+        "form": form,
+        "inputs": inputs,
+        "outputs": draw.number(1, 250),
+        "group": group if group < inputs else 0,
+        "has_zeros": form == "int4" and draw.truth(),
+        "dtype": draw.pick("bf16", "bf16", "f16", "f32"),
+        "scale_dtype": draw.pick("f32", "f32", "bf16", "f16"),
+        "seed": draw.number(0, 2**30),
+    }
+
+
+def _quantized(name: str, draw: Draw) -> Case:
+    return QuantizedCase(name, tokens=draw.pick(1, 7, 16, 17, 64, 65, 130), **_codes(draw))
+
+
+def _quantized_grouped(name: str, draw: Draw) -> Case:
+    sizes, rows = _groups(draw)
+    return QuantizedGroupedCase(name, sizes=sizes, rows=rows, **_codes(draw))

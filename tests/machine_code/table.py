@@ -1,0 +1,93 @@
+"""The table of kernels by capability: cases executed, instructions covered, faults planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.paths import RESULTS
+from scripts.lib.run_record import about_run, keep
+from tests.machine_code.cases import CARDS, FAMILIES
+from tests.machine_code.kept import spell
+
+PART = "executed"
+"""Name of the part of the results file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What came of one case.
+
+    Attributes:
+        capability, family: of the case.
+        is_right: whether it did what it must.
+        held: names of the instructions of its kernels.
+        executed: those of them that ran.
+    """
+
+    capability: str
+    family: str
+    is_right: bool
+    held: set[str]
+    executed: set[str]
+
+
+def summarize(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Sum rows by capability and family."""
+    found: dict[str, dict[str, Any]] = {}
+    for capability in dict.fromkeys(row.capability for row in rows):
+        families = found[capability] = {}
+        for family in FAMILIES:
+            own = [row for row in rows if (row.capability, row.family) == (capability, family)]
+            if not own:
+                continue
+            held = set().union(*(row.held for row in own))
+            executed = set().union(*(row.executed for row in own))
+            families[family] = {
+                "cases": len(own),
+                "right": sum(row.is_right for row in own),
+                "instructions": len(held),
+                "executed": len(held & executed),
+                "not_executed": sorted(held - executed),
+            }
+    return found
+
+
+def write_table(rows: list[Row], folder: Path = RESULTS) -> None:
+    """Write the results beside those for other capabilities, and the table of all of them."""
+    path = folder / "machine_code.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    merged = kept.get(PART, {}) | summarize(rows)
+    keep(path, {PART: merged}, about_run())
+    text = table(json.loads(path.read_text()))
+    (folder / "machine_code.md").write_text(text)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Format what a results file holds."""
+    capabilities = [spell(capability) for capability in CARDS]
+    lines = [
+        "# Machine code executed",
+        "",
+        "`python -m tests.machine_code --all`: cases right of those executed, each in the order of",
+        "the schedule and in a random one; instructions executed of those that the kernels hold.",
+        "",
+        f"| kernel | {' | '.join(capabilities)} |",
+        f"|---|{'---|' * len(capabilities)}",
+    ]
+    executed = results.get(PART, {})
+    for family in FAMILIES:
+        cells = [_cell(executed.get(capability, {}).get(family)) for capability in capabilities]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(sums: dict[str, Any] | None) -> str:
+    if sums is None:
+        return "-"
+    return (
+        f"{sums['right']} of {sums['cases']} cases, {sums['executed']} of "
+        f"{sums['instructions']} instructions"
+    )
