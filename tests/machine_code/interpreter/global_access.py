@@ -1,0 +1,207 @@
+"""Accesses of a launch to global memory, each checked before it is made."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.machine_code.global_memory import (
+    BASE,
+    KNOWN,
+    READ,
+    WRITTEN,
+    GlobalMemory,
+    inside,
+    repeated,
+)
+from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.threads import Array, Mask, Threads
+
+ATOMIC = {
+    "add": lambda old, new: old + new,
+    "min": min,
+    "max": max,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
+    "exch": lambda old, new: new,
+}
+
+
+class GlobalAccess:
+    """Global memory as the threads of a launch see it.
+
+    `must_wait`: nothing may be touched before `griddepcontrol.wait`. `any_store_wins`: threads of
+    one instruction may store different values to one place.
+    """
+
+    def __init__(
+        self,
+        threads: Threads,
+        memory: GlobalMemory,
+        order: np.random.Generator | None,
+        must_wait: bool,
+        any_store_wins: bool,
+    ) -> None:
+        self.threads, self.memory, self.order = threads, memory, order
+        self.any_store_wins = any_store_wins
+        self.waited = np.full(threads.count, not must_wait)
+        self.all_waited = not must_wait
+
+    def wait_for_launch(self, mask: Mask) -> None:
+        self.waited[self.threads.lanes(mask)] = True
+        self.all_waited = bool(self.waited[self.threads.exists].all())
+
+    def reach(
+        self, lanes: Array, address: Array, size: int, verb: str, writes: bool, known: bool
+    ) -> Array:
+        """Return the offsets of accesses, all of which are allowed.
+
+        `known`: the bytes must have a value.
+        """
+        threads, memory = self.threads, self.memory
+        offsets = threads.pick(address, lanes).view(np.int64) - np.int64(BASE)
+        if not self.all_waited:
+            early = ~self.waited[lanes]
+            threads.refuse(early, lanes, f"{verb} of global memory before griddepcontrol.wait")
+        misaligned = (offsets & (size - 1)) != 0
+        threads.refuse(misaligned, lanes, f"{verb} of {size} bytes at a misaligned address")
+        allowed = memory.writable if writes else memory.readable
+        self.refuse_place(~inside(offsets, size, allowed), lanes, offsets, f"{verb} not allowed")
+        if known:
+            width = min(size, 8)
+            flags, wanted = memory.flags.view(UNSIGNED[width]), repeated(KNOWN, width)
+            for part in range(size // width):
+                unknown = (flags[offsets // width + part] & wanted) != wanted
+                self.refuse_place(unknown, lanes, offsets, f"{verb} of what was never written")
+        return offsets
+
+    def refuse_place(self, bad: Array, lanes: Array, offsets: Array, what: str) -> None:
+        if bad.any():
+            offset = int(offsets[int(np.argmax(bad))])
+            place = self.memory.place_of(offset)
+            self.threads.refuse(bad, lanes, f"{what}: {place} (offset {offset})")
+
+    def check_other_ctas(self, lanes: Array, offsets: Array, size: int, writes: bool) -> None:
+        """Refuse accesses that race with those of another CTA, and remember these.
+
+        Two CTAs race if both touch a byte and one of them writes it. What nobody may write needs
+        no memory of its readers.
+        """
+        memory = self.memory
+        mine = self.threads.ctas[self.threads.cta[lanes]].astype(np.uint16)
+        watched = WRITTEN | READ if writes else WRITTEN
+        width = min(size, 4)
+        words = memory.flags.view(UNSIGNED[width])
+        for part in range(0, size, width):
+            index = (offsets + part) // width
+            suspect = (words[index] & repeated(watched, width)) != 0
+            if suspect.any():
+                starts = offsets[suspect] + part
+                self.refuse_others(lanes[suspect], starts, mine[suspect], width, watched)
+            if not writes:
+                tracked = inside(offsets, size, memory.writable)
+                if not tracked.any():
+                    return
+                index, owners = index[tracked], mine[tracked]
+            else:
+                owners = mine
+            memory.mark(index, width, WRITTEN | KNOWN if writes else READ)
+            fill = sum(1 << 16 * byte for byte in range(width))
+            kind = UNSIGNED[2 * width]
+            memory.owner.view(kind)[index] = owners.astype(kind) * kind(fill)
+
+    def refuse_others(
+        self, lanes: Array, starts: Array, mine: Array, width: int, watched: int
+    ) -> None:
+        for byte in range(width):
+            marked = (self.memory.flags[starts + byte] & watched) != 0
+            other = marked & (self.memory.owner[starts + byte] != mine)
+            self.refuse_place(other, lanes, starts + byte, "two CTAs touch")
+
+    def load(
+        self,
+        mask: Mask,
+        address: Array,
+        width: int,
+        count: int,
+        used: int | None = None,
+        read_only: bool = False,
+    ) -> list[Array]:
+        """Load `count` words of each active thread; the others get all ones.
+
+        `used`: bits of the bytes that are looked at; the others may be anybody's. `read_only`: the
+        launch must not write these bytes.
+        """
+        lanes, size = self.threads.lanes(mask), width * count
+        if used is not None:
+            return self.load_part(mask, lanes, address, width, count, used)
+        offsets = self.reach(lanes, address, size, "load", writes=False, known=True)
+        if read_only:
+            written = (self.memory.flags[offsets] & WRITTEN) != 0
+            self.refuse_place(written, lanes, offsets, "ld.global.nc of what this launch wrote")
+        self.check_other_ctas(lanes, offsets, size, writes=False)
+        words = self.memory.data.view(UNSIGNED[width])
+        loaded = [words[offsets // width + index] for index in range(count)]
+        return [self.threads.spread(values, lanes) for values in loaded]
+
+    def load_part(
+        self, mask: Mask, lanes: Array, address: Array, width: int, count: int, used: int
+    ) -> list[Array]:
+        size = width * count
+        misaligned = (self.threads.pick(address, lanes) & np.uint64(size - 1)) != 0
+        self.threads.refuse(misaligned, lanes, f"load of {size} bytes at a misaligned address")
+        poison = np.full(self.threads.count, np.iinfo(UNSIGNED[width]).max, UNSIGNED[width])
+        loaded = []
+        for index in range(count):
+            if used >> width * index & (1 << width) - 1:
+                loaded += self.load(mask, address + np.uint64(width * index), width, 1)
+            else:
+                loaded.append(poison)
+        return loaded
+
+    def store(self, mask: Mask, address: Array, width: int, values: list[Array]) -> None:
+        lanes, size = self.threads.lanes(mask), width * len(values)
+        offsets = self.reach(lanes, address, size, "store", writes=True, known=False)
+        self.check_other_ctas(lanes, offsets, size, writes=True)
+        words = self.memory.data.view(UNSIGNED[width])
+        for index, value in enumerate(values):
+            stored = self.threads.pick(value, lanes)
+            words[offsets // width + index] = stored
+            if not self.any_store_wins:
+                lost = words[offsets // width + index] != stored
+                self.refuse_place(lost, lanes, offsets, "threads store different values to")
+
+    def atomic(
+        self, mask: Mask, address: Array, operation: str, kind: type, values: list[Array]
+    ) -> list[Array]:
+        lanes = self.threads.lanes(mask)
+        width = np.dtype(kind).itemsize
+        offsets = self.reach(lanes, address, width, "atomic", writes=True, known=True)
+        return apply_atomics(
+            self.threads, self.order, self.memory.data.view(kind), lanes, offsets, operation, values
+        )
+
+
+def apply_atomics(
+    threads: Threads,
+    order: np.random.Generator | None,
+    words: Array,
+    lanes: Array,
+    offsets: Array,
+    operation: str,
+    values: list[Array],
+) -> list[Array]:
+    """Apply atomic operations one thread after another; return the words before each as bits."""
+    width = words.dtype.itemsize
+    operands = [threads.pick(value, lanes) for value in values]
+    old = np.zeros(len(lanes), words.dtype)
+    sequence = np.arange(len(lanes)) if order is None else order.permutation(len(lanes))
+    for turn in sequence.tolist():
+        index = offsets[turn] // width
+        old[turn] = words[index]
+        if operation == "cas":
+            if words[index] == operands[0][turn]:
+                words[index] = operands[1][turn]
+        else:
+            words[index] = ATOMIC[operation](words[index], operands[0][turn])
+    return [threads.spread(old.view(UNSIGNED[width]), lanes)]

@@ -1,0 +1,120 @@
+"""mbarriers: barriers in shared memory that count arrivals of threads and bytes of copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.machine_code.interpreter.clocks import Clocks
+from tests.machine_code.interpreter.shared_memory import SharedMemory
+from tests.machine_code.interpreter.threads import Array, Mask, Progress, Threads
+
+MBARRIER_BYTES = 8
+
+
+@dataclass
+class Mbarrier:
+    """Barrier whose phase ends when `left` arrivals and `bytes` of copies have come."""
+
+    cta: int
+    count: int
+    left: int
+    # What warps that come to the current phase have seen, and those of the phase before.
+    coming: Array
+    passed: Array
+    # Which warp initialized it, and when.
+    maker: int
+    made: int
+    bytes: int = 0
+    phase: int = 0
+
+
+class Mbarriers:
+    """The mbarriers of all CTAs, by their place in shared memory."""
+
+    def __init__(
+        self, threads: Threads, progress: Progress, clocks: Clocks, shared: SharedMemory
+    ) -> None:
+        self.threads, self.progress = threads, progress
+        self.clocks, self.shared = clocks, shared
+        self.by_place: dict[int, Mbarrier] = {}
+
+    def initialize(self, mask: Mask, address: Array, count: Array) -> None:
+        lanes = self.threads.lanes(mask)
+        places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
+        counts = self.threads.pick(count, lanes).astype(np.int64)
+        for lane, place, number in np.stack([lanes, places, counts], 1).tolist():
+            cta, warp = int(self.threads.cta[lane]), int(self.threads.warp[lane])
+            nothing = np.zeros(self.threads.warps_per_cta, np.int32)
+            made = int(self.clocks.time[cta, warp, warp])
+            self.by_place[place] = Mbarrier(cta, number, number, nothing, nothing, warp, made)
+
+    def invalidate(self, mask: Mask, address: Array) -> None:
+        lanes = self.threads.lanes(mask)
+        places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
+        for lane, place in np.stack([lanes, places], 1).tolist():
+            self.find(place, lane)
+            del self.by_place[place]
+
+    def find(self, place: int, lane: int) -> Mbarrier:
+        """Return the mbarrier at a place, of whose initialization a thread must know."""
+        if place not in self.by_place:
+            raise self.threads.fault("an mbarrier that was not initialized", lane)
+        barrier = self.by_place[place]
+        warp = int(self.threads.warp[lane])
+        if self.clocks.time[barrier.cta, warp, barrier.maker] < barrier.made:
+            what = "an mbarrier that another warp initialized, no barrier between"
+            raise self.threads.fault(what, lane)
+        return barrier
+
+    def arrive(self, mask: Mask, address: Array, count: Array, expects_bytes: bool) -> None:
+        """Count arrivals: `count` of each thread, or one that announces `count` bytes."""
+        lanes = self.threads.lanes(mask)
+        places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
+        counts = self.threads.pick(count, lanes).astype(np.int64)
+        for place in np.unique(places).tolist():
+            here = places == place
+            lane = int(lanes[here][0])
+            barrier = self.find(place, lane)
+            for warp in np.unique(self.threads.warp[lanes[here]]).tolist():
+                clock = self.clocks.time[barrier.cta, warp]
+                barrier.coming = np.maximum(barrier.coming, clock)
+                self.clocks.begin_epoch(barrier.cta, warp)
+            arrivals = int(here.sum()) if expects_bytes else int(counts[here].sum())
+            if expects_bytes:
+                barrier.bytes += int(counts[here].sum())
+            if arrivals > barrier.left:
+                raise self.threads.fault("more arrivals than an mbarrier takes", lane)
+            barrier.left -= arrivals
+            self.complete(barrier)
+
+    def deliver(self, place: int, lane: int, size: int, clock: Array) -> None:
+        """Count the bytes of a copy that has arrived."""
+        barrier = self.find(place, lane)
+        barrier.coming = np.maximum(barrier.coming, clock)
+        barrier.bytes -= size
+        self.complete(barrier)
+
+    def complete(self, barrier: Mbarrier) -> None:
+        """Begin the next phase if all that this one waits for has come."""
+        if barrier.left == 0 and barrier.bytes == 0:
+            barrier.phase += 1
+            barrier.left, barrier.passed = barrier.count, barrier.coming
+            self.progress.asleep[:] = False
+
+    def wait(self, mask: Mask, address: Array, parity: Array) -> list[Array]:
+        """Tell each thread whether the phase of a parity has ended; others sleep until then."""
+        lanes = self.threads.lanes(mask)
+        places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
+        parities = self.threads.pick(parity, lanes)
+        done = np.zeros(self.threads.count, bool)
+        for place in np.unique(places).tolist():
+            same = places == place
+            barrier = self.find(place, int(lanes[same][0]))
+            here = lanes[same & (barrier.phase % 2 != parities)]
+            done[here] = True
+            for warp in np.unique(self.threads.warp[here]).tolist():
+                self.clocks.learn(barrier.cta, warp, barrier.passed)
+        self.progress.asleep[lanes] = ~done[lanes]
+        return [done]
