@@ -149,7 +149,7 @@ class StepProgram:
 
     def describe(self) -> dict[str, Any]:
         """Describe the program as JSON holds it."""
-        return {"type": "StepProgram", **dataclasses.asdict(self)}
+        return {"type": type(self).__name__, **dataclasses.asdict(self)}
 
     @classmethod
     def from_description(cls, data: dict[str, Any]) -> StepProgram:
