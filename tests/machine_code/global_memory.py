@@ -20,6 +20,8 @@ RED_ZONE = 4096
 ALIGNMENT = 256
 # Larger arrays are not filled with NaN, so that what nobody touches costs nothing.
 FILLED = 1 << 26
+# Bytes beyond what is asked for: for red zones, and arrays that modules bring along.
+ROOM = 1 << 26
 # Linux's flag for mappings that take no memory until they are written, however large.
 MAP_NORESERVE = 0x4000
 
@@ -42,10 +44,10 @@ def untouched_zeros(size: int) -> Array:
 
 
 class GlobalMemory:
-    """Global memory of a device, `size` bytes of which can be allocated."""
+    """Global memory of a device, at least `size` bytes of which can be allocated."""
 
     def __init__(self, size: int = 1 << 34) -> None:
-        self.size = size
+        self.size = size = size + ROOM
         self.data = untouched_zeros(size)
         self.flags = untouched_zeros(size)
         # Which CTA a flag of this launch is due to, as the lowest bits of its number.
