@@ -72,8 +72,13 @@ def number(bits: int, kind: str) -> float:
     return sign * math.ldexp(whole, exponent - 1 + least - mantissa_bits)
 
 
-def encode(value: Fraction | float, kind: str, negative_zero: bool = False) -> int:
-    """Return the bits of an exact number rounded to nearest even, or of a float that is none."""
+def encode(
+    value: Fraction | float, kind: str, negative_zero: bool = False, down: bool = False
+) -> int:
+    """Return the bits of an exact number, or of a float that is none.
+
+    Rounded to nearest even, or `down`: towards minus infinity.
+    """
     precision, least = FORMATS[kind]
     size, mantissa_bits = BITS[kind], precision - 1
     # What exponents past the largest have; this type has no infinity.
@@ -89,7 +94,11 @@ def encode(value: Fraction | float, kind: str, negative_zero: bool = False) -> i
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     exponent -= value < Fraction(2) ** exponent
     exponent = max(exponent, least)
-    mantissa = round(value / Fraction(2) ** (exponent - mantissa_bits))
+    exact_mantissa = value / Fraction(2) ** (exponent - mantissa_bits)
+    mantissa = round(exact_mantissa)
+    if down:
+        mantissa = math.ceil(exact_mantissa) if sign else math.floor(exact_mantissa)
+        top -= not sign
     # Adding lets a mantissa that was rounded up carry into the exponent.
     bits = mantissa + (exponent - least << mantissa_bits)
     return sign | min(bits, top)
@@ -231,8 +240,13 @@ def float_result(parts: list[str], bits: list[int], kind: str) -> tuple[int, flo
         error = 2.0 ** (2 - FORMATS[kind][0])
     else:
         value = exact(operation, values)
+        down = "rm" in modifiers
         negative = value == 0 and math.copysign(1, as_floats(operation, values)) < 0
-        result = encode(value, kind, negative)
+        if down and value == 0:  # a difference of equals is -0, and so is any sum with -0
+            a, b, c = values
+            signs = math.copysign(1, a) * math.copysign(1, b), math.copysign(1, c)
+            negative = a * b != 0 or min(signs) < 0
+        result = encode(value, kind, negative, down)
     if "ftz" in modifiers:
         value = flushed(number(result, kind))
         result = encode_signed(value, kind)

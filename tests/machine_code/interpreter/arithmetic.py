@@ -171,6 +171,18 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     return wide_sum.astype(np.float32)
 
 
+def fused_down(a: Array, b: Array, c: Array) -> Array:
+    """Compute `a * b + c` of float32, rounded towards minus infinity."""
+    scaled, other = a.astype(np.float64) * b, c.astype(np.float64)
+    exact = odd_sum(scaled, other)
+    nearest = exact.astype(np.float32)
+    # A difference of equals is -0, and so is any sum with -0.
+    is_positive = ~(np.signbit(scaled) | np.signbit(other))
+    zero = np.where(is_positive, np.float32(0), np.float32(-0.0))
+    down = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    return np.where(exact == 0, zero, down)
+
+
 def odd_sum(a: Array, b: Array) -> Array:
     """Add float64 numbers, rounded to odd: rounding the result once more is as rounding once."""
     a, b = np.broadcast_arrays(a, b)

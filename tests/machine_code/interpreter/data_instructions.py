@@ -18,6 +18,8 @@ MOVED = r"\.(pred|[bus](?:16|32|64)|f32|f64)"
 LOADED = r"(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32|f64)"
 # Hints about caches, which change no value.
 LOAD_HINTS = r"(?:\.L1::\w+)?(?:\.L2::(?:64|128|256)B)?"
+# Whether a store is ordered with others beyond its launch shows nowhere here.
+STORE_ORDER = r"(?:\.relaxed\.(?:cta|gpu|sys))?"
 STORE_HINTS = r"(?:\.(?:wb|cg|cs|wt))?(?:\.L1::\w+)?"
 ATOMIC_ORDER = r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|gpu|sys))?"
 ATOMIC_SPACE = r"\.(global|shared)(?:::cta)?"
@@ -203,10 +205,10 @@ DATA_PATTERNS = (
     (r"cvta(?:\.to)?\.(?:global|shared|param)\.u64", convert_address),
     (r"setp\.(\w+)(?:\.(and|or|xor))?(\.ftz)?\.([bus](?:16|32|64)|b?f16|f32|f64)", compare),
     (r"(add|sub|mad)(c?)(?:\.(lo|hi))?(\.cc)?\.(?:u32|s32)", add_with_carry),
-    (rf"ld\.param{LOADED}", load_parameter),
+    (rf"ld\.param(?:::entry)?{LOADED}", load_parameter),
     (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{LOADED}", load),
     (rf"ld\.(shared|local)(?:::cta)?(\.nc)?{LOADED}", load),
-    (rf"st\.(global){STORE_HINTS}{LOADED}", store),
+    (rf"st{STORE_ORDER}\.(global){STORE_HINTS}{LOADED}", store),
     (rf"st\.(shared|local)(?:::cta)?{LOADED}", store),
     (
         rf"(atom|red){ATOMIC_ORDER}{ATOMIC_SPACE}\.(add|min|max|and|or|xor|exch|cas)"

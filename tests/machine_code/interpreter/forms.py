@@ -130,6 +130,7 @@ EXACT_FLOATS = (
 SINGLE_FLOATS = (
     *EXACT_FLOATS,
     (("fma.rn",), 3, "fused({0}, {1}, {2})"),
+    (("fma.rm",), 3, "fused_down({0}, {1}, {2})"),
     (("div.full", "div.approx"), 2, "{0} / {1}"),
     (("rcp.approx",), 1, "1 / {0}"),
     (("sqrt.approx",), 1, "np.sqrt({0})"),
