@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +22,10 @@ from jaxserve.weights.placement import use_panels
 from tests.machine_code.steps.models import END, MODELS, VOCAB, leaves_of
 from tests.machine_code.steps.programs import Setup
 from tests.machine_code.steps.recording import Call, Recorder
+from tests.machine_code.steps.schedules import Schedule
 
 TOKENIZER = Path(jaxserve.__file__).parent / "demo_model"
 MOST_STEPS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """Request of a schedule, which comes before the step numbered `step`."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    step: int = 0
 
 
 @dataclasses.dataclass
@@ -57,18 +48,24 @@ class Recording:
 class RecordedEngine:
     """Engine of a setup on the CPU, which may serve several schedules."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, num_steps: int = 1) -> None:
+        """Start the engine.
+
+        Args:
+            setup: the model, and sizes.
+            num_steps: most decode steps of a launch: 1, or the setup's `launch_steps`.
+        """
         self.setup = setup
         self._recorder = Recorder()
         model = MODELS[setup.model]
         decoder = model.build()
         self._weights = leaves_of(decoder)
         use_panels(decoder)
-        config = setup.config()
+        config = setup.config(num_steps)
         model_config = model.config().for_length(setup.max_len)
         compiler = Compiler(config, model_config, decoder)
         compiler.store = ProgramStore(None, {}, {})
-        buckets, pages = setup.buckets(), setup.num_pages
+        buckets, pages = setup.buckets(num_steps), setup.num_pages
         programs = Programs(
             {bucket: compiler.step(bucket, pages) for bucket in buckets},
             compiler.make_state(pages),
@@ -91,7 +88,7 @@ class RecordedEngine:
         tokenizer = Tokenizer(TOKENIZER, VOCAB)
         self._loaded = Loaded(config, self._runner, tokenizer, limits, SamplingParams())
 
-    def serve(self, schedule: Sequence[Arrival]) -> Recording:
+    def serve(self, schedule: Schedule) -> Recording:
         """Serve a schedule to its end, from an empty state."""
         self._runner.reset()
         self._recorder.calls = []
@@ -103,7 +100,7 @@ class RecordedEngine:
                 raise AssertionError(f"request {delta.request_id} ended: {delta.error}")
             answers.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
 
-        waiting = dict(enumerate(schedule))
+        waiting = dict(enumerate(schedule.arrivals))
         for step in range(MOST_STEPS):
             for number in [n for n, arrival in waiting.items() if arrival.step <= step]:
                 arrival = waiting.pop(number)

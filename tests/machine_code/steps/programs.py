@@ -6,9 +6,8 @@ and neither tokenizers nor Transformers.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,30 +29,30 @@ class Setup:
 
     Attributes:
         model: name of one of `MODELS`.
-        num_steps: most decode steps of a launch.
+        precision: of products in float32, as `jax.default_matmul_precision` takes it; None for
+            the one that XLA chooses.
         num_slots, num_tokens: rows and tokens of the largest step; there are no other buckets.
         num_pages: of the cache, the null page included.
         max_len: most tokens of a sequence.
-        precision: of products in float32, as `jax.default_matmul_precision` takes it; None for
-            the one that XLA chooses.
+        launch_steps: most decode steps of a launch, where it takes several; there are programs of
+            one step too.
     """
 
     model: str
-    num_steps: int = 1
+    precision: str | None = None
     num_slots: int = 4
     num_tokens: int = 32
     num_pages: int = 26
     max_len: int = 80
-    precision: str | None = None
+    launch_steps: int = 4
 
     @property
     def name(self) -> str:
         """The model, and what is not as it is by default."""
-        steps = f"{self.num_steps} steps" if self.num_steps > 1 else ""
-        return ", ".join(part for part in (self.model, steps, self.precision) if part)
+        return self.model if self.precision is None else f"{self.model}-{self.precision}"
 
-    def config(self) -> EngineConfig:
-        """Return the engine's settings."""
+    def config(self, num_steps: int = 1) -> EngineConfig:
+        """Return the engine's settings, for launches of so many steps."""
         model = MODELS[self.model]
         config = EngineConfig(
             dtype=model.dtype,
@@ -64,15 +63,15 @@ class Setup:
             decode_sizes=(self.num_slots,),
             token_sizes=(self.num_tokens,),
             num_gpu_blocks_override=self.num_pages,
-            num_scheduler_steps=self.num_steps,
+            num_scheduler_steps=num_steps,
             compilation_cache_dir="none",
             check_invariants=True,
         )
         return config.resolve("gpu", model.config().max_position_embeddings)
 
-    def buckets(self) -> BucketSet:
+    def buckets(self, num_steps: int = 1) -> BucketSet:
         """Return the buckets of an engine on a card, where greedy decodes have their own."""
-        config = self.config()
+        config = self.config(num_steps)
         assert config.max_num_seqs and config.max_num_batched_tokens
         return BucketSet(
             config.max_num_seqs,
@@ -80,27 +79,22 @@ class Setup:
             config.decode_sizes,
             config.token_sizes,
             greedy_decode=True,
-            num_steps=self.num_steps,
+            num_steps=num_steps,
         )
+
+    def steps(self) -> dict[str, Bucket]:
+        """Return the buckets of both engines by the names of their programs."""
+        both = (*self.buckets(), *self.buckets(self.launch_steps))
+        return {str(bucket): bucket for bucket in both}
 
     def mask_counts(self) -> list[int]:
         """Return how many slots' masks programs replace at a time."""
         return sorted({1, self.num_slots})
 
     def programs(self) -> list[str]:
-        """Return the names of the engine's programs."""
+        """Return the names of all programs."""
         masks = [mask_program(count) for count in self.mask_counts()]
-        return [STATE, LOAD_SLOT, *masks, *map(str, self.buckets())]
-
-    @contextlib.contextmanager
-    def with_precision(self) -> Iterator[None]:
-        """Set the precision of products while something is traced."""
-        with jax.default_matmul_precision(self.precision) if self.precision else _nothing():
-            yield
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+        return [STATE, LOAD_SLOT, *masks, *self.steps()]
 
 
 def mask_program(count: int) -> str:
@@ -173,17 +167,13 @@ class StepProgram:
                     words = jax.ShapeDtypeStruct((count, sampler.allowed.shape[1]), np.uint32)
                     slots = jax.ShapeDtypeStruct((count,), np.int32)
                     return Traced.of(set_allowed, (sampler, slots, words), 0)
-            run, arguments = compiler.step_call(self._bucket(), setup.num_pages)
+            bucket = setup.steps()[self.program]
+            run, arguments = compiler.step_call(bucket, setup.num_pages)
 
         def step(*arrays: Any) -> Any:
-            with setup.with_precision():
+            if setup.precision is None:
+                return run(*arrays)
+            with jax.default_matmul_precision(setup.precision):
                 return run(*arrays)
 
         return Traced.of(step, arguments, 1)
-
-    def _bucket(self) -> Bucket:
-        for bucket in self.setup.buckets():
-            if str(bucket) == self.program:
-                return bucket
-        allowed = ", ".join(self.setup.programs())
-        raise ValueError(f"{self.setup.name} has no program {self.program!r}; allowed: {allowed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,27 @@ import numpy as np
 
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
-from tests.machine_code.steps.engine import Arrival
 from tests.machine_code.steps.models import VOCAB
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Request of a schedule, which comes before the step numbered `step`."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Requests, and whether launches take several decode steps.
+
+    Steps of 32 tokens cut the longer prompts, and four slots make the last request wait.
+    """
+
+    arrivals: tuple[Arrival, ...]
+    has_long_launches: bool = False
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -22,51 +42,92 @@ def prompt(number: int, length: int) -> tuple[int, ...]:
 
 def arrival(number: int, length: int, step: int, max_tokens: int, **settings: Any) -> Arrival:
     """Make a request; it goes on past the model's end unless a setting says otherwise."""
-    sampling = SamplingParams(
-        max_tokens=max_tokens, detokenize=False, **({"ignore_eos": True} | settings)
-    )
-    return Arrival(prompt(number, length), sampling, step)
+    settings = {"ignore_eos": True, "detokenize": False} | settings
+    return Arrival(prompt(number, length), SamplingParams(max_tokens=max_tokens, **settings), step)
 
 
-def greedy() -> list[Arrival]:
+def greedy(has_long_launches: bool) -> Schedule:
     """Prompts that take several steps beside decodes, on both sides of a page's end."""
-    return [
-        arrival(0, 5, 0, 6, temperature=0),
-        arrival(1, 40, 0, 9, temperature=0),
-        arrival(2, 16, 1, 8, temperature=0),
-        arrival(3, 1, 2, 12, temperature=0),
-        arrival(4, 33, 3, 3, temperature=0),
-    ]
+    return Schedule(
+        (
+            arrival(0, 5, 0, 6, temperature=0),
+            arrival(1, 40, 0, 9, temperature=0),
+            arrival(2, 16, 1, 8, temperature=0),
+            arrival(3, 1, 2, 12, temperature=0),
+            arrival(4, 33, 3, 3, temperature=0),
+        ),
+        has_long_launches,
+    )
 
 
-def drawn() -> list[Arrival]:
-    """Requests that draw with every threshold, and ask for log-probabilities."""
-    return [
-        arrival(0, 5, 0, 6, temperature=0.9, top_k=20, top_p=0.9, seed=1, logprobs=5),
-        arrival(1, 40, 0, 6, temperature=1.0, seed=2, prompt_logprobs=3),
-        arrival(2, 16, 1, 7, temperature=0.7, min_p=0.1, seed=3, n=2),
-        arrival(3, 1, 2, 8, temperature=2.0, top_p=0.5, seed=2**64 - 1, logprobs=0),
-        arrival(4, 17, 3, 4, temperature=0.0),
-    ]
+def drawn() -> Schedule:
+    """Requests that draw with every threshold, and request log-probabilities."""
+    return Schedule(
+        (
+            arrival(0, 5, 0, 6, temperature=0.9, top_k=20, top_p=0.9, seed=1, logprobs=5),
+            arrival(1, 40, 0, 6, temperature=1.0, seed=2, prompt_logprobs=3),
+            arrival(2, 16, 1, 7, temperature=0.7, min_p=0.1, seed=3, n=2),
+            arrival(3, 1, 2, 8, temperature=2.0, top_p=0.5, seed=2**64 - 1, logprobs=0),
+            arrival(4, 17, 3, 4, temperature=0.0),
+        )
+    )
 
 
-def edited() -> list[Arrival]:
-    """Requests that change logits, and guided ones."""
-
-    def form(**fields: Any) -> StructuredOutputsParams:
-        return StructuredOutputsParams(**fields)
-
+def edited() -> Schedule:
+    """Requests that change logits, and guided ones, two of which get new masks in one step."""
     few = [7, 11, 100, 200, 300, 480, 510]
-    return [
-        arrival(0, 5, 0, 6, seed=1, repetition_penalty=1.6, presence_penalty=0.5),
-        arrival(1, 40, 0, 6, temperature=0, frequency_penalty=1.5, bad_words=["a", "the"]),
-        arrival(2, 16, 1, 7, seed=3, structured_outputs=form(regex="[ab]{3,30}c")),
-        arrival(3, 1, 2, 6, seed=4, logit_bias={9: 5.0, 10: -100.0}, allowed_token_ids=few),
-        arrival(4, 9, 3, 5, seed=5, structured_outputs=form(choice=["yes", "no", "perhaps"])),
-        arrival(5, 7, 4, 5, seed=6, min_tokens=3, ignore_eos=False, stop_token_ids=[5, 6, 7]),
-    ]
+    return Schedule(
+        (
+            arrival(0, 5, 0, 6, seed=1, repetition_penalty=1.6, presence_penalty=0.5),
+            arrival(1, 40, 0, 6, temperature=0, frequency_penalty=1.5, bad_words=["a", "the"]),
+            arrival(2, 16, 1, 7, seed=3, structured_outputs=form(regex="[ab]{3,30}c")),
+            arrival(3, 1, 2, 6, seed=4, logit_bias={9: 5.0, 10: -100.0}, allowed_token_ids=few),
+            arrival(4, 9, 2, 5, seed=5, structured_outputs=form(choice=["yes", "no", "perhaps"])),
+            arrival(5, 7, 3, 5, seed=6, structured_outputs=form(regex="[0-9]{4}")),
+            arrival(6, 7, 4, 5, seed=6, min_tokens=3, ignore_eos=False, stop_token_ids=[5, 6, 7]),
+        )
+    )
 
 
-SCHEDULES: Mapping[str, Any] = MappingProxyType(
-    {"greedy": greedy, "drawn": drawn, "edited": edited}
+def form(**fields: Any) -> StructuredOutputsParams:
+    """Describe the form of a guided answer."""
+    return StructuredOutputsParams(**fields)
+
+
+def whole() -> Schedule:
+    """One request of each kind, side by side."""
+    return Schedule(
+        (
+            arrival(0, 5, 0, 5, temperature=0, logprobs=20),
+            arrival(1, 40, 0, 5, temperature=0.9, top_k=50, top_p=0.9, seed=2, prompt_logprobs=2),
+            arrival(2, 16, 1, 5, seed=3, repetition_penalty=1.6, logit_bias={9: 5.0, 10: -100.0}),
+            arrival(3, 9, 1, 4, seed=4, structured_outputs=form(regex="[ab]{3,30}c")),
+            arrival(4, 7, 2, 3, seed=5, structured_outputs=form(choice=["yes", "no"])),
+        )
+    )
+
+
+def several() -> Schedule:
+    """Launches of several steps, in which rows end: at a stop token, at their length, later."""
+    return Schedule(
+        (
+            arrival(0, 5, 0, 9, temperature=0),
+            arrival(1, 20, 0, 7, temperature=0.9, top_k=50, top_p=0.9, seed=2),
+            arrival(2, 33, 0, 8, seed=3, presence_penalty=1.0, stop_token_ids=list(range(300, 332))),
+            arrival(3, 15, 0, 6, temperature=0.7, min_p=0.05, seed=4),
+        ),
+        has_long_launches=True,
+    )
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        "greedy": greedy(has_long_launches=False),
+        "drawn": drawn(),
+        "edited": edited(),
+        "whole": whole(),
+        "several": several(),
+        "several-greedy": greedy(has_long_launches=True),
+    }
 )
+"""By name; "whole" and "several" suffice for a family."""
