@@ -19,7 +19,6 @@ from pallas_kernels import reference
 from tests.machine_code.attention_cases import DTYPES, KERNEL_MODULES, TOLERANCES
 from tests.machine_code.case import Argument, Case, Pieces
 from tests.machine_code.comparison import Tolerance
-from tests.machine_code.compiled_program import Slice
 from tests.machine_code.product_cases import (
     draw_weight,
     grouped_product,

@@ -20,7 +20,6 @@ from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase
 from tests.machine_code.case import Case
 from tests.machine_code.compiled_program import Program, to_json
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
-from tests.machine_code.steps.programs import StepProgram
 from tests.machine_code.xla_reader import read_program
 
 CASE_TYPES: tuple[type[Case], ...] = (
@@ -54,27 +53,12 @@ def compile_case(case: Case, compiler: Compiler) -> Program:
     return program
 
 
-def compile_step(step: StepProgram, compiler: Compiler) -> Program:
-    """Compile a program of an engine, whose arguments are the same whether it reads them or not."""
-    traced = step.trace(compiler.mesh)
-    compiler.dumps.clear()
-    compiler.compile(traced.call, traced.shapes, traced.donated, keep_unused=True)
-    return read_program(compiler.dumps.xla)
-
-
-def compile_described(data: dict[str, Any], compiler: Compiler) -> Program:
-    """Compile what a line describes."""
-    if data["type"] == StepProgram.__name__:
-        return compile_step(StepProgram.from_description(data), compiler)
-    return compile_case(from_description(data), compiler)
-
-
 def main() -> int:
     card, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     compiler = Compiler(Target.of(card), Dumps(folder / "xla", folder / "mosaic"))
     for line in sys.stdin:
         try:
-            program = compile_described(json.loads(line), compiler)
+            program = compile_case(from_description(json.loads(line)), compiler)
             out.write_text(json.dumps({"modules": program.modules, **to_json(program)}))
             answer = "compiled"
         except Exception as error:  # a case that does not compile is a result, not the end

@@ -7,21 +7,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
 
 from scripts.gpu.offline_environment import compiler_variables, default_folder, make_environment
-from tests.machine_code.case import Capability
+from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS
 from tests.machine_code.compiled_program import Program, from_json
-
-
-class Described(Protocol):
-    """Something that the worker compiles."""
-
-    @property
-    def name(self) -> str: ...
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 class NotCompiled(Exception):
@@ -58,7 +48,7 @@ class OfflineCompiler:
         self._stop()
         self._folder.cleanup()
 
-    def compile(self, case: Described) -> Program:
+    def compile(self, case: Case) -> Program:
         """Compile the call of a case.
 
         Raises:

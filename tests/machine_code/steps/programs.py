@@ -136,20 +136,6 @@ class StepProgram:
     setup: Setup
     program: str
 
-    @property
-    def name(self) -> str:
-        """Name that is unique among all programs."""
-        return f"{self.setup.name}: {self.program}"
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the program as JSON holds it."""
-        return {"type": type(self).__name__, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_description(cls, data: dict[str, Any]) -> StepProgram:
-        """Build a program from its description."""
-        return cls(Setup(**data["setup"]), data["program"])
-
     def trace(self, mesh: Any) -> Traced:
         """Return the program that the engine compiles for the card of a mesh."""
         setup, model = self.setup, MODELS[self.setup.model]

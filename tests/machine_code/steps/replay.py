@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.execution.sampler_state import SamplerState
-from tests.machine_code.compiled_program import Launch
-from tests.machine_code.launch import LaunchReport
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.xla_programs import Executable, Options, run_program
@@ -62,27 +60,3 @@ class Replay:
 
     def _run(self, program: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
         return run_program(self._executables[program], arguments, self._options)
-
-
-@dataclasses.dataclass
-class Count:
-    """Kernel launches and thread instructions that were executed so far.
-
-    Attributes:
-        kernels: names of the kernels launched.
-    """
-
-    launches: int = 0
-    instructions: int = 0
-    kernels: set[str] = dataclasses.field(default_factory=set)
-
-    @property
-    def observe(self) -> Callable[[Launch, LaunchReport], None]:
-        """A function that adds a launch."""
-
-        def add(launch: Launch, report: LaunchReport) -> None:
-            self.launches += 1
-            self.instructions += report.instructions
-            self.kernels.add(launch.kernel)
-
-        return add

@@ -109,11 +109,12 @@ def whole() -> Schedule:
 
 def several() -> Schedule:
     """Launches of several steps, in which rows end: at a stop token, at their length, later."""
+    stops = list(range(300, 332))
     return Schedule(
         (
             arrival(0, 5, 0, 9, temperature=0),
             arrival(1, 20, 0, 7, temperature=0.9, top_k=50, top_p=0.9, seed=2),
-            arrival(2, 33, 0, 8, seed=3, presence_penalty=1.0, stop_token_ids=list(range(300, 332))),
+            arrival(2, 33, 0, 8, seed=3, presence_penalty=1.0, stop_token_ids=stops),
             arrival(3, 15, 0, 6, temperature=0.7, min_p=0.05, seed=4),
         ),
         has_long_launches=True,
