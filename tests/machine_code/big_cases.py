@@ -7,6 +7,7 @@ power of two. What a kernel reads elsewhere was never written, and is a fault.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,9 +17,11 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import reference
+from pallas_kernels.gpu.triton_quantized_matmul import default_tile
 from tests.machine_code.attention_cases import DTYPES, KERNEL_MODULES, TOLERANCES
 from tests.machine_code.case import Argument, Case, Pieces
 from tests.machine_code.comparison import Tolerance
+from tests.machine_code.compiled_program import Launch, Slice
 from tests.machine_code.product_cases import (
     draw_weight,
     grouped_product,
@@ -168,13 +171,10 @@ class BigAttentionCase(Case):
         dtype, shape = self.numpy_page_dtype, (KV_HEADS, PAGE_SIZE, HEAD_DIM)
         size, found = PAGE * dtype.itemsize, []
         for array in run.executable.program.results:
-            pages = [
-                run.read(
-                    array.place._replace(offset=array.place.offset + int(page) * size, size=size)
-                )
-                for page in self.pages
-            ]
-            found.append(np.stack([page.view(dtype).reshape(shape) for page in pages]))
+            allocation, offset, _ = array.place
+            places = [Slice(allocation, offset + int(page) * size, size) for page in self.pages]
+            pages = [run.read(place).view(dtype).reshape(shape) for place in places]
+            found.append(np.stack(pages))
         return found
 
 
@@ -275,6 +275,105 @@ class BigGroupedCase(Case):
         return [grouped_product(self._rows(), np.stack(matrices), sizes[sizes > 0])]
 
 
+@dataclasses.dataclass(frozen=True)
+class BigQuantizedCase(Case):
+    """Call of `quantized_matmul` on many codes, of which some blocks of outputs are computed.
+
+    Attributes:
+        name: unique among all cases.
+        form: of the weight.
+        gib: GiB of its codes.
+        seed: of all numbers.
+    """
+
+    name: str
+    form: str
+    gib: float
+    seed: int = 0
+
+    family: ClassVar[str] = "quantized"
+    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
+    TOKENS: ClassVar[int] = 4
+    ROWS: ClassVar[int] = 4096
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return product_tolerance("bf16", False, "f32")
+
+    @property
+    def outputs(self) -> int:
+        return int(self.gib * GIB) // self.ROWS
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a block."""
+        return default_tile(self.TOKENS, jnp.dtype(jnp.bfloat16)).outputs
+
+    def blocks(self, launch: Launch) -> list[int] | None:
+        """Return which blocks of the product run: the first, a middle one and the last."""
+        if launch.kernel != "quantized_matmul":
+            return None
+        last = -(-self.outputs // self.tile) - 1
+        return [0, last // 2, last]
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Outputs that are computed."""
+        last = -(-self.outputs // self.tile) - 1
+        ranges = [np.arange(self.tile) + block * self.tile for block in (0, last // 2, last)]
+        columns = np.concatenate(ranges)
+        return columns[columns < self.outputs]
+
+    def small_arguments(self) -> list[np.ndarray]:
+        """Make the arguments with only the outputs that are computed."""
+        rng = np.random.default_rng(self.seed)
+        inputs = self.ROWS * (2 if self.form == "int4" else 1)
+        x = rng.standard_normal((self.TOKENS, inputs)).astype(DTYPES["bf16"])
+        shape = (inputs, len(self.columns))
+        return [x, *draw_weight(rng, self.form, shape, 0, "f32")]
+
+    def arguments(self) -> Sequence[Argument]:
+        """Make the arguments of the compiled program."""
+        x, values, scales = self.small_arguments()
+        return [x, self._spread(values), self._spread(scales)]
+
+    def _spread(self, array: np.ndarray) -> Pieces:
+        """Put columns where they belong."""
+        starts = [0, *(np.flatnonzero(np.diff(self.columns) > 1) + 1), len(self.columns)]
+        pieces: Pieces = []
+        for start, stop in itertools.pairwise(starts):
+            for row, numbers in enumerate(array[:, start:stop]):
+                offset = (row * self.outputs + int(self.columns[start])) * array.itemsize
+                pieces.append((offset, numbers))
+        return pieces
+
+    def shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of each argument."""
+        x, *weights = self.small_arguments()
+        wide = [((array.shape[0], self.outputs), array.dtype) for array in weights]
+        return [(x.shape, x.dtype), *wide]
+
+    def call(self, *arrays: Any) -> jax.Array:
+        """Call the kernel."""
+        return pallas_kernels.quantized_matmul(*arrays, form=self.form, implementation="triton")
+
+    def expected(self) -> list[np.ndarray]:
+        """Compute the outputs that are computed."""
+        x, values, scales = self.small_arguments()
+        return [x.astype(np.float64) @ whole_weight(values, scales, [], self.form)]
+
+    def results(self, run: Any) -> list[np.ndarray]:
+        """Take the outputs that are computed."""
+        [array] = run.executable.program.results
+        allocation, offset, _ = array.place
+        size, found = array.numpy_dtype.itemsize, []
+        for row in range(self.TOKENS):
+            first = offset + row * self.outputs * size
+            places = [Slice(allocation, first + int(c) * size, size) for c in self.columns]
+            found.append(np.concatenate([run.read(place) for place in places]))
+        return [np.stack(found).view(array.numpy_dtype)]
+
+
 def big_cases() -> list[Case]:
     """List calls on arrays on both sides of 2, 4 and 8 GiB, but where they are refused."""
     found: list[Case] = []
@@ -290,4 +389,6 @@ def big_cases() -> list[Case]:
     found += [BigGroupedCase(f"big-grouped-bf16-{gib}-gib", "", gib) for gib in (3.9, 4.1, 9)]
     for form, gib in (("int8", 1.9), ("int8", 4.1), ("int4", 1.9), ("int4", 4.1)):
         found.append(BigGroupedCase(f"big-quantized_grouped-{form}-{gib}-gib", form, gib))
+    for form, gib in (("int8", 1.9), ("int8", 4.1), ("int8", 9), ("int4", 4.1), ("fp8", 4.1)):
+        found.append(BigQuantizedCase(f"big-quantized-{form}-{gib}-gib", form, gib))
     return found

@@ -10,7 +10,9 @@ from tests.machine_code.hlo_text import Index, Instruction, Module, UnreadableHl
 
 ALLOCATION = re.compile(r"allocation (\d+): size (\d+),(.*)")
 PARAMETER = re.compile(r"parameter (\d+), shape \|([^|]*)\| at ShapeIndex \{([\d,]*)\}")
-VALUE = re.compile(r"value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)")
+VALUE = re.compile(
+    r"value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

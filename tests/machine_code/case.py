@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.machine_code.comparison import Tolerance
+from tests.machine_code.compiled_program import Launch
 
 Capability = tuple[int, int]
 
@@ -54,6 +55,10 @@ class Case(abc.ABC):
     def runs_on(self, capability: Capability) -> bool:
         """Return whether the kernel is compiled for cards of a capability."""
         return capability >= (8, 0)
+
+    def blocks(self, launch: Launch) -> Sequence[int] | None:
+        """Return which blocks of a launch run; None for all."""
+        return None
 
     def results(self, run: Any) -> list[np.ndarray]:
         """Take from a finished run of the program what is compared with `expected`."""

@@ -16,7 +16,7 @@ import jax
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
-from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase
+from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase, BigQuantizedCase
 from tests.machine_code.case import Case
 from tests.machine_code.compiled_program import Program, to_json
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
@@ -24,7 +24,7 @@ from tests.machine_code.xla_reader import read_program
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
-    *(BigAttentionCase, BigGroupedCase),
+    *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
 )
 
 

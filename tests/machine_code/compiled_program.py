@@ -60,7 +60,7 @@ class Array(NamedTuple):
         return np.dtype(DTYPES[self.dtype])
 
 
-class TensorMap(NamedTuple):
+class Descriptor(NamedTuple):
     """Descriptor of a tensor for the TMA unit, as a Mosaic kernel's host code makes it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Launch:
         starts_early: may start before the launch ahead of it has ended, where kernels of the
             program wait for that by themselves.
         any_store_wins: threads may store different values in one place, as scatters do.
-        tensor_maps: what the descriptors in one more parameter say, for a Mosaic kernel.
+        descriptors: what the descriptors in one more parameter say, for a Mosaic kernel.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Launch:
     arguments: tuple[Slice, ...]
     starts_early: bool = True
     any_store_wins: bool = False
-    tensor_maps: tuple[TensorMap, ...] = ()
+    descriptors: tuple[Descriptor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ def _command_from_json(data: dict[str, Any]) -> Command:
             fields[name] = tuple(fields[name])
         for name in ("reads", "writes", "arguments"):
             fields[name] = tuple(Slice(*place) for place in fields[name])
-        fields["tensor_maps"] = tuple(map(_tensor_map, fields["tensor_maps"]))
+        fields["descriptors"] = tuple(map(_descriptor, fields["descriptors"]))
         return Launch(**fields)
     if kind == "Copy":
         return Copy(fields["name"], Slice(*fields["source"]), Slice(*fields["target"]))
@@ -277,6 +277,6 @@ def _command_from_json(data: dict[str, Any]) -> Command:
     return Loop(fields["name"], Slice(*fields["flag"]), condition, body)
 
 
-def _tensor_map(data: list[Any]) -> TensorMap:
+def _descriptor(data: list[Any]) -> Descriptor:
     array, sizes, strides, window, itemsize, swizzle = data
-    return TensorMap(array, tuple(sizes), tuple(strides), tuple(window), itemsize, swizzle)
+    return Descriptor(array, tuple(sizes), tuple(strides), tuple(window), itemsize, swizzle)

@@ -25,7 +25,7 @@ class Outcome:
         instructions: executed, by all threads together.
         executed: names of the instructions that at least one thread executed.
         held: names of all instructions of the kernels that were launched.
-        seconds: of executing alone.
+        seconds: of a processor, for executing alone.
     """
 
     faults: list[str]
@@ -59,16 +59,17 @@ def execute(
         outcome.executed |= report.names
         outcome.held |= instruction_names(executable, launch.kernel)
 
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
-        run = Run(executable, case.arguments(), Options(order=order, observe=observe, **options))
+        chosen = Options(order=order, observe=observe, select_blocks=case.blocks, **options)
+        run = Run(executable, case.arguments(), chosen)
         run.run()
         results = case.results(run)
     except Fault as fault:
         outcome.faults.append(str(fault))
         return outcome
     finally:
-        outcome.seconds = time.perf_counter() - begin
+        outcome.seconds = time.process_time() - begin
     wanted = case.expected() if expected is None else expected
     outcome.faults += differences(results, wanted, case.tolerance)
     return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,8 +54,9 @@ def launch(
     must_wait: bool = False,
     any_store_wins: bool = False,
     tensor_maps: tuple[TensorMap, ...] = (),
+    blocks: Sequence[int] | None = None,
 ) -> LaunchReport:
-    """Run a kernel over its whole grid; raise a Fault if it does what it must not.
+    """Run a kernel over its grid; raise a Fault if it does what it must not.
 
     `arguments` has a number or bytes for each parameter. `memory.permit` says before which bytes
     the launch may touch. `order` draws the order of CTAs, of warps block by block, and of atomics.
@@ -62,6 +64,7 @@ def launch(
     may still run, so nothing may be touched before `griddepcontrol.wait`; a kernel that has the
     instruction must wait in any case. `any_store_wins`: threads of one instruction may store
     different values to one place. `tensor_maps` are what the parameter of more than 8 bytes holds.
+    `blocks` are the numbers of the CTAs that run, None for all.
     """
     parameters = pack_arguments(kernel, arguments)
     check_threads(kernel, geometry)
@@ -69,10 +72,12 @@ def launch(
     maps = tuple(tensor_maps)
     options = LaunchOptions(checks_races, order, fuel, must_wait, any_store_wins, maps)
     total = int(np.prod(geometry.grid))
-    ctas = np.arange(total) if order is None else order.permutation(total)
+    ctas = np.arange(total) if blocks is None else np.array(blocks)
+    if order is not None:
+        ctas = order.permutation(ctas)
     together = max(1, BATCH // int(np.prod(geometry.threads)))
     report = LaunchReport()
-    for first in range(0, total, together):
+    for first in range(0, len(ctas), together):
         batch = ctas[first : first + together]
         machine = Machine(kernel, memory, geometry, parameters, batch, options)
         machine.run()

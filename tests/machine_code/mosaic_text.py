@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from tests.machine_code.compiled_program import TensorMap
+from tests.machine_code.compiled_program import Descriptor
 from tests.machine_code.hlo_text import UnreadableHlo
 
 ITEMSIZES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -28,14 +28,14 @@ class HostCode:
     Attributes:
         grid, threads, shared_memory: sizes.
         arrays: which array of the call each pointer parameter is.
-        tensor_maps: the descriptors in the parameter after those.
+        descriptors: the descriptors in the parameter after those.
     """
 
     grid: tuple[int, int, int]
     threads: tuple[int, int, int]
     shared_memory: int
     arrays: tuple[int, ...]
-    tensor_maps: tuple[TensorMap, ...]
+    descriptors: tuple[Descriptor, ...]
 
 
 def read_host_code(log: str) -> HostCode:
@@ -65,7 +65,7 @@ def read_host_code(log: str) -> HostCode:
         threads=threads,  # type: ignore[arg-type]
         shared_memory=_number(launch, found[3]),
         arrays=tuple(_array(launch, pointer) for pointer in pointers),
-        tensor_maps=tuple(_tensor_maps(stage)),
+        descriptors=tuple(_descriptors(stage)),
     )
 
 
@@ -87,7 +87,7 @@ def _array(text: str, pointer: str) -> int:
     return int(element[1]) if element is not None else 0
 
 
-def _tensor_maps(stage: str) -> list[TensorMap]:
+def _descriptors(stage: str) -> list[Descriptor]:
     """Read the arguments of each call that makes a descriptor."""
     maps, start = [], 0
     for call in re.finditer(re.escape(MAKE_MAP) + r"\((.*?)\)", stage):
@@ -101,7 +101,7 @@ def _tensor_maps(stage: str) -> list[TensorMap]:
         if index is None:
             raise UnreadableHlo(f"%{source} is no argument in the log of Mosaic's passes")
         maps.append(
-            TensorMap(
+            Descriptor(
                 array=int(index[1]),
                 sizes=sizes,
                 strides=tuple(int(stride) for stride in strides.split(",")),

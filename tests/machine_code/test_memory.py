@@ -100,7 +100,7 @@ def test_parameters_are_numbers_and_bytes() -> None:
     .reg .b32 %r<8>;
     .reg .b64 %d<4>;
     ld.param.u64 %d0, [out];
-    ld.param.s32 %d1, [number];
+    ld.param::entry.s32 %d1, [number];
     ld.param.v2.b32 {%r1, %r2}, [raw+8];
     ld.param.f32 %r3, [real];
     st.global.b64 [%d0], %d1;

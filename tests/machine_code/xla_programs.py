@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,16 +26,16 @@ from tests.machine_code.compiled_program import (
     Branch,
     Command,
     Copy,
+    Descriptor,
     Launch,
     Loop,
     Program,
     Slice,
-    TensorMap,
     edges,
 )
 from tests.machine_code.faults import Fault
 from tests.machine_code.global_memory import GlobalMemory
-from tests.machine_code.launch import Geometry, LaunchReport, launch
+from tests.machine_code.launch import Geometry, LaunchReport, TensorMap, launch
 from tests.machine_code.ptx import Kernel, read_module
 
 PARAMETER_SKEW = 16
@@ -44,8 +43,7 @@ RED_ZONE = 8192
 """Bytes around an array that memory is reckoned with."""
 MODULE_ARRAYS = 1 << 20
 """Bytes for the arrays that kernels bring along."""
-DESCRIPTOR = 128
-"""Bytes of a tensor's descriptor."""
+DESCRIPTOR_BYTES = 128
 MOST_TURNS = 10_000
 """Turns of a loop after which it is held to be endless."""
 
@@ -85,12 +83,14 @@ class Options:
         order: draws the order of commands, blocks and warps; None for the schedule's own.
         fuel: turns after which a block is held not to end; None for the interpreter's own limit.
         observe: is called after each launch.
+        select_blocks: returns which blocks of a launch run; None for all.
     """
 
     checks_races: bool = True
     order: np.random.Generator | None = None
     fuel: int | None = None
     observe: Callable[[Launch, LaunchReport], None] | None = None
+    select_blocks: Callable[[Launch], Sequence[int] | None] | None = None
 
 
 class Run:
@@ -203,10 +203,11 @@ class Run:
         kernel = self.executable.kernels[command.kernel]
         self.memory.permit(self._spans(command.reads), self._spans(command.writes))
         arguments: list[int | bytes] = [self.address(place) for place in command.arguments]
-        maps = [self._tensor_map(command, tensor_map) for tensor_map in command.tensor_maps]
+        maps = tuple(self._tensor_map(command, d) for d in command.descriptors)
         if maps:  # the last parameter holds the descriptors themselves
-            arguments.append(bytes(DESCRIPTOR * len(maps)))
+            arguments.append(bytes(DESCRIPTOR_BYTES * len(maps)))
         dynamic = max(0, command.shared_memory - kernel.static_shared)
+        select = self.options.select_blocks
         report = launch(
             kernel,
             self.memory,
@@ -218,16 +219,15 @@ class Run:
             must_wait=command.starts_early and self.executable.waits,
             any_store_wins=command.any_store_wins,
             tensor_maps=maps,
+            blocks=None if select is None else select(command),
         )
         if self.options.observe is not None:
             self.options.observe(command, report)
 
-    def _tensor_map(self, command: Launch, tensor_map: TensorMap) -> dict[str, Any]:
-        """Describe a tensor with its address, as the interpreter takes it."""
-        place = (*command.reads, *command.writes)[tensor_map.array]
-        fields = tensor_map._asdict()
-        del fields["array"]
-        return fields | {"address": self.address(place)}
+    def _tensor_map(self, command: Launch, descriptor: Descriptor) -> TensorMap:
+        """Give the tensor of a descriptor its address."""
+        array, *fields = descriptor
+        return TensorMap(self.address((*command.reads, *command.writes)[array]), *fields)
 
     def _spans(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
         return [(self.address(place), place.size) for place in places]

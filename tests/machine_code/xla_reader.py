@@ -275,5 +275,5 @@ class _Reader:
             writes=tuple(writes),
             arguments=tuple(places[array] for array in host.arrays),
             starts_early=False,
-            tensor_maps=host.tensor_maps,
+            descriptors=host.descriptors,
         )

@@ -53,7 +53,7 @@ class AsynchronousCopies:
         cells = self.shared.cells(offsets, size)
         self.shared.check_write(lanes, cells)
         self.shared.data[offsets[:, None] + np.arange(size)] = 0xFF
-        np.add.at(self.shared.incoming, cells, 1)
+        self.shared.count(self.shared.incoming, cells, 1)
         self.pending.append(Copy(lanes, offsets, raw, self.groups[lanes]))
 
     def read(self, lanes: Array, source: Array, size: int, count: int) -> Array:
@@ -97,6 +97,6 @@ class AsynchronousCopies:
     def arrive(self, copy: Copy) -> None:
         size = copy.raw.shape[1]
         cells = self.shared.cells(copy.offsets, size)
-        np.subtract.at(self.shared.incoming, cells, 1)
+        self.shared.count(self.shared.incoming, cells, -1)
         self.shared.data[copy.offsets[:, None] + np.arange(size)] = copy.raw
         self.shared.note_write(copy.lanes, cells)

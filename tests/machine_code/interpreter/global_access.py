@@ -16,6 +16,9 @@ from tests.machine_code.global_memory import (
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
 from tests.machine_code.interpreter.threads import Array, Mask, Threads
 
+# The owner of bytes that several CTAs have read.
+SEVERAL = 0xFFFF
+
 ATOMIC = {
     "add": lambda old, new: old + new,
     "min": min,
@@ -87,32 +90,45 @@ class GlobalAccess:
         Two CTAs race if both touch a byte and one of them writes it. What nobody may write needs
         no memory of its readers.
         """
-        memory = self.memory
-        mine = self.threads.ctas[self.threads.cta[lanes]].astype(np.uint16)
-        watched = WRITTEN | READ if writes else WRITTEN
+        if not writes:
+            tracked = inside(offsets, size, self.memory.writable)
+            if not tracked.any():
+                return
+            lanes, offsets = lanes[tracked], offsets[tracked]
+        mine = (self.threads.ctas[self.threads.cta[lanes]] % SEVERAL).astype(np.uint16)
         width = min(size, 4)
-        words = memory.flags.view(UNSIGNED[width])
         for part in range(0, size, width):
-            index = (offsets + part) // width
-            suspect = (words[index] & repeated(watched, width)) != 0
-            if suspect.any():
-                starts = offsets[suspect] + part
-                self.refuse_others(lanes[suspect], starts, mine[suspect], width, watched)
-            if not writes:
-                tracked = inside(offsets, size, memory.writable)
-                if not tracked.any():
-                    return
-                index, owners = index[tracked], mine[tracked]
-            else:
-                owners = mine
-            memory.mark(index, width, WRITTEN | KNOWN if writes else READ)
-            fill = sum(1 << 16 * byte for byte in range(width))
-            kind = UNSIGNED[2 * width]
-            memory.owner.view(kind)[index] = owners.astype(kind) * kind(fill)
+            self.check_words(lanes, offsets + part, mine, width, writes)
+
+    def check_words(
+        self, lanes: Array, offsets: Array, mine: Array, width: int, writes: bool
+    ) -> None:
+        """Refuse accesses to words that race, and mark the words as this launch's."""
+        memory, index = self.memory, offsets // width
+        owners = memory.owner.view(UNSIGNED[2 * width])
+        own = mine.astype(owners.dtype) * owners.dtype.type(sum(1 << 16 * b for b in range(width)))
+        flags = memory.flags.view(UNSIGNED[width])[index]
+        touched = (flags & repeated(WRITTEN | READ if writes else WRITTEN, width)) != 0
+        if touched.any():
+            # A word may be partly another CTA's, so its bytes are looked at.
+            self.refuse_others(lanes[touched], offsets[touched], mine[touched], width, writes)
+        if writes:
+            memory.mark(index, width, WRITTEN | KNOWN)
+            owners[index] = own
+            if not self.any_store_wins:
+                what = "two CTAs write at once"
+                self.refuse_place(owners[index] != own, lanes, offsets, what)
+            return
+        shared = ((flags & repeated(READ, width)) != 0) & (owners[index] != own)
+        memory.mark(index, width, READ)
+        owners[index] = own
+        shared |= owners[index] != own
+        owners[index[shared]] = np.iinfo(owners.dtype).max
 
     def refuse_others(
-        self, lanes: Array, starts: Array, mine: Array, width: int, watched: int
+        self, lanes: Array, starts: Array, mine: Array, width: int, writes: bool
     ) -> None:
+        watched = WRITTEN | READ if writes else WRITTEN
         for byte in range(width):
             marked = (self.memory.flags[starts + byte] & watched) != 0
             other = marked & (self.memory.owner[starts + byte] != mine)

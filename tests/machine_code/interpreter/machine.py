@@ -70,7 +70,9 @@ class Machine:
         progress = Progress(threads)
         clocks = Clocks(len(ctas), threads.warps_per_cta)
         self.threads, self.progress, self.count = threads, progress, threads.count
-        self.registers = [blank_register(threads.count, r.size) for r in kernel.registers.values()]
+        # Registers are replaced, never changed in place, so those nobody has written share arrays.
+        blank = {size: blank_register(threads.count, size) for size in (0, *UNSIGNED)}
+        self.registers = [blank[register.size] for register in kernel.registers.values()]
         self.specials = threads.special_registers()
         # The carry of `add.cc` and its like.
         self.carry = np.zeros(threads.count, np.uint64)

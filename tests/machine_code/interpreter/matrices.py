@@ -5,6 +5,8 @@ Products are summed in float32. Tensor cores round their sums in ways that are n
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from tests.machine_code.interpreter.conversions import WIDE, unpack
@@ -28,6 +30,7 @@ def elements(words: Array, kind: str) -> Array:
     return unpack(words, kind)
 
 
+@functools.cache
 def fragment_places(registers: int, per: int) -> tuple[Array, Array]:
     """Return row and column of elements, [register, lane, element], of a 16-row operand.
 

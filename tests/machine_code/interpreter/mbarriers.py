@@ -39,6 +39,8 @@ class Mbarriers:
         self.threads, self.progress = threads, progress
         self.clocks, self.shared = clocks, shared
         self.by_place: dict[int, Mbarrier] = {}
+        # Threads whose last wait ended too early.
+        self.refused = np.zeros(threads.count, bool)
 
     def initialize(self, mask: Mask, address: Array, count: Array) -> None:
         lanes = self.threads.lanes(mask)
@@ -54,18 +56,17 @@ class Mbarriers:
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
         for lane, place in np.stack([lanes, places], 1).tolist():
-            self.find(place, lane)
+            self.find(place, np.array([lane]))
             del self.by_place[place]
 
-    def find(self, place: int, lane: int) -> Mbarrier:
-        """Return the mbarrier at a place, of whose initialization a thread must know."""
+    def find(self, place: int, lanes: Array) -> Mbarrier:
+        """Return the mbarrier at a place, of whose initialization all these threads must know."""
         if place not in self.by_place:
-            raise self.threads.fault("an mbarrier that was not initialized", lane)
+            raise self.threads.fault("an mbarrier that was not initialized", int(lanes[0]))
         barrier = self.by_place[place]
-        warp = int(self.threads.warp[lane])
-        if self.clocks.time[barrier.cta, warp, barrier.maker] < barrier.made:
-            what = "an mbarrier that another warp initialized, no barrier between"
-            raise self.threads.fault(what, lane)
+        seen = self.clocks.time[barrier.cta, self.threads.warp[lanes], barrier.maker]
+        what = "an mbarrier that another warp initialized, no barrier between"
+        self.threads.refuse(seen < barrier.made, lanes, what)
         return barrier
 
     def arrive(self, mask: Mask, address: Array, count: Array, expects_bytes: bool) -> None:
@@ -75,8 +76,7 @@ class Mbarriers:
         counts = self.threads.pick(count, lanes).astype(np.int64)
         for place in np.unique(places).tolist():
             here = places == place
-            lane = int(lanes[here][0])
-            barrier = self.find(place, lane)
+            barrier = self.find(place, lanes[here])
             for warp in np.unique(self.threads.warp[lanes[here]]).tolist():
                 clock = self.clocks.time[barrier.cta, warp]
                 barrier.coming = np.maximum(barrier.coming, clock)
@@ -85,13 +85,14 @@ class Mbarriers:
             if expects_bytes:
                 barrier.bytes += int(counts[here].sum())
             if arrivals > barrier.left:
+                lane = int(lanes[here][0])
                 raise self.threads.fault("more arrivals than an mbarrier takes", lane)
             barrier.left -= arrivals
             self.complete(barrier)
 
     def deliver(self, place: int, lane: int, size: int, clock: Array) -> None:
         """Count the bytes of a copy that has arrived."""
-        barrier = self.find(place, lane)
+        barrier = self.find(place, np.array([lane]))
         barrier.coming = np.maximum(barrier.coming, clock)
         barrier.bytes -= size
         self.complete(barrier)
@@ -104,17 +105,22 @@ class Mbarriers:
             self.progress.asleep[:] = False
 
     def wait(self, mask: Mask, address: Array, parity: Array) -> list[Array]:
-        """Tell each thread whether the phase of a parity has ended; others sleep until then."""
+        """Tell each thread whether the phase of a parity has ended.
+
+        Hardware may give up at any time, so a thread learns that it has not, once, and sleeps until
+        a phase ends when it asks again.
+        """
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
         parities = self.threads.pick(parity, lanes)
         done = np.zeros(self.threads.count, bool)
         for place in np.unique(places).tolist():
             same = places == place
-            barrier = self.find(place, int(lanes[same][0]))
+            barrier = self.find(place, lanes[same])
             here = lanes[same & (barrier.phase % 2 != parities)]
             done[here] = True
             for warp in np.unique(self.threads.warp[here]).tolist():
                 self.clocks.learn(barrier.cta, warp, barrier.passed)
-        self.progress.asleep[lanes] = ~done[lanes]
+        self.progress.asleep[lanes] = self.refused[lanes] & ~done[lanes]
+        self.refused[lanes] = ~done[lanes]
         return [done]

@@ -72,9 +72,9 @@ class SharedMemory:
         if not self.checks_races:
             return
         threads = self.threads
-        threads.refuse(~self.known[cells].all(1), lanes, "a read of shared memory never written")
         coming = (self.incoming[cells] > 0).any(1)
         threads.refuse(coming, lanes, "a read of shared memory while a copy writes it")
+        threads.refuse(~self.known[cells].all(1), lanes, "a read of shared memory never written")
         ctas, warps = threads.cta[lanes, None], threads.warp[lanes, None]
         seen = self.clocks.seen(ctas, warps, self.writer[cells])
         what = "race: a read of shared memory that another warp wrote, no barrier between"
@@ -115,6 +115,12 @@ class SharedMemory:
         self.known[cells] = self.unfenced[cells] = True
         self.writer[cells] = warps[:, None]
         self.written[cells] = self.clocks.now(ctas, warps)[:, None]
+
+    @staticmethod
+    def count(counters: Array, cells: Array, change: int) -> None:
+        """Add to the counters of cells, of which some may be named more than once."""
+        # A flat index and a number of the same type are what numpy does fast.
+        np.add.at(counters, cells.reshape(-1), counters.dtype.type(change))
 
     def read_bytes(self, lanes: Array, address: Array, size: int) -> Array:
         """Return uint8[lane, size] of checked reads."""

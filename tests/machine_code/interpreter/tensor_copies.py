@@ -145,7 +145,7 @@ class TensorCopies:
             raw[within] = memory.data[read[:, None] + np.arange(size)]
             cells = self.cells(places)
             self.shared.check_write(np.full(len(cells), lane), cells)
-            self.shared.incoming[cells] += 1
+            self.shared.count(self.shared.incoming, cells, 1)
             self.shared.data[places[:, None] + np.arange(size)] = 0xFF
             cta, warp = int(self.threads.cta[lane]), int(self.threads.warp[lane])
             [bar] = self.shared.offsets(
@@ -163,7 +163,7 @@ class TensorCopies:
         """Deliver a copy into shared memory, and tell its mbarrier."""
         load = self.loads.pop(index)
         cells, size = self.cells(load.places), load.raw.shape[1]
-        self.shared.incoming[cells] -= 1
+        self.shared.count(self.shared.incoming, cells, -1)
         self.shared.data[load.places[:, None] + np.arange(size)] = load.raw
         warp = int(self.threads.warp[load.lane])
         self.shared.known[cells], self.shared.unfenced[cells] = True, False
@@ -192,7 +192,7 @@ class TensorCopies:
     def begin_store(self, lane: int, places: Array, offsets: Array, itemsize: int) -> None:
         cells = self.cells(places)
         self.shared.check_read(np.full(len(cells), lane), cells, asynchronous=True)
-        self.shared.outgoing[cells] += 1
+        self.shared.count(self.shared.outgoing, cells, 1)
         group = int(self.groups[lane])
         self.stores.append(Store(lane, places, offsets, itemsize, group))
 
@@ -221,5 +221,5 @@ class TensorCopies:
         raw = self.shared.data[store.places[within][:, None] + np.arange(size)]
         memory.data[offsets[:, None] + np.arange(size)] = raw
         cells = self.cells(store.places)
-        self.shared.outgoing[cells] -= 1
+        self.shared.count(self.shared.outgoing, cells, -1)
         self.shared.note_read(np.full(len(cells), store.lane), cells)

@@ -87,7 +87,9 @@ class Threads:
 
     def by_warp(self, values: Array) -> Array:
         """Return values as [warp, lane]."""
-        return np.broadcast_to(values, (self.count,)).reshape(-1, WARP)
+        if np.ndim(values) == 0:
+            values = np.full(self.count, values)
+        return values.reshape(-1, WARP)
 
     def check_whole_warps(self, mask: Mask) -> None:
         """Refuse an instruction that needs all threads of a warp and has some of them."""

@@ -18,7 +18,7 @@ from tests.machine_code.faults import Fault, UnknownInstruction
 from tests.machine_code.interpreter import arithmetic, conversions
 from tests.machine_code.interpreter.forms import FORMS
 from tests.machine_code.interpreter.instruction import Instruction, registers_of, split_operands
-from tests.machine_code.interpreter.instructions import PATTERNS
+from tests.machine_code.interpreter.instructions import find_instruction
 from tests.machine_code.interpreter.liveness import local_registers
 from tests.machine_code.interpreter.ptx_types import (
     NUMPY,
@@ -99,11 +99,11 @@ class Translator:
         if instruction.name in FORMS:
             self.compute(instruction)
             return False
-        for pattern, function in PATTERNS:
-            found = pattern.fullmatch(instruction.name)
-            if found:
-                return bool(function(self, instruction, found))
-        raise self.unknown()
+        known = find_instruction(instruction.name)
+        if known is None:
+            raise self.unknown()
+        function, found = known
+        return bool(function(self, instruction, found))
 
     def unknown(self) -> UnknownInstruction:
         instruction = self.instruction

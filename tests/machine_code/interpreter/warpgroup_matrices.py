@@ -127,7 +127,7 @@ class WarpgroupMatrices:
         for source in sources:
             for lanes in self.warp_lanes(groups):
                 self.shared.check_read(lanes, source.cells, asynchronous=True)
-            np.add.at(self.shared.outgoing, source.cells, 1)
+            self.shared.count(self.shared.outgoing, source.cells, 1)
         self.hold(self.threads.lanes(mask), results)
         first = groups * WARPGROUP
         self.pending.append(
@@ -250,7 +250,7 @@ class WarpgroupMatrices:
         operands = []
         for source, kind in zip(product.sources, kinds, strict=True):
             operands.append(self.read(source, kind))
-            np.subtract.at(self.shared.outgoing, source.cells, 1)
+            self.shared.count(self.shared.outgoing, source.cells, -1)
             for lanes in self.warp_lanes(groups):
                 self.shared.note_read(lanes, source.cells)
         if product.left is None:
