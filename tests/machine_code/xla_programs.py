@@ -34,7 +34,7 @@ from tests.machine_code.compiled_program import (
     edges,
 )
 from tests.machine_code.faults import Fault
-from tests.machine_code.global_memory import GlobalMemory
+from tests.machine_code.global_memory import ALIGNMENT, GlobalMemory
 from tests.machine_code.launch import Geometry, LaunchReport, TensorMap, launch
 from tests.machine_code.ptx import Kernel, read_module
 
@@ -201,7 +201,9 @@ class Run:
 
     def _launch(self, command: Launch) -> None:
         kernel = self.executable.kernels[command.kernel]
-        self.memory.permit(self._spans(command.reads), self._spans(command.writes))
+        # Scatters read their indices before they compare their own number with how many there are.
+        padding = self._padding(command.reads) if command.any_store_wins else []
+        self.memory.permit(self._spans(command.reads), self._spans(command.writes), padding)
         arguments: list[int | bytes] = [self.address(place) for place in command.arguments]
         maps = tuple(self._tensor_map(command, d) for d in command.descriptors)
         if maps:  # the last parameter holds the descriptors themselves
@@ -231,6 +233,15 @@ class Run:
 
     def _spans(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
         return [(self.address(place), place.size) for place in places]
+
+    def _padding(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
+        """Return what is left of the last 256 bytes of each slice that XLA aligns to so many."""
+        ends = [
+            self.address(place) + place.size
+            for place in places
+            if self.address(place) % ALIGNMENT == 0
+        ]
+        return [(end, -end % ALIGNMENT) for end in ends if end % ALIGNMENT]
 
 
 def run_program(
