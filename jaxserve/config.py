@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "fp8", "int4", "awq", "gptq", "compressed-tensors")
 KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
+PRECISIONS = ("highest", "high")
 
 MAX_SCHEDULER_STEPS = 1024
 # org/name, or org/name/FILE.gguf.
@@ -87,6 +88,10 @@ class EngineConfig:
             for a slot while none is free; None lets each launch take as many as fit into 20 ms.
         seed: of requests that bring none, and of dummy weights.
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
+        float32_matmul_precision: of the products of a float32 model on a GPU, under PyTorch's
+            names. "highest" computes them in float32, as a CPU does. "high" rounds their factors
+            to TF32's 10 bits, which by NVIDIA's figures is 8 times as fast on an A100 and 7 times
+            on an H100 where prompts are long, and no faster on a GeForce.
         decode_sizes: padded row counts compiled for steps of one token a row.
         token_sizes: padded token counts compiled for all other steps.
         compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
@@ -122,6 +127,7 @@ class EngineConfig:
     num_scheduler_steps: int | None = None
     seed: int = 0
     attention_backend: str = "auto"
+    float32_matmul_precision: Literal["highest", "high"] = "highest"
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | Path | None = "auto"
@@ -154,6 +160,7 @@ class EngineConfig:
             ("scheduling_policy", POLICIES),
             ("load_format", LOAD_FORMATS),
             ("attention_backend", IMPLEMENTATIONS),
+            ("float32_matmul_precision", PRECISIONS),
         ):
             if getattr(self, name) not in allowed:
                 names = ", ".join(map(str, allowed))

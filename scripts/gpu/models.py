@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.start.compiler import product_precision
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
@@ -218,7 +219,8 @@ def step_call(
         program = functools.partial(decode_steps, most=num_steps, **options)
 
     def step(state, leaves, batch):
-        return program(graphdef, treedef, leaves, state, batch)
+        with product_precision("highest", dtype):
+            return program(graphdef, treedef, leaves, state, batch)
 
     return step, (state, leaves, batch)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,21 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 
+def product_precision(chosen: str, dtype: Any) -> AbstractContextManager[None]:
+    """Return a context in which a model's products are traced, with the precision chosen for them.
+
+    JAX's own choice for float32 is TF32 on a GPU, and stays for "high". On a CPU, and in the
+    narrower dtypes, there is no choice.
+
+    Args:
+        chosen: `EngineConfig.float32_matmul_precision`.
+        dtype: of the model's activations.
+    """
+    if chosen == "highest" and dtype == np.float32 and target_device().platform == "gpu":
+        return jax.default_matmul_precision("highest")
+    return nullcontext()
+
+
 class Compiler:
     """The source of an engine's compiled programs.
 
@@ -55,6 +71,7 @@ class Compiler:
         self.config = config
         self.model_config = model_config
         dtype = model.norm.scale[...].dtype
+        self._dtype: np.dtype[Any] = dtype
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
@@ -118,7 +135,8 @@ class Compiler:
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
         ) -> tuple[DeviceState, StepOutput]:
             batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-            return step(self._graphdef, self._treedef, leaves, state, batch, **options)
+            with product_precision(self.config.float32_matmul_precision, self._dtype):
+                return step(self._graphdef, self._treedef, leaves, state, batch, **options)
 
         return run, (self.leaves, self._shapes(num_pages), self.null_batch(bucket))
 
