@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -29,8 +29,7 @@ class Setup:
 
     Attributes:
         model: name of one of `MODELS`.
-        precision: of products in float32, as `jax.default_matmul_precision` takes it; None for
-            the one that XLA chooses.
+        precision: of a float32 model's products on a card: "highest" or "high".
         num_slots, num_tokens: rows and tokens of the largest step; there are no other buckets.
         num_pages: of the cache, the null page included.
         max_len: most tokens of a sequence.
@@ -39,7 +38,7 @@ class Setup:
     """
 
     model: str
-    precision: str | None = None
+    precision: Literal["highest", "high"] = "highest"
     num_slots: int = 4
     num_tokens: int = 32
     num_pages: int = 26
@@ -49,7 +48,8 @@ class Setup:
     @property
     def name(self) -> str:
         """The model, and what is not as it is by default."""
-        return self.model if self.precision is None else f"{self.model}-{self.precision}"
+        is_plain = self.precision == Setup.precision
+        return self.model if is_plain else f"{self.model}-{self.precision}"
 
     def config(self, num_steps: int = 1) -> EngineConfig:
         """Return the engine's settings, for launches of so many steps."""
@@ -64,6 +64,7 @@ class Setup:
             token_sizes=(self.num_tokens,),
             num_gpu_blocks_override=self.num_pages,
             num_scheduler_steps=num_steps,
+            float32_matmul_precision=self.precision,
             compilation_cache_dir="none",
             check_invariants=True,
         )
@@ -155,11 +156,4 @@ class StepProgram:
                     return Traced.of(set_allowed, (sampler, slots, words), 0)
             bucket = setup.steps()[self.program]
             run, arguments = compiler.step_call(bucket, setup.num_pages)
-
-        def step(*arrays: Any) -> Any:
-            if setup.precision is None:
-                return run(*arrays)
-            with jax.default_matmul_precision(setup.precision):
-                return run(*arrays)
-
-        return Traced.of(step, arguments, 1)
+        return Traced.of(run, arguments, 1)
