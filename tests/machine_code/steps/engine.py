@@ -21,7 +21,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.weights.placement import use_panels
 from tests.machine_code.steps.models import END, MODELS, VOCAB, leaves_of
 from tests.machine_code.steps.programs import Setup
-from tests.machine_code.steps.recording import Call, Recorder
+from tests.machine_code.steps.recording import Call, Recorder, arrays
 from tests.machine_code.steps.schedules import Schedule
 
 TOKENIZER = Path(jaxserve.__file__).parent / "demo_model"
@@ -35,18 +35,24 @@ class Recording:
     Attributes:
         setup: the engine.
         weights: the model's arrays as a card takes them.
+        empty_state: the device state before the first call.
         calls: of its programs.
         answers: token ids by request and completion.
     """
 
     setup: Setup
     weights: list[np.ndarray]
+    empty_state: list[np.ndarray]
     calls: list[Call]
     answers: dict[tuple[str, int], list[int]]
 
 
 class RecordedEngine:
-    """Engine of a setup on the CPU, which may serve several schedules."""
+    """Engine of a setup on the CPU, which may serve several schedules.
+
+    Attributes:
+        decoder: the model as the CPU runs it.
+    """
 
     def __init__(self, setup: Setup, num_steps: int = 1) -> None:
         """Start the engine.
@@ -61,6 +67,7 @@ class RecordedEngine:
         decoder = model.build()
         self._weights = leaves_of(decoder)
         use_panels(decoder)
+        self.decoder = decoder
         config = setup.config(num_steps)
         model_config = model.config().for_length(setup.max_len)
         compiler = Compiler(config, model_config, decoder)
@@ -72,6 +79,7 @@ class RecordedEngine:
             compiler.load_slot(),
             {count: compiler.set_allowed(count) for count in setup.mask_counts()},
         )
+        self._empty = arrays(programs.make_state())
         self._runner = Runner(
             config,
             model_config,
@@ -111,6 +119,8 @@ class RecordedEngine:
             if not waiting and not engine.has_work:
                 if engine.stats().num_failed_steps:
                     raise AssertionError("a step failed on the CPU")
-                return Recording(self.setup, self._weights, self._recorder.calls, answers)
+                return Recording(
+                    self.setup, self._weights, self._empty, self._recorder.calls, answers
+                )
             engine.step()
         raise AssertionError(f"the schedule did not end within {MOST_STEPS} steps")

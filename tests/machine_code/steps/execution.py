@@ -12,7 +12,15 @@ from tests.machine_code.compiled_program import Launch
 from tests.machine_code.faults import Fault
 from tests.machine_code.launch import LaunchReport
 from tests.machine_code.steps.engine import Recording
-from tests.machine_code.steps.judgement import Comparison, compare_state, compare_step
+from tests.machine_code.steps.judgement import (
+    Comparison,
+    compare_state,
+    compare_step,
+    differing_tokens,
+)
+from tests.machine_code.steps.near_ties import NearTies
+from tests.machine_code.steps.programs import STATE
+from tests.machine_code.steps.recording import Call
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.xla_programs import Executable, Options
 
@@ -47,38 +55,70 @@ class Outcome:
         self.executed |= report.names
 
 
-def execute(
-    recording: Recording,
-    executables: Mapping[str, Executable],
-    order: np.random.Generator | None = None,
-) -> Outcome:
-    """Execute the calls of a recording until one differs from it.
+class Execution:
+    """Execution of a recording, call by call.
 
     Args:
         recording: of the engine on the CPU.
         executables: the setup's programs by name.
         order: draws the order of launches, blocks and warps; None for the schedule's own.
+        ties: judge of tokens that differ; None where each must be the CPU's.
+        noise: by how much rounding moves logits.
     """
-    outcome, begin = Outcome(), time.perf_counter()
-    options = Options(order=order, observe=outcome.observe)
-    steps = recording.setup.steps()
-    program = "make state"
-    try:
-        replay = Replay(executables, recording.weights, options)
-        for call in recording.calls:
-            program = call.program
-            output = replay.run(call)
-            outcome.calls += 1
-            if call.output is None:
-                found = compare_state(call.state, replay.state)
-            else:
-                found = compare_step(call, steps[program], output, replay.state)
-            outcome.compared.add(found)
-            if found.faults:
-                break
-    except Fault as fault:
-        outcome.compared.faults.append(str(fault))
-    faults = outcome.compared.faults
-    outcome.compared.faults = [f"call {outcome.calls}, {program}: {fault}" for fault in faults]
-    outcome.seconds = time.perf_counter() - begin
-    return outcome
+
+    def __init__(
+        self,
+        recording: Recording,
+        executables: Mapping[str, Executable],
+        order: np.random.Generator | None = None,
+        ties: NearTies | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        self.outcome = Outcome()
+        self._recording = recording
+        self._steps = recording.setup.steps()
+        self._ties, self._noise = ties, noise
+        self._options = Options(order=order, observe=self.outcome.observe)
+        self._executables = executables
+        self._program = STATE
+        # The state on the CPU before the call that comes.
+        self._before = list(recording.empty_state)
+
+    def run(self) -> Outcome:
+        """Execute calls until one has a fault."""
+        outcome, begin = self.outcome, time.perf_counter()
+        try:
+            replay = Replay(self._executables, self._recording.weights, self._options)
+            for call in self._recording.calls:
+                self._program = call.program
+                outcome.calls += 1
+                self._call(replay, call)
+                if outcome.compared.faults:
+                    break
+                self._before[len(self._before) - len(call.state) :] = call.state
+        except Fault as fault:
+            outcome.compared.faults.append(str(fault))
+        where = f"call {outcome.calls}, {self._program}"
+        outcome.compared.faults = [f"{where}: {fault}" for fault in outcome.compared.faults]
+        outcome.seconds = time.perf_counter() - begin
+        return outcome
+
+    def _call(self, replay: Replay, call: Call) -> None:
+        output, compared = replay.run(call), self.outcome.compared
+        if call.output is None:
+            compared.add(compare_state(call.state, replay.state))
+            return
+        bucket, num_slots = self._steps[call.program], self._recording.setup.num_slots
+        differs, count = differing_tokens(call, bucket, output, num_slots)
+        compared.tokens += count
+        if not differs.any():
+            compared.add(compare_step(call, bucket, output, replay.state))
+            return
+        token_ids = output.token_ids.reshape(differs.shape)
+        if self._ties is None:
+            drawn, expected = (part.token_ids.tolist() for part in (output, call.output))
+            compared.faults.append(f"tokens are {drawn}; expected {expected}")
+            return
+        for tie in self._ties.judge(call, bucket, self._before, token_ids, differs, self._noise):
+            (compared.near_ties if tie.share else compared.faults).append(str(tie))
+        replay.adopt(call.state)

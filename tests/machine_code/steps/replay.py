@@ -58,5 +58,12 @@ class Replay:
         self.state = results[:size]
         return jax.tree.unflatten(jax.tree.structure(call.output), results[size:])
 
+    def adopt(self, state: list[np.ndarray]) -> None:
+        """Replace the state by that of the CPU, where pages may have another type."""
+        self.state = [
+            new.view(old.dtype) if new.itemsize == old.itemsize else new.astype(old.dtype)
+            for old, new in zip(self.state, state, strict=True)
+        ]
+
     def _run(self, program: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
         return run_program(self._executables[program], arguments, self._options)
