@@ -25,9 +25,23 @@ from jaxserve.models import Decoder
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.panels import with_num_rows
 from jaxserve.models.quantized import with_implementation
+from tests.machine_code.steps.models import TinyModel
 from tests.machine_code.steps.recording import Call
 
 TRIES = 200
+NOISE = {"float32": 0.0, "bfloat16": 0.05, "float16": 0.01}
+"""How far rounding moves a tiny model's logits, a normal deviation; a float32's by too little."""
+TF32_NOISE = 0.002
+FP8_PAGES_NOISE = 0.02
+
+
+def noise_of(model: TinyModel, precision: str) -> float:
+    """Return by how much a card's logits may differ from the CPU's."""
+    return max(
+        NOISE[model.dtype],
+        TF32_NOISE if precision == "high" else 0.0,
+        FP8_PAGES_NOISE if model.kv_cache_dtype == "fp8" else 0.0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,4 +131,5 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "several-greedy": greedy(has_long_launches=True),
     }
 )
-"""By name; "whole" and "several" suffice for a family."""
+EVERYWHERE = ("whole", "several")
+"""Schedules that make every kind of launch; the others make more of them."""
