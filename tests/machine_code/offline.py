@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -34,7 +35,7 @@ class OfflineCompiler:
         self.capability = capability
         self._interpreter = make_environment(environment or default_folder())
         self._folder = tempfile.TemporaryDirectory(prefix="jaxserve-compile-")
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> OfflineCompiler:
         return self
@@ -45,7 +46,7 @@ class OfflineCompiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop()
+        self.end_process()
         self._folder.cleanup()
 
     def compile(self, case: Case) -> Program:
@@ -55,9 +56,9 @@ class OfflineCompiler:
             NotCompiled: it cannot be.
         """
         out = Path(self._folder.name) / "program.json"
-        if self._process is None:
-            self._process = self._start(out)
-        process = self._process
+        if self.process is None:
+            self.process = self._start(out)
+        process = self.process
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(case.describe()) + "\n")
@@ -66,7 +67,7 @@ class OfflineCompiler:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            self._stop()
+            self.end_process()
             raise NotCompiled(f"{case.name}: the compiler ended the process")
         if answer != "compiled":
             raise NotCompiled(f"{case.name}: {answer}")
@@ -85,11 +86,13 @@ class OfflineCompiler:
             text=True,
         )
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
+    def end_process(self) -> None:
+        """End the process; the next case starts another."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
-                    pipe.close()
-            self._process = None
+                    with contextlib.suppress(BrokenPipeError):  # of a line that it never read
+                        pipe.close()
+            self.process = None

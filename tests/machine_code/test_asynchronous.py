@@ -154,7 +154,7 @@ def test_phases_of_an_mbarrier() -> None:
     """Two warps take turns through three phases: one writes, the other reads."""
     body = f"""
     {SHARED}
-    @%p1 mbarrier.init.shared::cta.b64 [%r2], 32;
+    @%p1 mbarrier.init.shared.b64 [%r2], 32;
     @%p1 mbarrier.init.shared::cta.b64 [%r2+8], 1;
     @%p1 fence.mbarrier_init.release.cluster;
     bar.sync 0;
@@ -166,7 +166,7 @@ def test_phases_of_an_mbarrier() -> None:
 $writer:
     mad.lo.u32 %r5, %r10, 100, %r3;
     st.shared.b32 [%r4], %r5;
-    mbarrier.arrive.shared::cta.b64 _, [%r2];
+    mbarrier.arrive.shared.b64 %d20, [%r2];
     and.b32 %r6, %r10, 1;
     {wait("%r2+8", "%r6")}
     add.u32 %r10, %r10, 1;

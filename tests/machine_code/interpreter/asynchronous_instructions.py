@@ -89,13 +89,14 @@ def invalidate_mbarrier(t: Translator, instruction: Instruction, found: Found) -
 
 
 def arrive(t: Translator, instruction: Instruction, found: Found) -> None:
-    """Translate an arrival; the state that it returns must not be used."""
+    """Translate an arrival; only waits that are not known here take the state that it returns."""
     expects_bytes = found[1] is not None
     target, address, *count = instruction.operands
-    if target != "_" or (expects_bytes and not count):
+    if expects_bytes and not count:
         raise t.unknown()
     number = t.value(count[0] if count else "1", "u32")
-    t.call("mbarriers.arrive", t.address(address), number, str(expects_bytes))
+    arguments = t.address(address), number, str(expects_bytes)
+    t.call("mbarriers.arrive", *arguments, results=[target], kind="b64")
 
 
 def wait_for_phase(t: Translator, instruction: Instruction, found: Found) -> bool:

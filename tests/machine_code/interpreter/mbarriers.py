@@ -69,8 +69,13 @@ class Mbarriers:
         self.threads.refuse(seen < barrier.made, lanes, what)
         return barrier
 
-    def arrive(self, mask: Mask, address: Array, count: Array, expects_bytes: bool) -> None:
-        """Count arrivals: `count` of each thread, or one that announces `count` bytes."""
+    def arrive(
+        self, mask: Mask, address: Array, count: Array, expects_bytes: bool
+    ) -> list[Array]:
+        """Count arrivals: `count` of each thread, or one that announces `count` bytes.
+
+        Return the phase's state, whose bits are nobody's business: ones.
+        """
         lanes = self.threads.lanes(mask)
         places = self.shared.offsets(lanes, address, MBARRIER_BYTES)
         counts = self.threads.pick(count, lanes).astype(np.int64)
@@ -89,6 +94,7 @@ class Mbarriers:
                 raise self.threads.fault("more arrivals than an mbarrier takes", lane)
             barrier.left -= arrivals
             self.complete(barrier)
+        return [np.full(self.threads.count, np.iinfo(np.uint64).max, np.uint64)]
 
     def deliver(self, place: int, lane: int, size: int, clock: Array) -> None:
         """Count the bytes of a copy that has arrived."""

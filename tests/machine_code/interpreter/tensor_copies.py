@@ -148,9 +148,7 @@ class TensorCopies:
             self.shared.count(self.shared.incoming, cells, 1)
             self.shared.data[places[:, None] + np.arange(size)] = 0xFF
             cta, warp = int(self.threads.cta[lane]), int(self.threads.warp[lane])
-            [bar] = self.shared.offsets(
-                np.array([lane]), self.threads.pick(mbarrier, np.array([lane])), MBARRIER_BYTES
-            ).tolist()
+            [bar] = self.shared.offsets(np.array([lane]), mbarrier, MBARRIER_BYTES).tolist()
             clock = self.clocks.time[cta, warp].copy()
             self.loads.append(Load(lane, places, raw, bar, clock))
             self.clocks.begin_epoch(cta, warp)
