@@ -69,9 +69,7 @@ class Mbarriers:
         self.threads.refuse(seen < barrier.made, lanes, what)
         return barrier
 
-    def arrive(
-        self, mask: Mask, address: Array, count: Array, expects_bytes: bool
-    ) -> list[Array]:
+    def arrive(self, mask: Mask, address: Array, count: Array, expects_bytes: bool) -> list[Array]:
         """Count arrivals: `count` of each thread, or one that announces `count` bytes.
 
         Return the phase's state, whose bits are nobody's business: ones.

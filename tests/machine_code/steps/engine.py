@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 
-import jaxserve
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
@@ -19,12 +17,11 @@ from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import page_bytes
 from jaxserve.request import SamplingParams
 from jaxserve.weights.placement import use_panels
-from tests.machine_code.steps.models import END, MODELS, VOCAB, leaves_of
+from tests.machine_code.steps.models import BUNDLED, END, MODELS, VOCAB, leaves_of
 from tests.machine_code.steps.programs import Setup
 from tests.machine_code.steps.recording import Call, Recorder, arrays
 from tests.machine_code.steps.schedules import Schedule
 
-TOKENIZER = Path(jaxserve.__file__).parent / "demo_model"
 MOST_STEPS = 1000
 
 
@@ -93,7 +90,7 @@ class RecordedEngine:
             counter=CompileCounter(),
         )
         limits = Limits(VOCAB, setup.max_len, (END,), seed=0, launch_steps=self._runner.max_steps)
-        tokenizer = Tokenizer(TOKENIZER, VOCAB)
+        tokenizer = Tokenizer(BUNDLED, VOCAB)
         self._loaded = Loaded(config, self._runner, tokenizer, limits, SamplingParams())
 
     def serve(self, schedule: Schedule) -> Recording:
@@ -112,8 +109,9 @@ class RecordedEngine:
         for step in range(MOST_STEPS):
             for number in [n for n, arrival in waiting.items() if arrival.step <= step]:
                 arrival = waiting.pop(number)
+                prompt = arrival.prompt if isinstance(arrival.prompt, str) else [*arrival.prompt]
                 request = engine.requests.make(
-                    list(arrival.prompt), arrival.sampling, request_id=str(number), number=number
+                    prompt, arrival.sampling, request_id=str(number), number=number
                 )
                 engine.add(request, sink)
             if not waiting and not engine.has_work:

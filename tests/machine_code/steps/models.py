@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxserve
 from jaxserve.models import Decoder, ModelConfig, parse_model_config
-from jaxserve.weights import random_weights
+from jaxserve.weights import load_weights, random_weights
 from jaxserve.weights.placement import scales_of, scales_parameter
 
 VOCAB = 511
@@ -85,8 +88,11 @@ def family(
     return {name: value for name, value in fields.items() if name not in without}
 
 
+BUNDLED = Path(jaxserve.__file__).parent / "demo_model"
+
 FAMILIES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
+        "bundled": json.loads((BUNDLED / "config.json").read_text()),
         "llama": dict(LLAMA),
         "qwen3": family("Qwen3", "qwen3", {}),
         "qwen3_moe": family(
@@ -120,7 +126,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class TinyModel:
-    """Model with random weights.
+    """Model with random weights, or the bundled one.
 
     Attributes:
         family: of `FAMILIES`.
@@ -147,9 +153,10 @@ class TinyModel:
 
     def build(self) -> Decoder:
         """Build the model with its weights laid out as a card with Triton takes them."""
-        model = random_weights(
-            self.config(), jnp.dtype(self.dtype), seed=3, quantization=self.quantization
-        )
+        config, dtype = self.config(), jnp.dtype(self.dtype)
+        if self.family == "bundled":
+            return load_weights(BUNDLED, config, dtype)
+        model = random_weights(config, dtype, seed=3, quantization=self.quantization)
         if self.kv_cache_dtype == "fp8":
             set_scales(model)
         return model
@@ -175,6 +182,7 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
         for model in (
             *(TinyModel(name) for name in FAMILIES),
             *(TinyModel("llama", dtype) for dtype in ("bfloat16", "float16")),
+            TinyModel("bundled", "bfloat16"),
             TinyModel("mixtral", "bfloat16"),
             *(TinyModel("llama", quantization=form) for form in ("int8", "int4", "fp8")),
             TinyModel("llama", "bfloat16", "int4"),

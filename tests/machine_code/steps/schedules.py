@@ -18,7 +18,7 @@ from tests.machine_code.steps.models import VOCAB
 class Arrival:
     """Request of a schedule, which comes before the step numbered `step`."""
 
-    prompt: tuple[int, ...]
+    prompt: str | tuple[int, ...]
     sampling: SamplingParams
     step: int
 
@@ -121,6 +121,39 @@ def several() -> Schedule:
     )
 
 
+def spoken() -> Schedule:
+    """Prompts in words, for the bundled model."""
+    prompts = {
+        "Hello": 6,
+        "add 3 4 and then tell me what the answer is, please, in words": 9,
+        "reverse: abcdefghijklmnopqrstuvwxyz 0123456789 abcdefghij": 12,
+        "x": 3,
+        "copy: one two three": 8,
+    }
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    return Schedule(
+        tuple(
+            Arrival(text, SamplingParams(max_tokens=count, **greedy), 0)
+            for text, count in prompts.items()
+        )
+    )
+
+
+def few_greedy() -> Schedule:
+    """A prompt in two chunks, the second beside a decode; greedy decodes."""
+    return Schedule((arrival(0, 5, 0, 4, temperature=0), arrival(1, 40, 0, 3, temperature=0)))
+
+
+def few_edited() -> Schedule:
+    """The same with a guided request, and one that is penalized."""
+    return Schedule(
+        (
+            arrival(0, 5, 0, 4, seed=3, structured_outputs=form(regex="[ab]{3,30}c")),
+            arrival(1, 40, 0, 2, seed=2, top_p=0.9, repetition_penalty=1.6, logprobs=2),
+        )
+    )
+
+
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "greedy": greedy(has_long_launches=False),
@@ -129,6 +162,9 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "whole": whole(),
         "several": several(),
         "several-greedy": greedy(has_long_launches=True),
+        "spoken": spoken(),
+        "few-greedy": few_greedy(),
+        "few-edited": few_edited(),
     }
 )
 EVERYWHERE = ("whole", "several")
