@@ -28,6 +28,7 @@ class Case(abc.ABC):
         kernel_module: module in which the kernel is written.
         tolerance: how far results may be off.
         donated: arguments that the kernel writes in place.
+        dtypes: names of the types that the kernel is compiled for.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Case(abc.ABC):
     kernel_module: str
     tolerance: Tolerance
     donated: tuple[int, ...] = ()
+    dtypes: str
 
     @abc.abstractmethod
     def arguments(self) -> Sequence[Argument]:

@@ -1,10 +1,10 @@
-"""Compiles the cases for cards that are not there, and keeps their machine code.
+"""Compiles the cases for cards that are not there, executes them, and keeps their machine code.
 
     python -m tests.machine_code.compile [--capability 9.0 ...] [--only REGEX] [--out DIR]
 
 Without `--only`, programs of cases that there are no more are dropped. Without `--all`, programs
-that are already those of the source stay as they are. Exits with 1 if a case does not compile, or
-if all that is kept has become too large.
+that are already those of the source stay as they are. Exits with 1 if a case does not compile or
+does not do what it must, or if all that is kept has become too large.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.run_main import run_main
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.cases import CARDS, FAMILIES, all_cases
-from tests.machine_code.kept import FOLDER, MOST_BYTES, KeptFile, StaleProgram, parse_capability
+from tests.machine_code.execution import execute
+from tests.machine_code.kept import (
+    FOLDER,
+    MOST_BYTES,
+    Execution,
+    KeptFile,
+    StaleProgram,
+    parse_capability,
+)
 from tests.machine_code.kept import spell as spelled
 from tests.machine_code.offline import NotCompiled, OfflineCompiler
+from tests.machine_code.xla_programs import Executable
 
 
 def compile_family(
@@ -41,13 +50,25 @@ def compile_family(
     for case in cases:
         if not again and is_fresh(file, case, capability):
             continue
-        try:
-            file.put(case, capability, compiler.compile(case))
-        except NotCompiled as error:
-            wrong.append(f"{spelled(capability)} {error}")
-        print(spelled(capability), wrong[-1] if wrong else case.name, file=sys.stderr, flush=True)
+        faults = compile_case(case, compiler, file)
+        print(spelled(capability), case.name, *faults, file=sys.stderr, flush=True)
+        wrong += [f"{spelled(capability)} {case.name}: {fault}" for fault in faults]
     file.save()
     return wrong
+
+
+def compile_case(case: Case, compiler: OfflineCompiler, file: KeptFile) -> list[str]:
+    """Compile and execute a case, and put its program into a file; return what went wrong."""
+    try:
+        program = compiler.compile(case)
+    except NotCompiled as error:
+        return [str(error)]
+    outcome = execute(case, Executable.of(program))
+    execution = Execution(
+        outcome.instructions, sorted(outcome.executed), sorted(outcome.held - outcome.executed)
+    )
+    file.put(case, compiler.capability, program, execution)
+    return outcome.faults
 
 
 def is_fresh(file: KeptFile, case: Case, capability: Capability) -> bool:

@@ -26,6 +26,8 @@ class Outcome:
         executed: names of the instructions that at least one thread executed.
         held: names of all instructions of the kernels that were launched.
         seconds: of a processor, for executing alone.
+        lines: of the modules' text that at least one thread executed, by kernel.
+        turns: the most that one launch took, of what `fuel` limits.
     """
 
     faults: list[str]
@@ -33,6 +35,8 @@ class Outcome:
     executed: set[str] = dataclasses.field(default_factory=set)
     held: set[str] = dataclasses.field(default_factory=set)
     seconds: float = 0.0
+    lines: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    turns: int = 0
 
 
 def execute(
@@ -58,6 +62,8 @@ def execute(
         outcome.instructions += report.instructions
         outcome.executed |= report.names
         outcome.held |= instruction_names(executable, launch.kernel)
+        outcome.lines.setdefault(launch.kernel, set()).update(report.lines)
+        outcome.turns = max(outcome.turns, report.turns)
 
     begin = time.process_time()
     try:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import json
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ UNSTEADY = frozenset(("ctx", "kind", "type_comment", "type_ignores", "type_param
 def case_digest(case: Case, capability: Capability, root: Path = ROOT) -> str:
     """Return the digest of everything that a case's machine code depends on."""
     signature = [(shape, str(np.dtype(dtype))) for shape, dtype in case.shapes()]
-    call = textwrap.dedent(inspect.getsource(type(case).call))
     tables = sorted((TABLES / ".".join(map(str, capability))).glob("*.json"))
     parts = [
         kernel_digest(case.kernel_module, root),
@@ -42,9 +40,16 @@ def case_digest(case: Case, capability: Capability, root: Path = ROOT) -> str:
         *(path.read_text() for path in tables),
         json.dumps(case.describe()),
         repr(signature),
-        repr(plain_tree(ast.parse(call))),
+        repr(call_tree(type(case))),
     ]
     return _digest(parts)
+
+
+def call_tree(kind: type[Case]) -> Any:
+    """Return the tree of the method with which cases of a type call their kernel."""
+    source = Path(inspect.getfile(kind)).read_text()
+    [body] = [n.body for n in ast.parse(source).body if getattr(n, "name", "") == kind.__name__]
+    return plain_tree(next(node for node in body if getattr(node, "name", "") == "call"))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import json
 import lzma
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.compiled_program import Program, from_json, to_json
@@ -29,6 +29,20 @@ class StaleProgram(Exception):
     """Kept machine code that is missing, or is not that of the source."""
 
 
+class Execution(NamedTuple):
+    """What executing a program came to.
+
+    Attributes:
+        instructions: executed, by all threads together.
+        executed: names of those instructions.
+        not_executed: names of instructions that its kernels hold, and that no thread executed.
+    """
+
+    instructions: int
+    executed: list[str]
+    not_executed: list[str]
+
+
 @dataclasses.dataclass
 class KeptFile:
     """Programs of one kernel.
@@ -36,7 +50,8 @@ class KeptFile:
     Attributes:
         path: where they are.
         modules: PTX by its digest.
-        programs: by capability ("9.0") and case: digest of the source, and the program.
+        programs: by capability ("9.0") and case: digest of the source, the program, and what
+            executing it came to when it was put here.
     """
 
     path: Path
@@ -51,7 +66,9 @@ class KeptFile:
             return cls(path, {}, {})
         return cls(path, **json.loads(lzma.decompress(path.read_bytes())))
 
-    def put(self, case: Case, capability: Capability, program: Program) -> None:
+    def put(
+        self, case: Case, capability: Capability, program: Program, execution: Execution
+    ) -> None:
         """Add a program, or replace what there is of it."""
         names = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in program.modules]
         self.modules.update(zip(names, program.modules, strict=True))
@@ -59,6 +76,7 @@ class KeptFile:
             "digest": case_digest(case, capability),
             "modules": names,
             "program": to_json(program),
+            **execution._asdict(),
         }
 
     def get(self, case: Case, capability: Capability) -> Program:
@@ -75,6 +93,13 @@ class KeptFile:
                 f"{COMMAND} --capability {spell(capability)} --only '^{case.name}$'"
             )
         return from_json(entry["program"], [self.modules[name] for name in entry["modules"]])
+
+    def executions(self, capability: Capability) -> dict[str, Execution]:
+        """Return what executing each case's program came to."""
+        return {
+            name: Execution(*(entry[field] for field in Execution._fields))
+            for name, entry in self.programs.get(spell(capability), {}).items()
+        }
 
     def drop_others(self, capability: Capability, names: set[str]) -> None:
         """Drop programs of cases that there are no more."""

@@ -50,8 +50,8 @@ def read_host_code(log: str) -> HostCode:
     launching = [stage for stage in making if "gpu.launch_func" in stage]
     if not before_lowering or not launching:
         raise UnreadableHlo("the log of Mosaic's passes shows no launch with tensor maps")
-    # The last stage in which shapes can still be read, when sizes are numbers already.
-    stage, launch = before_lowering[-1], launching[0]
+    # The first stage, before passes take the computation of shapes apart.
+    stage, launch = before_lowering[0], launching[0]
     found = LAUNCH.search(launch)
     if found is None:
         raise UnreadableHlo("the launch in the log of Mosaic's passes has another form")

@@ -10,11 +10,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import dequantize
 from tests.machine_code.attention_cases import DTYPES
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
@@ -76,6 +74,10 @@ class GroupedCase(Case):
 
     family: ClassVar[str] = "grouped"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_grouped_matmul"
+
+    @property
+    def dtypes(self) -> str:
+        return self.dtype
 
     @property
     def tolerance(self) -> Tolerance:
@@ -141,6 +143,10 @@ class QuantizedCase(Case):
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
 
     @property
+    def dtypes(self) -> str:
+        return f"{self.form} {self.dtype}"
+
+    @property
     def tolerance(self) -> Tolerance:
         return product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")
 
@@ -166,10 +172,18 @@ class QuantizedCase(Case):
 def whole_weight(
     values: np.ndarray, scales: np.ndarray, zeros: list[np.ndarray], form: str
 ) -> np.ndarray:
-    """Dequantize a weight, [I,O], as the package specifies it."""
-    arrays = (jnp.asarray(values), jnp.asarray(scales), *map(jnp.asarray, zeros))
-    padded = (*arrays, None)[:3]
-    return np.asarray(dequantize(*padded, form, jnp.dtype(jnp.float32))).astype(np.float64)
+    """Dequantize a weight in numpy, in float64: [I,O] as `pallas_kernels.dequantize` gives it."""
+    if form == "int4":
+        halves = np.stack([values & 15, values >> 4], axis=1)  # inputs 2i and 2i + 1 of row i
+        numbers = halves.reshape(-1, values.shape[1]).astype(np.float64)
+    else:
+        numbers = (values.view(DTYPES["fp8"]) if form == "fp8" else values).astype(np.float64)
+    size = numbers.shape[0] // scales.shape[0]
+    if zeros:
+        numbers -= np.repeat(zeros[0].astype(np.float64), size, axis=0)
+    elif form == "int4":
+        numbers -= 8
+    return numbers * np.repeat(scales.astype(np.float64), size, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +204,10 @@ class QuantizedGroupedCase(Case):
 
     family: ClassVar[str] = "quantized_grouped"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_grouped_matmul"
+
+    @property
+    def dtypes(self) -> str:
+        return f"{self.form} {self.dtype}"
 
     @property
     def tolerance(self) -> Tolerance:

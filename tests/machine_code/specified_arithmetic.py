@@ -77,7 +77,7 @@ def encode(
 ) -> int:
     """Return the bits of an exact number, or of a float that is none.
 
-    Rounded to nearest even, or `down`: towards minus infinity.
+    It is rounded to nearest even, or towards negative infinity.
     """
     precision, least = FORMATS[kind]
     size, mantissa_bits = BITS[kind], precision - 1
@@ -94,14 +94,14 @@ def encode(
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     exponent -= value < Fraction(2) ** exponent
     exponent = max(exponent, least)
-    exact_mantissa = value / Fraction(2) ** (exponent - mantissa_bits)
-    mantissa = round(exact_mantissa)
+    units = value / Fraction(2) ** (exponent - mantissa_bits)
+    mantissa = round(units)
     if down:
-        mantissa = math.ceil(exact_mantissa) if sign else math.floor(exact_mantissa)
-        top -= not sign
+        mantissa = math.ceil(units) if sign else math.floor(units)
     # Adding lets a mantissa that was rounded up carry into the exponent.
     bits = mantissa + (exponent - least << mantissa_bits)
-    return sign | min(bits, top)
+    # What is too large is infinite, but where it is rounded towards zero.
+    return sign | min(bits, top - 1 if down and not sign else top)
 
 
 def encode_signed(value: float, kind: str) -> int:
@@ -240,12 +240,11 @@ def float_result(parts: list[str], bits: list[int], kind: str) -> tuple[int, flo
         error = 2.0 ** (2 - FORMATS[kind][0])
     else:
         value = exact(operation, values)
-        down = "rm" in modifiers
         negative = value == 0 and math.copysign(1, as_floats(operation, values)) < 0
-        if down and value == 0:  # a difference of equals is -0, and so is any sum with -0
-            a, b, c = values
-            signs = math.copysign(1, a) * math.copysign(1, b), math.copysign(1, c)
-            negative = a * b != 0 or min(signs) < 0
+        down = "rm" in modifiers
+        if down and value == 0:  # only the sum of two positive zeros is positive
+            signs = [math.copysign(1, v) for v in values]
+            negative = signs[0] * signs[1] < 0 or signs[2] < 0
         result = encode(value, kind, negative, down)
     if "ftz" in modifiers:
         value = flushed(number(result, kind))

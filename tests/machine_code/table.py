@@ -12,8 +12,8 @@ from scripts.lib.run_record import about_run, keep
 from tests.machine_code.cases import CARDS, FAMILIES
 from tests.machine_code.kept import spell
 
-PART = "executed"
-"""Name of the part of the results file."""
+PART, PLANTED = "executed", "planted"
+"""Names of the parts of the results file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +71,48 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         "# Machine code executed",
         "",
-        "`python -m tests.machine_code --all`: cases right of those executed, each in the order of",
-        "the schedule and in a random one; instructions executed of those that the kernels hold.",
+        "`python -m tests.machine_code --all`: cases that did what their specification says, of",
+        "those executed, each in the order of the schedule and in a random one; instructions that",
+        "they executed, of those that the kernels hold; and faults caught of those planted, by",
+        "`python -m tests.machine_code.planted`, but for those that change nothing.",
         "",
         f"| kernel | {' | '.join(capabilities)} |",
         f"|---|{'---|' * len(capabilities)}",
     ]
-    executed = results.get(PART, {})
+    executed, planted = (results.get(part, {}) for part in (PART, PLANTED))
     for family in FAMILIES:
-        cells = [_cell(executed.get(capability, {}).get(family)) for capability in capabilities]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        sums = [
+            (executed.get(c, {}).get(family), planted.get(c, {}).get(family)) for c in capabilities
+        ]
+        lines.append(f"| {family} | {' | '.join(_cell(*pair) for pair in sums)} |")
+    lines += ["", *_totals(executed, planted), ""]
+    return "\n".join(lines)
 
 
-def _cell(sums: dict[str, Any] | None) -> str:
-    if sums is None:
+def _cell(executed: dict[str, Any] | None, planted: dict[str, Any] | None) -> str:
+    if executed is None:
         return "-"
-    return (
-        f"{sums['right']} of {sums['cases']} cases, {sums['executed']} of "
-        f"{sums['instructions']} instructions"
-    )
+    parts = [
+        f"{executed['right']} of {executed['cases']} cases",
+        f"{executed['executed']} of {executed['instructions']} instructions",
+    ]
+    if planted is not None:
+        parts.append(f"{planted['caught']} of {planted['planted']} faults")
+    return ", ".join(parts)
+
+
+def _totals(executed: dict[str, Any], planted: dict[str, Any]) -> list[str]:
+    """Say in sentences what all kernels came to together."""
+    cells = [cell for families in executed.values() for cell in families.values()]
+    right, cases = (sum(cell[name] for cell in cells) for name in ("right", "cases"))
+    lines = [f"In all {right} of {cases} cases."]
+    faults = [cell for families in planted.values() for cell in families.values()]
+    if faults:
+        caught, count, same = (
+            sum(cell[name] for cell in faults) for name in ("caught", "planted", "equivalent")
+        )
+        lines[0] += f" {caught} of {count} faults were caught; {same} more change nothing."
+    missed = sorted({name for cell in cells for name in cell["not_executed"]})
+    if missed:
+        lines.append(f"Not executed: {', '.join(missed)}.")
+    return lines

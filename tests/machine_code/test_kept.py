@@ -14,10 +14,11 @@ from tests.machine_code import freshness
 from tests.machine_code.cases import all_cases
 from tests.machine_code.compiled_program import Copy, Program, Slice
 from tests.machine_code.freshness import case_digest, kernel_digest, modules_of, plain_tree
-from tests.machine_code.kept import KeptFile, StaleProgram
+from tests.machine_code.kept import Execution, KeptFile, StaleProgram
 
 CASE = next(case for case in all_cases() if case.name == "kv_write-bf16-h64")
 CAPABILITY = (9, 0)
+EXECUTION = Execution(5, ["add"], ["sub"])
 COPY = Copy("copy", Slice(0, 0, 4), Slice(1, 0, 4))
 
 
@@ -28,12 +29,13 @@ def program(text: str = "PTX") -> Program:
 def test_what_was_put_is_got_again(tmp_path: Path) -> None:
     file = KeptFile.read("kv_write", tmp_path)
     other = dataclasses.replace(CASE, name="other")
-    file.put(CASE, CAPABILITY, program())
-    file.put(other, CAPABILITY, program("more"))
-    file.put(CASE, (8, 0), program())
+    file.put(CASE, CAPABILITY, program(), EXECUTION)
+    file.put(other, CAPABILITY, program("more"), EXECUTION)
+    file.put(CASE, (8, 0), program(), EXECUTION)
     file.save()
     again = KeptFile.read("kv_write", tmp_path)
     assert again.get(CASE, CAPABILITY) == again.get(CASE, (8, 0)) == program()
+    assert again.executions(CAPABILITY) == {CASE.name: EXECUTION, "other": EXECUTION}
     assert len(again.modules) == 3  # what programs share is kept once
     again.drop_others(CAPABILITY, {CASE.name})
     again.save()
@@ -45,7 +47,7 @@ def test_what_was_put_is_got_again(tmp_path: Path) -> None:
 
 def test_a_stale_program_is_refused_with_the_command(tmp_path: Path) -> None:
     file = KeptFile.read("kv_write", tmp_path)
-    file.put(CASE, CAPABILITY, program())
+    file.put(CASE, CAPABILITY, program(), EXECUTION)
     changed = dataclasses.replace(CASE, kv_heads=3)
     command = r"tests\.machine_code\.compile --capability 9\.0 --only '\^kv_write-bf16-h64\$'"
     with pytest.raises(StaleProgram, match=f"other source; make it with .*{command}"):

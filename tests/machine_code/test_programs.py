@@ -147,6 +147,8 @@ def test_arguments_of_another_shape_are_refused() -> None:
     executable = Executable.of(program(add_one(INPUT, OUTPUT)))
     with pytest.raises(ValueError, match="shape"):
         Run(executable, [np.zeros(3, np.int32)])
+    with pytest.raises(ValueError, match="is float32; expected int32"):
+        Run(executable, [np.zeros(4, np.float32)])
     with pytest.raises(ValueError, match="1 parameters"):
         Run(executable, [])
 

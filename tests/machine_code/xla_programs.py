@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tests.machine_code.case import Argument
+from tests.machine_code.case import Argument, Pieces
 from tests.machine_code.compiled_program import (
+    Array,
     Branch,
     Command,
     Copy,
@@ -126,10 +127,7 @@ class Run:
             skew = PARAMETER_SKEW if is_parameter else 0
             self._bases[number] = self.memory.allocate(size, name, skew)
         for array, argument in zip(program.parameters, arguments, strict=True):
-            pieces = argument if isinstance(argument, list) else [(0, argument)]
-            if not isinstance(argument, list) and argument.shape != array.shape:
-                raise ValueError(f"an argument of shape {argument.shape} for one of {array.shape}")
-            for offset, piece in pieces:
+            for offset, piece in _pieces(argument, array):
                 self.memory.write(self.address(array.place) + offset, piece)
         for place, data in program.constants:
             self.memory.write(self.address(place), np.frombuffer(data, np.uint8))
@@ -242,6 +240,17 @@ class Run:
             if self.address(place) % ALIGNMENT == 0
         ]
         return [(end, -end % ALIGNMENT) for end in ends if end % ALIGNMENT]
+
+
+def _pieces(argument: Argument, parameter: Array) -> Pieces:
+    """Return the pieces of an argument, which are of the parameter's type."""
+    pieces = argument if isinstance(argument, list) else [(0, argument)]
+    if not isinstance(argument, list) and argument.shape != parameter.shape:
+        raise ValueError(f"the argument has shape {argument.shape}; expected {parameter.shape}")
+    for _, piece in pieces:
+        if piece.dtype != parameter.numpy_dtype:
+            raise ValueError(f"the argument is {piece.dtype}; expected {parameter.numpy_dtype}")
+    return pieces
 
 
 def run_program(

@@ -172,15 +172,14 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def fused_down(a: Array, b: Array, c: Array) -> Array:
-    """Compute `a * b + c` of float32, rounded towards minus infinity."""
-    scaled, other = a.astype(np.float64) * b, c.astype(np.float64)
-    exact = odd_sum(scaled, other)
+    """Compute `a * b + c` of float32, rounded once, towards negative infinity."""
+    product, c = np.broadcast_arrays(a.astype(np.float64) * b, c.astype(np.float64))
+    exact = odd_sum(product, c)
     nearest = exact.astype(np.float32)
-    # A difference of equals is -0, and so is any sum with -0.
-    is_positive = ~(np.signbit(scaled) | np.signbit(other))
-    zero = np.where(is_positive, np.float32(0), np.float32(-0.0))
     down = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-    return np.where(exact == 0, zero, down)
+    # Only the sum of two positive zeros is positive.
+    is_negative_zero = (exact == 0) & (np.signbit(product) | np.signbit(c))
+    return np.where(is_negative_zero, np.float32(-0.0), down)
 
 
 def odd_sum(a: Array, b: Array) -> Array:

@@ -140,7 +140,7 @@ SINGLE_FLOATS = (
     (("sin.approx",), 1, "sine({0})"),
     (("cos.approx",), 1, "cosine({0})"),
 )
-SATURATING = ("add", "add.rn", "sub", "sub.rn", "mul", "mul.rn", "fma.rn")
+SATURATING = ("add", "add.rn", "sub", "sub.rn", "mul", "mul.rn", "fma.rn", "fma.rm")
 
 
 def float_forms() -> Forms:

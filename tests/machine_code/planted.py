@@ -1,0 +1,267 @@
+"""Plants faults into the machine code of the kernels, one at a time: would their cases notice?
+
+    python -m tests.machine_code.planted [--kernel decode ...] [--capability 9.0] [--count N]
+        [--seed N] [--out scripts/results/machine_code.json]
+
+A fault is a line of PTX that says something else (`fault_kinds.py`), among those that the case
+reaches. It is caught if the interpreter refuses what the kernel does, or a result is not what the
+specification says, for any of the inputs that the case has for this machine code. What survives is
+listed with the reason that `survivors.json` has for it: that it changes nothing that could be seen
+("equivalent"), or that no input shows it. Exits with 1 if fewer than 95 % of the faults that are
+not equivalent were caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.lib.argument_types import integer_from_0, positive_integer, results_file
+from scripts.lib.paths import RESULTS
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run, keep
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.cases import CARDS, FAMILIES, all_cases
+from tests.machine_code.execution import execute
+from tests.machine_code.fault_kinds import KINDS, FaultKind
+from tests.machine_code.faults import UnknownInstruction
+from tests.machine_code.kept import kept_file, parse_capability, spell
+from tests.machine_code.more_inputs import more_inputs
+from tests.machine_code.ptx import read_module
+from tests.machine_code.xla_programs import Executable
+
+PART = "planted"
+GOAL = 0.95
+REASONS = Path(__file__).parent / "survivors.json"
+# A kernel that runs this much longer than it should does not end.
+PATIENCE = 3
+# Cases of more instructions take too long to run some hundred times.
+MOST_INSTRUCTIONS = 20e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """Fault in a program: the module and line that has it, and what the line says instead."""
+
+    case: str
+    kernel: str
+    kind: str
+    module: int
+    line: int
+    before: str
+    after: str
+
+    @property
+    def key(self) -> str:
+        """What the fault is known by as long as the machine code stays as it is."""
+        return f"{self.case} {self.kernel} {self.line}: {self.before} -> {self.after or 'nothing'}"
+
+
+class Subject:
+    """A case's program, with what its own run was like."""
+
+    def __init__(self, case: Case, capability: Capability) -> None:
+        self.case, self.capability = case, capability
+        self.executable = Executable.of(kept_file(case.family).get(case, capability))
+        self.outcome = execute(case, self.executable)
+
+    @functools.cached_property
+    def inputs(self) -> list[tuple[Case, list[np.ndarray]]]:
+        """The inputs of this machine code, and what each must give."""
+        return [(case, case.expected()) for case in (self.case, *more_inputs(self.case))]
+
+    @functools.cached_property
+    def places(self) -> dict[FaultKind, list[tuple[str, int, int]]]:
+        """The lines that can have faults of each kind: kernel, module, number of the line."""
+        found: dict[FaultKind, list[tuple[str, int, int]]] = collections.defaultdict(list)
+        for module, text in enumerate(self.executable.program.modules):
+            lines = text.split("\n")
+            for kernel in read_module(text):
+                if is_ours(kernel):
+                    for number in sorted(self.outcome.lines.get(kernel, ())):
+                        for kind in KINDS:
+                            if fault_in(kind, lines[number - 1]) is not None:
+                                found[kind].append((kernel, module, number))
+        return dict(found)
+
+    def plant(self, kind: FaultKind, place: tuple[str, int, int]) -> Planted:
+        kernel, module, number = place
+        line = self.executable.program.modules[module].split("\n")[number - 1]
+        after = fault_in(kind, line) or ""
+        before, after = (" ".join(text.split()) for text in (line, after))
+        return Planted(self.case.name, kernel, kind.name, module, number, before, after)
+
+    def with_fault(self, planted: Planted) -> Executable:
+        """Return the program with a fault in it."""
+        lines = self.executable.program.modules[planted.module].split("\n")
+        lines[planted.line - 1] = planted.after
+        kernels = self.executable.kernels | read_module("\n".join(lines))
+        return Executable(self.executable.program, kernels)
+
+    def notice(self, planted: Planted) -> str:
+        """Run all inputs until one shows the fault; return what it showed, or ""."""
+        executable = self.with_fault(planted)
+        fuel = PATIENCE * self.outcome.turns + 300
+        for case, expected in self.inputs:
+            outcome = execute(case, executable, expected=expected, fuel=fuel)
+            if outcome.faults:
+                return outcome.faults[0]
+        case, expected = self.inputs[0]
+        order = np.random.default_rng(planted.line)
+        outcome = execute(case, executable, expected=expected, order=order)
+        return outcome.faults[0] if outcome.faults else ""
+
+
+def is_ours(kernel: str) -> bool:
+    """Return whether a kernel is one of the package's, not a fusion that XLA wrote around it."""
+    return "fusion" not in kernel and not kernel.startswith(("wrapped_", "sort", "input_"))
+
+
+def fault_in(kind: FaultKind, line: str) -> str | None:
+    """Return a line with a fault, or None where it cannot have one of that kind."""
+    if not kind.lines.search(line):
+        return None
+    changed = kind.change(line)
+    return None if changed == line else changed
+
+
+class Planting:
+    """Faults drawn for the cases of one kernel, every kind in turn, and what became of them."""
+
+    def __init__(self, family: str, capability: Capability, seed: int) -> None:
+        self.family, self.capability = family, capability
+        self.random = random.Random(f"{family} {capability} {seed}")
+        self.cases = [
+            case for case in all_cases() if case.family == family and case.runs_on(capability)
+        ]
+        self.subjects: dict[str, Subject] = {}
+
+    def subject(self, case: Case) -> Subject:
+        if case.name not in self.subjects:
+            self.subjects[case.name] = Subject(case, self.capability)
+            faults = self.subjects[case.name].outcome.faults
+            if faults:
+                raise SystemExit(f"{case.name} is wrong with no fault in it: {faults[0]}")
+        return self.subjects[case.name]
+
+    def draw(self, count: int) -> Iterator[tuple[Subject, Planted]]:
+        """Yield different faults, of cases at random and of all kinds in turn."""
+        drawn: set[str] = set()
+        kinds = list(KINDS)
+        while len(drawn) < count and kinds:
+            self.random.shuffle(kinds)
+            for kind in list(kinds):
+                found = self.draw_kind(kind, drawn)
+                if found is None:
+                    kinds.remove(kind)
+                    continue
+                drawn.add(found[1].key)
+                yield found
+                if len(drawn) == count:
+                    return
+
+    def draw_kind(self, kind: FaultKind, drawn: set[str]) -> tuple[Subject, Planted] | None:
+        """Draw a fault of a kind that has not been drawn; None if a few cases have none."""
+        for case in self.random.sample(self.cases, min(4, len(self.cases))):
+            subject = self.subject(case)
+            if subject.outcome.instructions > MOST_INSTRUCTIONS:
+                continue
+            places = subject.places.get(kind, [])
+            for place in self.random.sample(places, min(4, len(places))):
+                planted = subject.plant(kind, place)
+                if planted.key not in drawn:
+                    return subject, planted
+        return None
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of the faults in one kernel's cases."""
+
+    planted: int = 0
+    caught: int = 0
+    equivalent: int = 0
+    kinds: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    survivors: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, fault: Planted, noticed: str, reasons: dict[str, Any]) -> None:
+        """Count a fault; one that is known to be equivalent is not counted as planted."""
+        if noticed:
+            self.caught += 1
+        else:
+            known = reasons.get(fault.key, {"equivalent": False, "reason": ""})
+            self.survivors.append(dataclasses.asdict(fault) | known)
+            if known["equivalent"]:
+                self.equivalent += 1
+                return
+        self.planted += 1
+        sums = self.kinds.setdefault(fault.kind, [0, 0])
+        sums[0] += 1
+        sums[1] += bool(noticed)
+
+
+def plant(
+    family: str, capability: Capability, seed: int, count: int, reasons: dict[str, Any]
+) -> Result:
+    """Plant faults in the cases of a kernel and see which are noticed."""
+    result, begin = Result(), time.monotonic()
+    for subject, fault in Planting(family, capability, seed).draw(count):
+        try:
+            noticed = subject.notice(fault)
+        except UnknownInstruction:
+            continue  # what it became is no instruction, so no compiler writes it
+        result.add(fault, noticed, reasons)
+        seconds = time.monotonic() - begin
+        shown = re.sub(r"^.*?: ", "", noticed)[:90] if noticed else "SURVIVED " + fault.key
+        print(f"{seconds:6.0f} s {fault.kind}: {shown}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.machine_code.planted", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--kernel", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--capability", type=parse_capability, choices=list(CARDS), default=(9, 0))
+    parser.add_argument("--count", type=positive_integer, default=90, help="faults a kernel")
+    parser.add_argument("--seed", type=integer_from_0, default=0)
+    parser.add_argument("--out", type=results_file, default=RESULTS / "machine_code.json")
+    arguments = parser.parse_args()
+    about = about_run()
+    reasons = json.loads(REASONS.read_text()) if REASONS.is_file() else {}
+    results: dict[str, Result] = {}
+    for family in arguments.kernel:
+        if any(c.family == family and c.runs_on(arguments.capability) for c in all_cases()):
+            results[family] = plant(
+                family, arguments.capability, arguments.seed, arguments.count, reasons
+            )
+    store(arguments.out, spell(arguments.capability), results, about)
+    planted = sum(result.planted for result in results.values())
+    caught = sum(result.caught for result in results.values())
+    equivalent = sum(result.equivalent for result in results.values())
+    print(f"caught {caught} of {planted}; {equivalent} more are equivalent")
+    return 0 if caught >= GOAL * planted else 1
+
+
+def store(path: Path, capability: str, results: dict[str, Result], about: dict[str, Any]) -> None:
+    """Write results beside those of other kernels and capabilities."""
+    before = json.loads(path.read_text()).get(PART, {}) if path.is_file() else {}
+    own = before.get(capability, {}) | {
+        family: dataclasses.asdict(result) for family, result in results.items()
+    }
+    keep(path, {PART: before | {capability: own}}, about)
+
+
+if __name__ == "__main__":
+    run_main(main)

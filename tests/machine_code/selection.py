@@ -1,0 +1,47 @@
+"""The choice of cases that every run of the tests executes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.cases import all_cases
+from tests.machine_code.kept import Execution, kept_file
+
+
+def kernel_cases(capability: Capability, family: str) -> list[Case]:
+    """List all cases of a kernel for a capability."""
+    return [case for case in all_cases() if case.family == family and case.runs_on(capability)]
+
+
+def chosen_cases(capability: Capability, family: str) -> list[Case]:
+    """Choose cases of a kernel that together have each of its dtypes and execute all they can.
+
+    The next is always the one that adds most for what it costs.
+    """
+    executions = kept_file(family).executions(capability)
+    cases = {c.name: c for c in kernel_cases(capability, family) if c.name in executions}
+    chosen = cover(
+        {name: _features(case, executions[name]) for name, case in cases.items()},
+        {name: executions[name].instructions for name in cases},
+    )
+    return [cases[name] for name in chosen]
+
+
+def _features(case: Case, execution: Execution) -> set[str]:
+    """Return what a case has that another may lack: its dtypes, and instructions it executes."""
+    return {case.dtypes, *execution.executed}
+
+
+def cover(features: Mapping[str, set[str]], costs: Mapping[str, int]) -> list[str]:
+    """Return names whose features together are all, cheap ones with many of them first."""
+    left, chosen = set().union(*features.values()), []
+    while left:
+        best = max(features, key=lambda name: len(features[name] & left) / (costs[name] + BASE))
+        chosen.append(best)
+        left -= features[best]
+    return chosen
+
+
+BASE = 1_000_000
+"""Cost of a case, in instructions, beside those that it executes."""
