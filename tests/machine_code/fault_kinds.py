@@ -25,6 +25,8 @@ class FaultKind(NamedTuple):
 COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
 OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 SIGNS = {"s": "u", "u": "s"}
+# A distance that an exchange between all lanes has already, or that leaves their group.
+DISTANCES = {"1": "2", "2": "4", "4": "8", "8": "16", "16": "8"}
 GUARD = re.compile(r"@!?%?[\w$]+\s+")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -139,7 +141,6 @@ def kind(name: str, lines: str, change: Change) -> FaultKind:
 SYNCHRONIZATION = (
     kind("barrier left out", r"\bbar(rier)?\.(?!warp).*sync", drop),
     kind("warp's barrier left out", r"\bbar\.warp\.sync", drop),
-    kind("barrier's number", r"\bbar(rier)?\.(?!warp).*sync", add(r"sync\s+(\d+)", 1)),
     kind("wait for copies left out", r"cp\.async\.wait_(group|all)", drop),
     kind("wait for copies weakened", r"cp\.async\.wait_group", add(r"wait_group\s+(\d+)", 1)),
     kind("commit of copies left out", r"cp\.async\.commit_group", drop),
@@ -221,9 +222,8 @@ INTEGERS = (
         r"\bmad\.\S+\s[^,]*,[^,]*,\s*\d+\s*,",
         add(r",[^,]*,\s*(\d+)\s*,", 1),
     ),
-    kind("sign of a product", r"\bmul\.(wide|hi)\.", by_table(r"mul\.\w+\.([su])", SIGNS)),
-    kind("sign of a shift", r"\bshr\.[su]", by_table(r"shr\.([su])", SIGNS)),
-    kind("sign of a field", r"\bbfe\.", by_table(r"bfe\.([su])", SIGNS)),
+    kind("sign of a shift", r"\bshr\.s", replace(r"shr\.s", "shr.u")),
+    kind("sign of a field", r"\bbfe\.s", replace(r"bfe\.s", "bfe.u")),
     kind("sign of a quotient", r"\b(div|rem)\.[su]\d", by_table(r"(?:div|rem)\.([su])\d", SIGNS)),
     kind("or for and", r"\band\.(b\d|pred)", replace(r"\band\.", "or.")),
     kind("and for or", r"\bor\.(b\d|pred)", replace(r"\bor\.", "and.")),
@@ -233,10 +233,9 @@ INTEGERS = (
     kind("side of a funnel shift", r"\bshf\.", by_table(r"shf\.([lr])\.", {"l": "r", "r": "l"})),
     kind(
         "distance of a shuffle",
-        r"shfl\.sync",
-        add(r"shfl\S+\s+[^,]+,[^,]+,\s*(\d+)\s*,", 1),
+        r"shfl\.sync\.(bfly|up|down)",
+        by_table(r"shfl\S+\s+[^,]+,[^,]+,\s*(\d+)\s*,", DISTANCES),
     ),
-    kind("limit of a shuffle", r"shfl\.sync", add(r"shfl\S+\s+[^,]+,[^,]+,[^,]+,\s*(\d+)\s*,", -1)),
 )
 FLOATS = (
     kind("float sum for a difference", r"\bsub\.\S*f(16|32)", replace(r"\bsub\.", "add.")),
@@ -265,7 +264,7 @@ FLOATS = (
     ),
     kind(
         "sign of a converted integer",
-        r"cvt\.(rn\.f32|s64|u64|s32|u32)\.[su]",
+        r"cvt\.rn\.f\d+\.[su]",
         by_table(r"cvt\.\S+\.([su])\d+\s", SIGNS),
     ),
     kind(

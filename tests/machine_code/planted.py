@@ -21,7 +21,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,10 @@ class Subject:
         lines = self.executable.program.modules[planted.module].split("\n")
         lines[planted.line - 1] = planted.after
         kernels = self.executable.kernels | read_module("\n".join(lines))
-        return Executable(self.executable.program, kernels)
+        executable = Executable(self.executable.program, kernels)
+        # Launches overlap as before, also if the fault is that a kernel does not wait.
+        executable.waits = self.executable.waits
+        return executable
 
     def notice(self, planted: Planted) -> str:
         """Run all inputs until one shows the fault; return what it showed, or ""."""
@@ -139,12 +142,9 @@ def fault_in(kind: FaultKind, line: str) -> str | None:
 class Planting:
     """Faults drawn for the cases of one kernel, every kind in turn, and what became of them."""
 
-    def __init__(self, family: str, capability: Capability, seed: int) -> None:
-        self.family, self.capability = family, capability
-        self.random = random.Random(f"{family} {capability} {seed}")
-        self.cases = [
-            case for case in all_cases() if case.family == family and case.runs_on(capability)
-        ]
+    def __init__(self, cases: list[Case], capability: Capability, seed: int) -> None:
+        self.cases, self.capability = cases, capability
+        self.random = random.Random(f"{cases[0].family} {capability} {seed}")
         self.subjects: dict[str, Subject] = {}
 
     def subject(self, case: Case) -> Subject:
@@ -155,10 +155,12 @@ class Planting:
                 raise SystemExit(f"{case.name} is wrong with no fault in it: {faults[0]}")
         return self.subjects[case.name]
 
-    def draw(self, count: int) -> Iterator[tuple[Subject, Planted]]:
+    def draw(
+        self, count: int, kinds: Iterable[FaultKind] = KINDS
+    ) -> Iterator[tuple[Subject, Planted]]:
         """Yield different faults, of cases at random and of all kinds in turn."""
         drawn: set[str] = set()
-        kinds = list(KINDS)
+        kinds = list(kinds)
         while len(drawn) < count and kinds:
             self.random.shuffle(kinds)
             for kind in list(kinds):
@@ -211,12 +213,10 @@ class Result:
         sums[1] += bool(noticed)
 
 
-def plant(
-    family: str, capability: Capability, seed: int, count: int, reasons: dict[str, Any]
-) -> Result:
+def plant(planting: Planting, count: int, reasons: dict[str, Any]) -> Result:
     """Plant faults in the cases of a kernel and see which are noticed."""
     result, begin = Result(), time.monotonic()
-    for subject, fault in Planting(family, capability, seed).draw(count):
+    for subject, fault in planting.draw(count):
         try:
             noticed = subject.notice(fault)
         except UnknownInstruction:
@@ -242,10 +242,11 @@ def main() -> int:
     reasons = json.loads(REASONS.read_text()) if REASONS.is_file() else {}
     results: dict[str, Result] = {}
     for family in arguments.kernel:
-        if any(c.family == family and c.runs_on(arguments.capability) for c in all_cases()):
-            results[family] = plant(
-                family, arguments.capability, arguments.seed, arguments.count, reasons
-            )
+        cases = [case for case in all_cases() if case.family == family]
+        cases = [case for case in cases if case.runs_on(arguments.capability)]
+        if cases:
+            planting = Planting(cases, arguments.capability, arguments.seed)
+            results[family] = plant(planting, arguments.count, reasons)
     store(arguments.out, spell(arguments.capability), results, about)
     planted = sum(result.planted for result in results.values())
     caught = sum(result.caught for result in results.values())

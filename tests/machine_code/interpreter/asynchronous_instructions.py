@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tests.machine_code.interpreter.instruction import Instruction
+from tests.machine_code.interpreter.instruction import Instruction, split_operands
 
 if TYPE_CHECKING:
     from tests.machine_code.interpreter.translation import Translator
@@ -42,7 +42,7 @@ def tensor(t: Translator, operand: str) -> tuple[str, str]:
     found = TENSOR_OPERAND.fullmatch(operand)
     if found is None:
         raise t.unknown()
-    return t.value(found[1], "b64"), t.values(t.split(found[2]), "s32")
+    return t.value(found[1], "b64"), t.values(split_operands(found[2]), "s32")
 
 
 def load_tensor(t: Translator, instruction: Instruction, found: Found) -> None:

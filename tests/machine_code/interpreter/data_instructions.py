@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.machine_code.interpreter.forms import comparison
-from tests.machine_code.interpreter.instruction import Instruction
+from tests.machine_code.interpreter.instruction import Instruction, registers_of
 from tests.machine_code.interpreter.ptx_types import NUMPY, SIZE, numpy_name
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def move(t: Translator, instruction: Instruction, found: Found) -> None:
     kind = found[1]
     target, source = instruction.operands
     if target.startswith("{"):
-        names = t.parts(target)
+        names = registers_of(target)
         t.emit(f"v = split({t.value(source, kind)}, {len(names)})")
         for index, name in enumerate(names):
             t.put(name, f"v[{index}]", f"b{8 * SIZE[kind] // len(names)}")
     elif source.startswith("{"):
-        names = t.parts(source)
+        names = registers_of(source)
         part = f"b{8 * SIZE[kind] // len(names)}"
         values = t.values(names, part)
         t.varies = True
@@ -100,7 +100,7 @@ def load_parameter(t: Translator, instruction: Instruction, found: Found) -> Non
     operand = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+))?\s*\]", instruction.operands[1])
     if operand is None or operand[1] not in dict(t.kernel.parameters):
         raise t.unknown()
-    targets = t.parts(instruction.operands[0])
+    targets = registers_of(instruction.operands[0])
     if len(targets) != int(count or 1):
         raise t.unknown()
     t.varies = True
@@ -118,7 +118,7 @@ def loaded_kind(kind: str) -> str:
 
 def load(t: Translator, instruction: Instruction, found: Found) -> None:
     space, read_only, count, kind = found.groups()
-    targets = t.parts(instruction.operands[0])
+    targets = registers_of(instruction.operands[0])
     if len(targets) != int(count or 1):
         raise t.unknown()
     arguments = [t.address(instruction.operands[1]), str(SIZE[kind]), str(len(targets))]
@@ -140,7 +140,7 @@ def load(t: Translator, instruction: Instruction, found: Found) -> None:
 
 def store(t: Translator, instruction: Instruction, found: Found) -> None:
     space, count, kind = found.groups()
-    sources = t.parts(instruction.operands[1])
+    sources = registers_of(instruction.operands[1])
     if len(sources) != int(count or 1):
         raise t.unknown()
     address, bits = t.address(instruction.operands[0]), f"b{8 * SIZE[kind]}"

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.machine_code.faults import Fault
-from tests.machine_code.interpreter.instruction import Instruction
+from tests.machine_code.interpreter.instruction import Instruction, registers_of
 
 if TYPE_CHECKING:
     from tests.machine_code.interpreter.translation import Translator
@@ -19,7 +19,7 @@ WARPGROUP_DEPTH = {"bf16": 16, "f16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
 
 
 def load_matrices(t: Translator, instruction: Instruction, found: Found) -> None:
-    targets = t.parts(instruction.operands[0])
+    targets = registers_of(instruction.operands[0])
     if len(targets) != int(found[1]):
         raise t.unknown()
     arguments = t.address(instruction.operands[1]), found[1], str(found[2] is not None)
@@ -27,7 +27,7 @@ def load_matrices(t: Translator, instruction: Instruction, found: Found) -> None
 
 
 def store_matrices(t: Translator, instruction: Instruction, found: Found) -> None:
-    sources = t.parts(instruction.operands[1])
+    sources = registers_of(instruction.operands[1])
     if len(sources) != int(found[1]):
         raise t.unknown()
     arguments = t.address(instruction.operands[0]), t.values(sources, "b32")
@@ -36,7 +36,7 @@ def store_matrices(t: Translator, instruction: Instruction, found: Found) -> Non
 
 def multiply(t: Translator, instruction: Instruction, found: Found) -> None:
     depth, kinds = int(found[1]), (found[2], found[3])
-    result, left, right, added = (t.parts(operand) for operand in instruction.operands)
+    result, left, right, added = (registers_of(operand) for operand in instruction.operands)
     full = DEPTHS[kinds[0]][1]
     counts = len(result), len(left), len(right), len(added)
     registers = 4 * depth // full
@@ -61,20 +61,20 @@ def multiply_warpgroup(t: Translator, instruction: Instruction, found: Found) ->
     signs, transposed = numbers[:2], numbers[2:]
     in_registers = left.startswith("{")
     expected = 0 if kinds[0] not in ("bf16", "f16") else 1 if in_registers else 2
-    names = t.parts(results)
+    names = registers_of(results)
     if (
         depth != WARPGROUP_DEPTH[kinds[0]]
         or columns % 8
         or len(names) != columns // 2
         or signs != ["1", "1"]
         or len(transposed) != expected
-        or (in_registers and len(t.parts(left)) != 4)
+        or (in_registers and len(registers_of(left)) != 4)
     ):
         raise t.unknown()
-    check_fence(t, [*names, *(t.parts(left) if in_registers else [])])
+    check_fence(t, [*names, *(registers_of(left) if in_registers else [])])
     indices = tuple(t.kernel.registers[name].index for name in names)
     if in_registers:
-        first = repr([t.kernel.registers[name].index for name in t.parts(left)])
+        first = repr([t.kernel.registers[name].index for name in registers_of(left)])
     else:
         first = t.value(left, "b64")
     flags = [number == "1" for number in transposed]
@@ -91,7 +91,7 @@ def check_fence(t: Translator, names: list[str]) -> None:
             return
         if before.name.startswith("wgmma") or not before.operands:
             continue
-        if {*t.parts(before.operands[0])} & {*names}:
+        if {*registers_of(before.operands[0])} & {*names}:
             raise Fault(f"{where}: no wgmma.fence since line {before.line} wrote its registers")
     raise Fault(f"{where}: no wgmma.fence before this wgmma in its block")
 

@@ -17,7 +17,7 @@ import numpy as np
 from tests.machine_code.faults import Fault, UnknownInstruction
 from tests.machine_code.interpreter import arithmetic, conversions
 from tests.machine_code.interpreter.forms import FORMS
-from tests.machine_code.interpreter.instruction import Instruction, registers_of, split_operands
+from tests.machine_code.interpreter.instruction import Instruction
 from tests.machine_code.interpreter.instructions import find_instruction
 from tests.machine_code.interpreter.liveness import local_registers
 from tests.machine_code.interpreter.ptx_types import (
@@ -249,7 +249,7 @@ class Translator:
         if target in self.local:
             self.put_local(target, expression, held)
         else:
-            self.put_shared(register.index, expression, held, register.size)
+            self.put_kept(register.index, expression, held, register.size)
 
     def put_local(self, target: str, expression: str, held: str) -> None:
         name, before = f"r{self.kernel.registers[target].index}", self.held.get(target, held)
@@ -262,7 +262,7 @@ class Translator:
                 expression = f"({expression}).view({before})"
             self.emit(f"{name} = where({guard}, {expression}, {name})")
 
-    def put_shared(self, index: int, expression: str, held: str, size: int) -> None:
+    def put_kept(self, index: int, expression: str, held: str, size: int) -> None:
         if size and held != unsigned_name(size):
             expression = f"({expression}).view({unsigned_name(size)})"
         if self.masked or self.instruction.guard is not None:
@@ -282,13 +282,3 @@ class Translator:
         self.emit(f"v = {text}")
         for index, target in enumerate(results):
             self.put(target, f"v[{index}]", kind)
-
-    # For patterns, so that they need no imports of their own.
-
-    @staticmethod
-    def parts(operand: str) -> list[str]:
-        return registers_of(operand)
-
-    @staticmethod
-    def split(text: str) -> list[str]:
-        return split_operands(text)
