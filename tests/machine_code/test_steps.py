@@ -62,13 +62,14 @@ def test_tokens_are_those_of_the_engine_on_the_cpu(
     executables: Executables,
     engines: Engines,
 ) -> None:
-    """In a random order of launches, blocks and warps."""
+    """In a random order of launches."""
     recording = record(engines, name)
     assert programs <= {call.program for call in recording.calls}
     outcome = Execution(recording, executables(capability), np.random.default_rng(0)).run()
     assert outcome.compared.faults == []
     assert outcome.calls == len(recording.calls)
-    assert outcome.compared.tokens == sum(map(len, recording.answers.values())) == tokens
+    # Of a step in flight when its row ended, tokens are compared that the engine drops.
+    assert outcome.compared.tokens == tokens >= sum(map(len, recording.answers.values()))
     assert outcome.compared.logprobs < 1e-5 and outcome.compared.pages < 1e-5
     kernels = {"kv_write", "paged_decode_split", "paged_decode_merge", "ragged_attention"}
     assert kernels <= outcome.kernels

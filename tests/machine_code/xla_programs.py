@@ -82,6 +82,8 @@ class Options:
     Attributes:
         checks_races: find races in shared memory.
         order: draws the order of commands, blocks and warps; None for the schedule's own.
+        orders_warps: draw the order of blocks and warps too; it takes ten times as long, and
+            whatever their order is, races between them are found.
         fuel: turns after which a block is held not to end; None for the interpreter's own limit.
         observe: is called after each launch.
         select_blocks: returns which blocks of a launch run; None for all.
@@ -89,6 +91,7 @@ class Options:
 
     checks_races: bool = True
     order: np.random.Generator | None = None
+    orders_warps: bool = True
     fuel: int | None = None
     observe: Callable[[Launch, LaunchReport], None] | None = None
     select_blocks: Callable[[Launch], Sequence[int] | None] | None = None
@@ -214,7 +217,7 @@ class Run:
             Geometry(command.grid, command.threads, dynamic),
             arguments,
             checks_races=self.options.checks_races,
-            order=self.options.order,
+            order=self.options.order if self.options.orders_warps else None,
             fuel=self.options.fuel,
             must_wait=command.starts_early and self.executable.waits,
             any_store_wins=command.any_store_wins,

@@ -4,8 +4,8 @@
         [--schedule S ...] [--seed N]
 
 Programs are compiled in the environment of `scripts.gpu.compile_offline`, and executed in a random
-order of launches, blocks and warps. Results go to scripts/results/machine_code_steps.md. Exits with
-1 if anything is wrong.
+order of launches. Results go to scripts/results/machine_code_steps.md. Exits with 1 if anything is
+wrong.
 """
 
 from __future__ import annotations

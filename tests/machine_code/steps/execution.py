@@ -61,7 +61,7 @@ class Execution:
     Args:
         recording: of the engine on the CPU.
         executables: the setup's programs by name.
-        order: draws the order of launches, blocks and warps; None for the schedule's own.
+        order: draws the order of launches; None for the schedule's own.
         ties: judge of tokens that differ; None where each must be the CPU's.
         noise: by how much rounding moves logits.
     """
@@ -78,7 +78,7 @@ class Execution:
         self._recording = recording
         self._steps = recording.setup.steps()
         self._ties, self._noise = ties, noise
-        self._options = Options(order=order, observe=self.outcome.observe)
+        self._options = Options(order=order, orders_warps=False, observe=self.outcome.observe)
         self._executables = executables
         self._program = STATE
         # The state on the CPU before the call that comes.
