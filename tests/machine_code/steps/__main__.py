@@ -11,6 +11,7 @@ wrong.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import jax
 import numpy as np
@@ -23,51 +24,69 @@ from tests.machine_code.cases import CARDS
 from tests.machine_code.kept import parse_capability, spell
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.compilation import compile_programs
-from tests.machine_code.steps.engine import RecordedEngine
+from tests.machine_code.steps.engine import RecordedEngine, Recording
 from tests.machine_code.steps.execution import Execution
 from tests.machine_code.steps.models import FAMILIES, MODELS
 from tests.machine_code.steps.near_ties import NearTies, noise_of
-from tests.machine_code.steps.programs import Setup
+from tests.machine_code.steps.programs import STATE, Setup
 from tests.machine_code.steps.schedules import EVERYWHERE, SCHEDULES
 from tests.machine_code.steps.table import Row, write_table
 from tests.machine_code.xla_programs import Executable
 
 
-def run_setup(
-    setup: Setup, capabilities: list[Capability], schedules: list[str], seed: int
-) -> list[Row]:
-    """Serve schedules with a model and execute them for each capability."""
-    compiled = {}
-    for capability in capabilities:
-        programs = compile_programs(setup, capability, setup.programs()).programs
-        compiled[capability] = {name: Executable.of(p) for name, p in programs.items()}
-    rows = {capability: Row(spell(capability), setup.name) for capability in capabilities}
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Schedule that an engine has served on the CPU.
+
+    Attributes:
+        name: the schedule's.
+        recording: of the engine's calls.
+        ties: judge of its tokens.
+    """
+
+    name: str
+    recording: Recording
+    ties: NearTies
+
+
+def serve(setup: Setup, schedules: list[str]) -> list[Served]:
+    """Serve schedules with engines on the CPU, one a length of launches."""
+    served = []
     for has_long_launches in (False, True):
         named = [n for n in schedules if SCHEDULES[n].has_long_launches == has_long_launches]
-        if not named:
-            continue
-        engine = RecordedEngine(setup, setup.launch_steps if has_long_launches else 1)
-        noise = noise_of(MODELS[setup.model], setup.precision)
-        ties = NearTies(engine.decoder) if noise else None
-        for name in named:
-            recording = engine.serve(SCHEDULES[name])
-            for capability, executables in compiled.items():
-                order = np.random.default_rng(seed)
-                outcome = Execution(recording, executables, order, ties, noise).run()
-                rows[capability].add(name, outcome)
-                compared = outcome.compared
-                print(
-                    f"{setup.name} {spell(capability)} {name}: {outcome.calls} calls, "
-                    f"{outcome.launches} launches, {outcome.instructions / 1e6:.0f} M instructions "
-                    f"in {outcome.seconds:.0f} s; {compared.tokens} tokens, log-probabilities "
-                    f"{compared.logprobs:.1e}, pages {compared.pages:.1e}",
-                    *(f"  near tie: {tie}" for tie in compared.near_ties),
-                    *(f"  WRONG: {fault}" for fault in compared.faults),
-                    sep="\n",
-                    flush=True,
-                )
+        if named:
+            engine = RecordedEngine(setup, setup.launch_steps if has_long_launches else 1)
+            ties = NearTies(engine.decoder)
+            served += [Served(name, engine.serve(SCHEDULES[name]), ties) for name in named]
+            jax.clear_caches()
+    return served
+
+
+def execute(setup: Setup, capability: Capability, served: list[Served], seed: int) -> Row:
+    """Compile the programs that engines called for a capability, and execute the calls."""
+    called = {call.program for schedule in served for call in schedule.recording.calls}
+    names = [name for name in setup.programs() if name in called | {STATE}]
+    compiled = compile_programs(setup, capability, names).programs
+    executables = {name: Executable.of(program) for name, program in compiled.items()}
+    noise = noise_of(MODELS[setup.model], setup.precision)
+    row = Row(spell(capability), setup.name)
+    for schedule in served:
+        order, ties = np.random.default_rng(seed), schedule.ties if noise else None
+        outcome = Execution(schedule.recording, executables, order, ties, noise).run()
+        row.add(schedule.name, outcome)
+        compared = outcome.compared
+        print(
+            f"{setup.name} {spell(capability)} {schedule.name}: {outcome.calls} calls, "
+            f"{outcome.launches} launches, {outcome.instructions / 1e6:.0f} M instructions "
+            f"in {outcome.seconds:.0f} s; {compared.tokens} tokens, log-probabilities "
+            f"{compared.logprobs:.1e}, pages {compared.pages:.1e}",
+            *(f"  near tie: {tie}" for tie in compared.near_ties),
+            *(f"  WRONG: {fault}" for fault in compared.faults),
+            sep="\n",
+            flush=True,
+        )
         jax.clear_caches()
-    return list(rows.values())
+    return row
 
 
 def main() -> int:
@@ -104,16 +123,18 @@ def main() -> int:
     wrong = 0
     for name in chosen:
         setup = Setup(name, arguments.precision)
-        try:
-            rows = run_setup(setup, arguments.capability, arguments.schedule, arguments.seed)
-        except NoEnvironment as error:
-            raise SystemExit(str(error)) from error
-        except NotCompiled as error:
-            print(f"WRONG: {error}", flush=True)
-            wrong += 1
-            continue
-        write_table(rows)
-        wrong += sum(bool(row.outcome.compared.faults) for row in rows)
+        served = serve(setup, arguments.schedule)
+        for capability in arguments.capability:
+            try:
+                row = execute(setup, capability, served, arguments.seed)
+            except NoEnvironment as error:
+                raise SystemExit(str(error)) from error
+            except NotCompiled as error:
+                print(f"WRONG: {error}", flush=True)
+                wrong += 1
+                continue
+            write_table([row])
+            wrong += bool(row.outcome.compared.faults)
     print(f"{len(chosen)} models, {wrong} wrong")
     return 1 if wrong else 0
 

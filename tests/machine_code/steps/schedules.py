@@ -154,6 +154,18 @@ def few_edited() -> Schedule:
     )
 
 
+def few_several() -> Schedule:
+    """Launches of several steps, with a row that ends before the others."""
+    return Schedule(
+        (
+            arrival(0, 5, 0, 4, temperature=0),
+            arrival(1, 20, 0, 4, temperature=0.9, top_p=0.9, seed=2),
+            arrival(2, 15, 0, 3, seed=3, presence_penalty=1.0),
+        ),
+        has_long_launches=True,
+    )
+
+
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "greedy": greedy(has_long_launches=False),
@@ -164,6 +176,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "several-greedy": greedy(has_long_launches=True),
         "spoken": spoken(),
         "few-greedy": few_greedy(),
+        "few-several": few_several(),
         "few-edited": few_edited(),
     }
 )
