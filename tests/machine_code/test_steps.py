@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 
@@ -9,12 +10,18 @@ import numpy as np
 import pytest
 
 from tests.machine_code.case import Capability
+from tests.machine_code.compiled_program import Program
+from tests.machine_code.faults import Fault
 from tests.machine_code.steps.engine import RecordedEngine, Recording
 from tests.machine_code.steps.execution import Execution
+from tests.machine_code.steps.judgement import compare_step, differing_tokens
 from tests.machine_code.steps.kept import FILE, MOST_BYTES, SETUP, KeptPrograms
+from tests.machine_code.steps.programs import LOAD_SLOT, mask_program
+from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
 from tests.machine_code.xla_programs import Executable
 
+MIXED, DECODE = "32 tokens, 4 rows", "greedy decode 4"
 Executables = Callable[[Capability], dict[str, Executable]]
 Engines = Callable[[int], RecordedEngine]
 
@@ -49,9 +56,9 @@ def test_what_is_kept_is_of_the_source(kept: KeptPrograms) -> None:
 @pytest.mark.parametrize(
     ("capability", "name", "programs", "tokens"),
     [
-        ((9, 0), "several", {"decode 4, up to 4 steps", "32 tokens, 4 rows", "load slot"}, 29),
-        ((8, 0), "few-greedy", {"greedy decode 4", "32 tokens, 4 rows"}, 7),
-        ((8, 0), "few-edited", {"decode 4", "set allowed, 1", "load slot"}, 6),
+        ((9, 0), "few-several", {MIXED, "decode 4, up to 4 steps", LOAD_SLOT}, 11),
+        ((8, 0), "few-greedy", {MIXED, DECODE}, 7),
+        ((8, 0), "few-edited", {MIXED, "decode 4", mask_program(1), LOAD_SLOT}, 6),
     ],
 )
 def test_tokens_are_those_of_the_engine_on_the_cpu(
@@ -73,3 +80,57 @@ def test_tokens_are_those_of_the_engine_on_the_cpu(
     assert outcome.compared.logprobs < 1e-5 and outcome.compared.pages < 1e-5
     kernels = {"kv_write", "paged_decode_split", "paged_decode_merge", "ragged_attention"}
     assert kernels <= outcome.kernels
+
+
+@pytest.fixture(scope="module")
+def before_decode(executables: Executables, engines: Engines) -> tuple[Recording, list[np.ndarray]]:
+    """The calls up to the first decode, and the state that a card has before it."""
+    recording = record(engines, "few-greedy")
+    first = next(n for n, c in enumerate(recording.calls) if c.program == DECODE)
+    recording = dataclasses.replace(recording, calls=recording.calls[: first + 1])
+    replay = Replay(executables((8, 0)), recording.weights)
+    for call in recording.calls[:-1]:
+        replay.run(call)
+    return recording, replay.state
+
+
+def faults_of_decode(
+    program: Program, recording: Recording, state: list[np.ndarray], weights: list[np.ndarray]
+) -> list[str]:
+    """Execute the last call alone by another program; return what is wrong with it."""
+    replay = Replay({DECODE: Executable.of(program)}, weights, state=state)
+    call, bucket = recording.calls[-1], SETUP.steps()[DECODE]
+    try:
+        output = replay.run(call)
+    except Fault as fault:
+        return [str(fault)]
+    differs, _ = differing_tokens(call, bucket, output, SETUP.num_slots)
+    compared = compare_step(call, bucket, output, replay.state)
+    faults = list(compared.faults)
+    if differs.any():
+        faults.append("tokens differ")
+    if compared.pages > 1e-5:
+        faults.append(f"pages are off by {compared.pages}")
+    return faults
+
+
+def test_a_launch_that_is_left_out_is_noticed(
+    executables: Executables, before_decode: tuple[Recording, list[np.ndarray]]
+) -> None:
+    """Most leave memory that is read and was never written; kv_write leaves other pages."""
+    recording, state = before_decode
+    program = executables((8, 0))[DECODE].program
+    assert faults_of_decode(program, recording, state, recording.weights) == []
+    for left_out in (0, len(program.commands) // 2, len(program.commands) - 1):
+        commands = [c for number, c in enumerate(program.commands) if number != left_out]
+        lacking = dataclasses.replace(program, commands=tuple(commands))
+        assert faults_of_decode(lacking, recording, state, recording.weights), left_out
+
+
+def test_weights_that_differ_are_noticed(
+    executables: Executables, before_decode: tuple[Recording, list[np.ndarray]]
+) -> None:
+    recording, state = before_decode
+    weights = [array * np.float32(1.001) for array in recording.weights]
+    program = executables((8, 0))[DECODE].program
+    assert faults_of_decode(program, recording, state, weights)

@@ -32,18 +32,20 @@ class Replay:
         executables: Mapping[str, Executable],
         weights: list[np.ndarray],
         options: Options | None = None,
+        state: list[np.ndarray] | None = None,
     ) -> None:
-        """Make the empty state.
+        """Begin with a state.
 
         Args:
             executables: programs by name.
             weights: the model's arrays.
             options: how programs run.
+            state: to begin with; None for the empty one, which a program makes.
         """
         self._executables = executables
         self._weights = weights
         self._options = options or Options()
-        self.state = self._run(STATE, [])
+        self.state = self._run(STATE, []) if state is None else state
 
     def run(self, call: Call) -> Any:
         """Execute a call; return a step's output, as a tree like that of the call."""
