@@ -139,6 +139,15 @@ def spoken() -> Schedule:
     )
 
 
+def scored(schedule: Schedule) -> Schedule:
+    """Return the same schedule with all requests' log-probabilities requested."""
+    arrivals = [
+        dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, logprobs=20))
+        for a in schedule.arrivals
+    ]
+    return Schedule(tuple(arrivals), schedule.has_long_launches)
+
+
 def few_greedy() -> Schedule:
     """A prompt in two chunks, the second beside a decode; greedy decodes."""
     return Schedule((arrival(0, 5, 0, 4, temperature=0), arrival(1, 40, 0, 3, temperature=0)))
