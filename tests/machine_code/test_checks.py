@@ -146,8 +146,15 @@ mov.u32 %r1, tile;
 mad.lo.u32 %r2, %r0, 4, %r1;
 xor.b32 %r3, %r0, 32;
 mad.lo.u32 %r3, %r3, 4, %r1;
+xor.b32 %r7, %r0, 1;
+mad.lo.u32 %r7, %r7, 4, %r1;
 """
 EXCHANGE = TILE + "st.shared.b32 [%r2], %r0; bar.sync 0; ld.shared.b32 %r4, [%r3];"
+LANES = (
+    TILE
+    + "st.shared.b32 [%r2], %r0; bar.warp.sync -1; ld.shared.b32 %r4, [%r7];"
+    + "bar.warp.sync -1; st.shared.b32 [%r2], 5;"
+)
 AGAIN = EXCHANGE + "bar.sync 1; st.shared.b32 [%r2], %r4;"
 COPY = (
     TILE
@@ -202,6 +209,47 @@ SHARED = {
     "two warps that write": Bug(
         "while another warp wrote it",
         TILE + "st.shared.b32 [%r2], %r0; bar.sync 0; st.shared.b32 [%r3], 7;",
+        "bar.sync 0;",
+        "",
+        TWO_WARPS,
+    ),
+    "a read of what another lane wrote": Bug(
+        "another lane wrote, no bar.warp.sync between",
+        LANES,
+        "bar.warp.sync -1; ld",
+        "ld",
+    ),
+    "a write of what another lane reads": Bug(
+        "another lane reads it, no bar.warp.sync between",
+        LANES,
+        "bar.warp.sync -1; st",
+        "st",
+    ),
+    "a write by the last lane of what all lanes read": Bug(
+        "another lane reads it, no bar.warp.sync between",
+        TILE
+        + "st.shared.b32 [%r2], %r0; bar.warp.sync -1; ld.shared.b32 %r4, [%r1];"
+        + "setp.eq.u32 %p1, %r0, 31; bar.warp.sync -1; @%p1 st.shared.b32 [%r1], 5;",
+        "bar.warp.sync -1; @%p1",
+        "@%p1",
+    ),
+    "a write of what another lane wrote": Bug(
+        "another lane wrote it, no bar.warp.sync between",
+        TILE + "st.shared.b32 [%r2], %r0; bar.warp.sync -1; st.shared.b32 [%r7], 77;",
+        "bar.warp.sync -1;",
+        "",
+    ),
+    "ldmatrix of what lanes wrote": Bug(
+        "another lane wrote, no bar.warp.sync between",
+        TILE
+        + "mad.lo.u32 %r8, %r0, 16, %r1; st.shared.v4.b32 [%r8], {%r0, %r0, %r0, %r0};"
+        + "bar.warp.sync -1; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r8];",
+        "bar.warp.sync -1;",
+        "",
+    ),
+    "an atomic on what another warp wrote": Bug(
+        "an atomic on what another warp wrote",
+        TILE + "st.shared.b32 [%r2], 0; bar.sync 0; red.shared.add.u32 [%r3], 1;",
         "bar.sync 0;",
         "",
         TWO_WARPS,

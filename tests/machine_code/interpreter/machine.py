@@ -80,7 +80,7 @@ class Machine:
             name: memory.place_constant(name, raw) for name, raw in kernel.constants.items()
         }
         self.barriers = NamedBarriers(threads, progress, clocks)
-        self.warps = Warps(threads)
+        self.warps = Warps(threads, clocks)
         self.local = LocalMemory(threads, kernel.local)
         must_wait = kernel.has_grid_wait or options.must_wait
         self.global_access = GlobalAccess(threads, memory, order, must_wait, options.any_store_wins)

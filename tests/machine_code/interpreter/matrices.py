@@ -56,7 +56,7 @@ class Matrices:
     def load(self, mask: Mask, address: Array, count: int, transposed: bool) -> list[Array]:
         """Load 8 x 8 matrices of 16-bit elements, a register of two elements for each."""
         warps = self.threads.whole_warps(mask)
-        raw = self.shared.read_bytes(self.row_lanes(warps, count), address, 16)
+        raw = self.shared.read_rows(self.row_lanes(warps, count), address, 16)
         rows = raw.view(np.uint16).reshape(len(warps), count, 8, 8)
         if transposed:
             rows = rows.transpose(0, 1, 3, 2)
@@ -73,7 +73,7 @@ class Matrices:
             rows = rows.transpose(0, 1, 3, 2)
         lanes = self.row_lanes(warps, count)
         raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(lanes), 16)
-        self.shared.write_bytes(lanes, address, raw)
+        self.shared.write_bytes(lanes, address, raw, by_warp=True)
 
     def multiply(
         self, mask: Mask, depth: int, kinds: tuple[str, str], left: list, right: list, add: list

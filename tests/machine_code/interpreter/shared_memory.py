@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.machine_code.interpreter.clocks import Clocks
 from tests.machine_code.interpreter.global_access import apply_atomics
+from tests.machine_code.interpreter.lane_shadow import LaneShadow
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
 from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 from tests.machine_code.ptx import SHARED_BASE
@@ -42,6 +43,7 @@ class SharedMemory:
         self.known = np.zeros(cells, bool)
         self.writer, self.written = np.zeros(cells, np.int16), np.zeros(cells, np.int32)
         self.read = np.zeros((cells, threads.warps_per_cta), np.int32)
+        self.by_lane = LaneShadow(threads, clocks, self.writer, self.written, self.read)
         # How many asynchronous copies will write a cell, and how many operations are reading it.
         self.incoming, self.outgoing = np.zeros(cells, np.int16), np.zeros(cells, np.int16)
         # Written by ordinary stores, and no fence since then for the asynchronous proxy.
@@ -64,10 +66,13 @@ class SharedMemory:
         """Return the cells of accesses, [access, cell]."""
         return (offsets // self.grain)[:, None] + np.arange(max(1, size // self.grain))
 
-    def check_read(self, lanes: Array, cells: Array, asynchronous: bool = False) -> None:
+    def check_read(
+        self, lanes: Array, cells: Array, asynchronous: bool = False, by_warp: bool = False
+    ) -> None:
         """Refuse reads of what is not there yet, or that race with a write.
 
         `asynchronous`: read by the asynchronous proxy, which sees stores only after a fence.
+        `by_warp`: each lane gets what others' addresses name.
         """
         if not self.checks_races:
             return
@@ -79,6 +84,8 @@ class SharedMemory:
         seen = self.clocks.seen(ctas, warps, self.writer[cells])
         what = "race: a read of shared memory that another warp wrote, no barrier between"
         threads.refuse((seen < self.written[cells]).any(1), lanes, what)
+        what = "race: a read of shared memory that another lane wrote, no bar.warp.sync between"
+        threads.refuse(self.by_lane.written_by_others(lanes, cells, by_warp), lanes, what)
         if asynchronous:
             self.check_fenced(lanes, cells)
 
@@ -86,31 +93,49 @@ class SharedMemory:
         what = "an asynchronous read of shared memory written without fence.proxy.async"
         self.threads.refuse(self.unfenced[cells].any(1), lanes, what)
 
-    def note_read(self, lanes: Array, cells: Array) -> None:
+    def note_read(self, lanes: Array, cells: Array, by_warp: bool = False) -> None:
         if self.checks_races:
+            self.by_lane.note_read(lanes, cells, by_warp)
             ctas, warps = self.threads.cta[lanes], self.threads.warp[lanes]
             self.read[cells, warps[:, None]] = self.clocks.now(ctas, warps)[:, None]
 
-    def check_write(self, lanes: Array, cells: Array, changes: Array | None = None) -> None:
-        """Refuse writes that race. Warps may write the value that is there: `changes` is False."""
+    def check_write(
+        self,
+        lanes: Array,
+        cells: Array,
+        changes: Array | None = None,
+        by_warp: bool = False,
+    ) -> None:
+        """Refuse writes that race.
+
+        Who writes the value that is there already may do so: `changes` is False. `by_warp`: what
+        is written comes from all lanes.
+        """
         if not self.checks_races:
             return
         threads = self.threads
         ctas, warps = threads.cta[lanes], threads.warp[lanes]
         seen = self.clocks.seen(ctas[:, None], warps[:, None], self.writer[cells])
         unordered = (seen < self.written[cells]).any(1)
+        overwritten = self.by_lane.written_by_others(lanes, cells, by_warp)
         if changes is not None:
-            unordered &= changes
+            unordered, overwritten = unordered & changes, overwritten & changes
         unread = self.clocks.time[ctas, warps][:, None] < self.read[cells]
         for what, bad in (
             ("a copy writes it", (self.incoming[cells] > 0).any(1)),
             ("an asynchronous operation reads it", (self.outgoing[cells] > 0).any(1)),
             ("another warp wrote it, no barrier between", unordered),
             ("another warp reads it, no barrier between", unread.any((1, 2))),
+            ("another lane wrote it, no bar.warp.sync between", overwritten),
+            (
+                "another lane reads it, no bar.warp.sync between",
+                self.by_lane.read_by_others(lanes, cells, by_warp),
+            ),
         ):
             threads.refuse(bad, lanes, f"race: a write of shared memory while {what}")
 
-    def note_write(self, lanes: Array, cells: Array) -> None:
+    def note_write(self, lanes: Array, cells: Array, by_warp: bool = False) -> None:
+        self.by_lane.note_write(lanes, cells, by_warp)
         ctas, warps = self.threads.cta[lanes], self.threads.warp[lanes]
         self.known[cells] = self.unfenced[cells] = True
         self.writer[cells] = warps[:, None]
@@ -122,25 +147,25 @@ class SharedMemory:
         # A flat index and a number of the same type are what numpy does fast.
         np.add.at(counters, cells.reshape(-1), counters.dtype.type(change))
 
-    def read_bytes(self, lanes: Array, address: Array, size: int) -> Array:
-        """Return uint8[lane, size] of checked reads."""
+    def read_rows(self, lanes: Array, address: Array, size: int) -> Array:
+        """Return uint8[lane, size] of checked reads, which go to all lanes of a warp."""
         offsets = self.offsets(lanes, address, size)
         cells = self.cells(offsets, size)
-        self.check_read(lanes, cells)
-        self.note_read(lanes, cells)
+        self.check_read(lanes, cells, by_warp=True)
+        self.note_read(lanes, cells, by_warp=True)
         return self.data[offsets[:, None] + np.arange(size)]
 
-    def write_bytes(self, lanes: Array, address: Array, raw: Array) -> None:
-        """Write uint8[lane, size], checked."""
+    def write_bytes(self, lanes: Array, address: Array, raw: Array, by_warp: bool = False) -> None:
+        """Write uint8[lane, size], checked; `by_warp`: each row comes from all lanes."""
         size = raw.shape[1]
         offsets = self.offsets(lanes, address, size)
         cells, places = self.cells(offsets, size), offsets[:, None] + np.arange(size)
-        self.check_write(lanes, cells, (self.data[places] != raw).any(1))
+        self.check_write(lanes, cells, (self.data[places] != raw).any(1), by_warp)
         self.data[places] = raw
         lost = (self.data[places] != raw).any(1)
         what = "threads store different values to one place of shared memory"
         self.threads.refuse(lost, lanes, what)
-        self.note_write(lanes, cells)
+        self.note_write(lanes, cells, by_warp)
 
     def load(self, mask: Mask, address: Array, width: int, count: int) -> list[Array]:
         lanes, size = self.threads.lanes(mask), width * count
@@ -170,6 +195,10 @@ class SharedMemory:
         if self.checks_races:
             unknown = ~self.known[cells].all(1)
             self.threads.refuse(unknown, lanes, "an atomic on shared memory never written")
+            ctas, warps = self.threads.cta[lanes, None], self.threads.warp[lanes, None]
+            unseen = self.clocks.seen(ctas, warps, self.writer[cells]) < self.written[cells]
+            what = "race: an atomic on what another warp wrote, no barrier between"
+            self.threads.refuse(unseen.any(1), lanes, what)
             busy = ((self.incoming[cells] > 0) | (self.outgoing[cells] > 0)).any(1)
             self.threads.refuse(busy, lanes, "race: an atomic while a copy is at its place")
         return apply_atomics(

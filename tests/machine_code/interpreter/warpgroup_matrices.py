@@ -126,7 +126,7 @@ class WarpgroupMatrices:
         sources.append(self.operand(groups, right, size, columns, depth, transposed[1]))
         for source in sources:
             for lanes in self.warp_lanes(groups):
-                self.shared.check_read(lanes, source.cells, asynchronous=True)
+                self.shared.check_read(lanes, source.cells, asynchronous=True, by_warp=True)
             self.shared.count(self.shared.outgoing, source.cells, 1)
         self.hold(self.threads.lanes(mask), results)
         first = groups * WARPGROUP
@@ -252,7 +252,7 @@ class WarpgroupMatrices:
             operands.append(self.read(source, kind))
             self.shared.count(self.shared.outgoing, source.cells, -1)
             for lanes in self.warp_lanes(groups):
-                self.shared.note_read(lanes, source.cells)
+                self.shared.note_read(lanes, source.cells, by_warp=True)
         if product.left is None:
             left = operands[0]
         else:

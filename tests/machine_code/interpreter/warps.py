@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.machine_code.interpreter.clocks import Clocks
 from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 
 LANE = np.arange(WARP)
@@ -12,8 +13,8 @@ LANE = np.arange(WARP)
 class Warps:
     """Exchange of values between the threads of each warp."""
 
-    def __init__(self, threads: Threads) -> None:
-        self.threads = threads
+    def __init__(self, threads: Threads, clocks: Clocks) -> None:
+        self.threads, self.clocks = threads, clocks
 
     def active(self, mask: Mask) -> Array:
         """Return bool[warp, lane] of active threads."""
@@ -83,8 +84,10 @@ class Warps:
         return [np.repeat(result, WARP)]
 
     def synchronize(self, mask: Mask, members: Array) -> None:
-        """Wait for the lanes named, which run together anyway: all of them must take part."""
-        self.members(mask, members, "a bar.warp.sync")
+        """Order what the lanes named do from now on after what they have done."""
+        named = self.members(mask, members, "a bar.warp.sync")
+        lanes = np.flatnonzero((named & self.active(mask)).any(1)) * WARP
+        self.clocks.begin_epoch(self.threads.cta[lanes], self.threads.warp[lanes])
 
     def elect(self, mask: Mask, members: Array) -> list[Array]:
         """Return the first lane of those named, and whether a thread is it."""
