@@ -107,8 +107,8 @@ class AttentionCase(Case):
         return self.family == "decode"
 
     def runs_on(self, capability: Capability) -> bool:
-        """Return whether the kernel is compiled for cards of a capability."""
-        return self.family != "mosaic" or capability == (9, 0)
+        """Return whether the kernel's machine code for a capability can be executed."""
+        return capability == (9, 0) if self.family == "mosaic" else super().runs_on(capability)
 
     @property
     def queries(self) -> tuple[int, ...]:

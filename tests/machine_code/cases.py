@@ -17,6 +17,7 @@ CARDS: dict[Capability, str] = {
     (8, 0): "NVIDIA A100-SXM4-80GB",
     (8, 9): "NVIDIA GeForce RTX 4090",
     (9, 0): "NVIDIA H200",
+    (10, 0): "NVIDIA B200",
     (12, 0): "NVIDIA GeForce RTX 5090",
 }
 """The card that each capability's programs are compiled for."""
@@ -91,16 +92,19 @@ def decode_cases() -> list[Case]:
 
 def ragged_cases() -> list[Case]:
     """List steps of prompts, chunks and decodes; rows of one query take the split kernel."""
-    counts, lengths = (1, 5, 0, 40, 1, 17, 70), (300, 5, 0, 140, 1, 64, 210)
     found: list[Case] = []
     for label, dtype, page_dtype in ATTENTION_DTYPES:
         kind = {"dtype": dtype, "page_dtype": page_dtype}
         name = f"ragged-{label}-h64"
-        found.append(AttentionCase(name, "ragged", lengths, counts, table_width=20, **kind))
+        rows = ((300, 5, 0, 140, 1, 64, 210), (1, 5, 0, 40, 1, 17, 70))
+        at_window = ((3, 140, 199, 150), (3, 1, 60, 20))
+        if dtype == "f32":  # which takes the most instructions, without tensor cores
+            rows, at_window = ((100, 5, 0, 60, 64), (1, 5, 0, 20, 9)), ((3, 140, 80), (3, 1, 20))
+        found.append(AttentionCase(name, "ragged", *rows, table_width=20, **kind))
         found.append(
             AttentionCase(
                 f"ragged-{label}-h128-window-cap-sinks",
-                *("ragged", (3, 140, 199, 150), (3, 1, 60, 20)),
+                *("ragged", *at_window),
                 **(kind | EVERYTHING),
                 head_dim=128,
                 table_width=16,

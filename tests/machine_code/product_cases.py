@@ -144,7 +144,7 @@ class QuantizedCase(Case):
 
     @property
     def dtypes(self) -> str:
-        return f"{self.form} {self.dtype}"
+        return f"{self.dtype} times {self.form}"
 
     @property
     def tolerance(self) -> Tolerance:
@@ -207,7 +207,7 @@ class QuantizedGroupedCase(Case):
 
     @property
     def dtypes(self) -> str:
-        return f"{self.form} {self.dtype}"
+        return f"{self.dtype} times {self.form}"
 
     @property
     def tolerance(self) -> Tolerance:

@@ -173,6 +173,17 @@ def test_products_are_rounded_once() -> None:
         assert got == encode(Fraction(a) * Fraction(b) + Fraction(c), "f32")
 
 
+@pytest.mark.parametrize("name", ["max.f32", "min.f32", "min.ftz.f32", "max.NaN.f32"])
+def test_the_least_and_the_greatest_of_three(name: str) -> None:
+    rows = operands("f32", 3, 0)
+    inputs = [np.array(column, np.uint32) for column in zip(*rows, strict=True)]
+    [result] = compute(f"{name} %o0, %a0, %a1, %a2;", inputs, [np.uint32])
+    for got, (a, b, c) in zip(result.tolist(), rows, strict=True):
+        first, _ = expected(name, [a, b])
+        want, _ = expected(name, [first, c])
+        assert same_float(got, want, "f32"), (a, b, c)
+
+
 COMPARED = ["s16", "u16", "s32", "u32", "s64", "u64", "b32", "f16", "bf16", "f32", "f64"]
 
 

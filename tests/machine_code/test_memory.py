@@ -54,6 +54,25 @@ def test_a_store_is_loaded_again(space: str, kind: str) -> None:
     assert (got.reshape(32, size) == want).all()
 
 
+@pytest.mark.parametrize("kind", ["v8.b32", "v8.f32", "v4.b64"])
+def test_32_bytes_at_once(kind: str) -> None:
+    """Global memory alone is accessed so, and aligned to as much."""
+    letter = "d" if kind.endswith("64") else "r"
+    names = [f"%{letter}{index + 5}" for index in range(int(kind[1]))]
+    registers = "{" + ", ".join(names) + "}"
+    body = f"""
+    mad.wide.u32 %d2, %r0, 32, %d0;
+    mad.wide.u32 %d3, %r0, 32, %d1;
+    ld.global.nc.{kind} {registers}, [%d2+OFFSET];
+    st.global.{kind} [%d3], {registers};
+    """
+    words = np.arange(512, dtype=np.uint32)
+    [got] = run(body.replace("OFFSET", "32"), [words], [(256, np.uint32)])
+    assert got.tolist() == words[8:264].tolist()
+    with pytest.raises(Fault, match="misaligned"):
+        run(body.replace("OFFSET", "16"), [words], [(256, np.uint32)])
+
+
 @pytest.mark.parametrize(
     ("kind", "value"), [("s8", -1), ("u8", 255), ("s16", -1), ("u16", 65535), ("b8", 255)]
 )

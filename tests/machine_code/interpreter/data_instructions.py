@@ -16,6 +16,8 @@ Found = re.Match[str]
 
 MOVED = r"\.(pred|[bus](?:16|32|64)|f32|f64)"
 LOADED = r"(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32|f64)"
+# 32 bytes at once, from 10.0 on.
+GLOBALLY_LOADED = LOADED.replace("[24]", r"[24]|8(?=\.[bus]32|\.f32)")
 # Hints about caches, which change no value.
 LOAD_HINTS = r"(?:\.L1::\w+)?(?:\.L2::(?:64|128|256)B)?"
 # Whether a store is ordered with others beyond its launch shows nowhere here.
@@ -206,9 +208,9 @@ DATA_PATTERNS = (
     (r"setp\.(\w+)(?:\.(and|or|xor))?(\.ftz)?\.([bus](?:16|32|64)|b?f16|f32|f64)", compare),
     (r"(add|sub|mad)(c?)(?:\.(lo|hi))?(\.cc)?\.(?:u32|s32)", add_with_carry),
     (rf"ld\.param(?:::entry)?{LOADED}", load_parameter),
-    (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{LOADED}", load),
+    (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{GLOBALLY_LOADED}", load),
     (rf"ld\.(shared|local)(?:::cta)?(\.nc)?{LOADED}", load),
-    (rf"st{STORE_ORDER}\.(global){STORE_HINTS}{LOADED}", store),
+    (rf"st{STORE_ORDER}\.(global){STORE_HINTS}{GLOBALLY_LOADED}", store),
     (rf"st\.(shared|local)(?:::cta)?{LOADED}", store),
     (
         rf"(atom|red){ATOMIC_ORDER}{ATOMIC_SPACE}\.(add|min|max|and|or|xor|exch|cas)"

@@ -69,6 +69,10 @@ def shared_grain(kernel: Kernel) -> int:
     return min(sizes)
 
 
+# Instructions of two operands that from 10.0 on may have a third.
+TAKES_THREE = re.compile(r"(min|max)(\.ftz)?(\.NaN)?\.f32")
+
+
 class Translator:
     """Translator of one block of a kernel."""
 
@@ -112,9 +116,14 @@ class Translator:
 
     def compute(self, instruction: Instruction) -> None:
         form = FORMS[instruction.name]
-        if len(instruction.operands) != len(form.operands) + 1:
-            raise self.unknown()
         target, *sources = instruction.operands
+        if len(sources) == 3 and TAKES_THREE.fullmatch(instruction.name):
+            *first, third = (self.value(text, form.result) for text in sources)
+            both = form.expression.format(*first)
+            self.put(target, form.expression.format(f"({both})", third), form.result)
+            return
+        if len(sources) != len(form.operands):
+            raise self.unknown()
         values = [self.value(text, kind) for text, kind in zip(sources, form.operands, strict=True)]
         self.put(target, form.expression.format(*values), form.result)
 
