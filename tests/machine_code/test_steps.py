@@ -58,7 +58,7 @@ def test_what_is_kept_is_of_the_source(kept: KeptPrograms) -> None:
     [
         ((9, 0), "few-several", {MIXED, "decode 4, up to 4 steps", LOAD_SLOT}, 11),
         ((8, 0), "few-greedy", {MIXED, DECODE}, 7),
-        ((8, 0), "few-edited", {MIXED, "decode 4", mask_program(1), LOAD_SLOT}, 6),
+        ((8, 0), "few-edited", {MIXED, "decode 4", mask_program(1), LOAD_SLOT}, 7),
     ],
 )
 def test_tokens_are_those_of_the_engine_on_the_cpu(

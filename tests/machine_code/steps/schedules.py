@@ -154,11 +154,11 @@ def few_greedy() -> Schedule:
 
 
 def few_edited() -> Schedule:
-    """The same with a guided request, and one that is penalized."""
+    """A guided request, and one that is penalized."""
     return Schedule(
         (
             arrival(0, 5, 0, 4, seed=3, structured_outputs=form(regex="[ab]{3,30}c")),
-            arrival(1, 40, 0, 2, seed=2, top_p=0.9, repetition_penalty=1.6, logprobs=2),
+            arrival(1, 20, 0, 3, seed=2, top_p=0.9, repetition_penalty=1.6),
         )
     )
 
@@ -168,7 +168,7 @@ def few_several() -> Schedule:
     return Schedule(
         (
             arrival(0, 5, 0, 4, temperature=0),
-            arrival(1, 20, 0, 4, temperature=0.9, top_p=0.9, seed=2),
+            arrival(1, 12, 0, 4, temperature=0.9, top_p=0.9, seed=2),
             arrival(2, 15, 0, 3, seed=3, presence_penalty=1.0),
         ),
         has_long_launches=True,
