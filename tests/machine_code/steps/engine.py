@@ -14,7 +14,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.execution.runner import CompileCounter, Programs, Runner
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.programs import ProgramStore
-from jaxserve.execution.state import page_bytes
+from jaxserve.execution.state import DeviceState, page_bytes
 from jaxserve.request import SamplingParams
 from jaxserve.weights.placement import use_panels
 from tests.machine_code.steps.models import BUNDLED, END, MODELS, VOCAB, leaves_of
@@ -59,66 +59,85 @@ class RecordedEngine:
             num_steps: most decode steps of a launch: 1, or the setup's `launch_steps`.
         """
         self.setup = setup
+        self._tokenizer = Tokenizer(BUNDLED, VOCAB)
         self._recorder = Recorder()
         model = MODELS[setup.model]
-        decoder = model.build()
-        self._weights = leaves_of(decoder)
-        use_panels(decoder)
-        self.decoder = decoder
-        config = setup.config(num_steps)
+        self.decoder = model.build()
+        self._weights = leaves_of(self.decoder)
+        use_panels(self.decoder)
         model_config = model.config().for_length(setup.max_len)
-        compiler = Compiler(config, model_config, decoder)
-        compiler.store = ProgramStore(None, {}, {})
-        buckets, pages = setup.buckets(num_steps), setup.num_pages
+        self._compiler = Compiler(setup.config(num_steps), model_config, self.decoder)
+        self._compiler.store = ProgramStore(None, {}, {})
+        self._buckets = setup.buckets(num_steps)
+        pages = setup.num_pages
         programs = Programs(
-            {bucket: compiler.step(bucket, pages) for bucket in buckets},
-            compiler.make_state(pages),
-            compiler.load_slot(),
-            {count: compiler.set_allowed(count) for count in setup.mask_counts()},
+            {bucket: self._compiler.step(bucket, pages) for bucket in self._buckets},
+            self._compiler.make_state(pages),
+            self._compiler.load_slot(),
+            {count: self._compiler.set_allowed(count) for count in setup.mask_counts()},
         )
-        self._empty = arrays(programs.make_state())
-        self._runner = Runner(
-            config,
-            model_config,
-            compiler.leaves,
-            self._recorder.watch(programs),
-            buckets,
-            num_pages=pages,
-            kv_dtype=compiler.kv_dtype,
-            page_bytes=page_bytes(model_config, config.block_size, compiler.kv_dtype),
-            state=programs.make_state(),
-            counter=CompileCounter(),
-        )
-        limits = Limits(VOCAB, setup.max_len, (END,), seed=0, launch_steps=self._runner.max_steps)
-        tokenizer = Tokenizer(BUNDLED, VOCAB)
-        self._loaded = Loaded(config, self._runner, tokenizer, limits, SamplingParams())
+        self._programs = self._recorder.watch(programs)
 
     def serve(self, schedule: Schedule) -> Recording:
         """Serve a schedule to its end, from an empty state."""
-        self._runner.reset()
         self._recorder.calls = []
-        engine = Engine(self._loaded)
-        answers: dict[tuple[str, int], list[int]] = {}
+        state = self._programs.make_state()
+        empty = arrays(state)
+        if schedule.begins_with_padding:
+            state = self._run_padding(state)
+        runner = self._runner(state)
+        limits = Limits(VOCAB, self.setup.max_len, (END,), seed=0, launch_steps=runner.max_steps)
+        config = self._compiler.config
+        engine = Engine(Loaded(config, runner, self._tokenizer, limits, SamplingParams()))
+        answers = answers_of(engine, schedule)
+        engine.close()
+        return Recording(self.setup, self._weights, empty, self._recorder.calls, answers)
 
-        def sink(delta: Delta) -> None:
-            if delta.error is not None:
-                raise AssertionError(f"request {delta.request_id} ended: {delta.error}")
-            answers.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    def _run_padding(self, state: DeviceState) -> DeviceState:
+        """Run each program once on padding, as every start does."""
+        compiler = self._compiler
+        for bucket, step in self._programs.steps.items():
+            state, _ = step(compiler.leaves, state, compiler.null_batch(bucket))
+        sampler = self._programs.load_slot(state.sampler, compiler.null_load())
+        return dataclasses.replace(state, sampler=sampler)
 
-        waiting = dict(enumerate(schedule.arrivals))
-        for step in range(MOST_STEPS):
-            for number in [n for n, arrival in waiting.items() if arrival.step <= step]:
-                arrival = waiting.pop(number)
-                prompt = arrival.prompt if isinstance(arrival.prompt, str) else [*arrival.prompt]
-                request = engine.requests.make(
-                    prompt, arrival.sampling, request_id=str(number), number=number
-                )
-                engine.add(request, sink)
-            if not waiting and not engine.has_work:
-                if engine.stats().num_failed_steps:
-                    raise AssertionError("a step failed on the CPU")
-                return Recording(
-                    self.setup, self._weights, self._empty, self._recorder.calls, answers
-                )
-            engine.step()
-        raise AssertionError(f"the schedule did not end within {MOST_STEPS} steps")
+    def _runner(self, state: DeviceState) -> Runner:
+        config, compiler = self._compiler.config, self._compiler
+        return Runner(
+            config,
+            compiler.model_config,
+            compiler.leaves,
+            self._programs,
+            self._buckets,
+            num_pages=self.setup.num_pages,
+            kv_dtype=compiler.kv_dtype,
+            page_bytes=page_bytes(compiler.model_config, config.block_size, compiler.kv_dtype),
+            state=state,
+            counter=CompileCounter(),
+        )
+
+
+def answers_of(engine: Engine, schedule: Schedule) -> dict[tuple[str, int], list[int]]:
+    """Drive an engine through a schedule; return token ids by request and completion."""
+    answers: dict[tuple[str, int], list[int]] = {}
+
+    def sink(delta: Delta) -> None:
+        if delta.error is not None:
+            raise AssertionError(f"request {delta.request_id} ended: {delta.error}")
+        answers.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+
+    waiting = dict(enumerate(schedule.arrivals))
+    for step in range(MOST_STEPS):
+        for number in [n for n, arrival in waiting.items() if arrival.step <= step]:
+            arrival = waiting.pop(number)
+            prompt = arrival.prompt if isinstance(arrival.prompt, str) else [*arrival.prompt]
+            request = engine.requests.make(
+                prompt, arrival.sampling, request_id=str(number), number=number
+            )
+            engine.add(request, sink)
+        if not waiting and not engine.has_work:
+            if engine.stats().num_failed_steps:
+                raise AssertionError("a step failed on the CPU")
+            return answers
+        engine.step()
+    raise AssertionError(f"the schedule did not end within {MOST_STEPS} steps")

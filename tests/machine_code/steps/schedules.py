@@ -25,13 +25,19 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Requests, and whether launches take several decode steps.
+    """Requests of a schedule.
 
     Steps of 32 tokens cut the longer prompts, and four slots make the last request wait.
+
+    Attributes:
+        arrivals: the requests.
+        has_long_launches: whether launches take several decode steps.
+        begins_with_padding: run each program once on padding first, as every start does.
     """
 
     arrivals: tuple[Arrival, ...]
     has_long_launches: bool = False
+    begins_with_padding: bool = False
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -103,7 +109,8 @@ def whole() -> Schedule:
             arrival(2, 16, 1, 5, seed=3, repetition_penalty=1.6, logit_bias={9: 5.0, 10: -100.0}),
             arrival(3, 9, 1, 4, seed=4, structured_outputs=form(regex="[ab]{3,30}c")),
             arrival(4, 7, 2, 3, seed=5, structured_outputs=form(choice=["yes", "no"])),
-        )
+        ),
+        begins_with_padding=True,
     )
 
 
@@ -118,6 +125,7 @@ def several() -> Schedule:
             arrival(3, 15, 0, 6, temperature=0.7, min_p=0.05, seed=4),
         ),
         has_long_launches=True,
+        begins_with_padding=True,
     )
 
 
@@ -145,7 +153,7 @@ def scored(schedule: Schedule) -> Schedule:
         dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, logprobs=20))
         for a in schedule.arrivals
     ]
-    return Schedule(tuple(arrivals), schedule.has_long_launches)
+    return dataclasses.replace(schedule, arrivals=tuple(arrivals))
 
 
 def few_greedy() -> Schedule:
