@@ -11,9 +11,9 @@ Operations over weights: ``quantized_matmul``, which never makes a quantized wei
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
 for mixtures of experts; on a GPU without Triton ``output_major_matmul``, whose quantized weight is
 transposed; and on CPU ``panel_product`` and ``quantized_panel_product``, which read
-weights in an order of their own at the memory's speed. Operations over rows: ``row_sums``, for
-norms, ``softmax`` and ``sigmoid``, for routers; on CPU a row's result does not depend on how many
-others there are.
+weights in an order of their own at the memory's speed. Operations over rows: ``add_norm``, which
+adds to the residual stream and norms the sum; ``row_sums``, for norms, ``softmax`` and ``sigmoid``,
+for routers; on CPU a row's result does not depend on how many others there are.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs, the tables in ``implementation`` decide.
@@ -22,7 +22,9 @@ runs, the tables in ``implementation`` decide.
 from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.ops import (
+    add_norm,
     grouped_matmul,
+    has_add_norm,
     inputs_in_panels,
     kernel_code,
     kv_write,
@@ -45,9 +47,11 @@ from pallas_kernels.quantized_matmul import (
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "add_norm",
     "check_page_table",
     "dequantize",
     "grouped_matmul",
+    "has_add_norm",
     "inputs_in_panels",
     "kernel_code",
     "kv_write",

@@ -13,6 +13,7 @@ from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
+from pallas_kernels.norm_arguments import NormCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -24,15 +25,19 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
     ("grouped_matmul", "gpu"): ("triton", "xla"),
+    ("add_norm", "gpu"): ("triton", "xla"),
     ("ragged", "cpu"): ("llvm", "xla"),
     ("decode", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
 """Implementations that "auto" tries on every other platform."""
 
+AnyCase = Case | GroupedCase | NormCase
+
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
 MAX_GROUP = 16
+MAX_NORM_WIDTH = 32768  # a program keeps a row in its registers
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
@@ -75,11 +80,13 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
     return None
 
 
-def _triton_limit(case: Case | GroupedCase) -> str | None:
+def _triton_limit(case: AnyCase) -> str | None:
     """Return the reason why the Triton kernels cannot compute a call; None when they can."""
-    if isinstance(case, GroupedCase):
+    if not isinstance(case, Case):
         if case.dtype.itemsize > 4:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
+        if isinstance(case, NormCase) and case.D > MAX_NORM_WIDTH:
+            return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
         return None
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
@@ -102,9 +109,9 @@ def _triton_limit(case: Case | GroupedCase) -> str | None:
     return None
 
 
-def _mosaic_limit(case: Case | GroupedCase) -> str | None:
+def _mosaic_limit(case: AnyCase) -> str | None:
     """Return the reason why the Hopper kernel cannot compute a call; None when it can."""
-    if isinstance(case, GroupedCase) or case.op != "ragged":
+    if not isinstance(case, Case) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
@@ -120,9 +127,9 @@ def _mosaic_limit(case: Case | GroupedCase) -> str | None:
     return None
 
 
-def _llvm_limit(case: Case | GroupedCase) -> str | None:
+def _llvm_limit(case: AnyCase) -> str | None:
     """Return the reason why the CPU kernels cannot compute a call; None when they can."""
-    if isinstance(case, GroupedCase) or case.op not in ("ragged", "decode"):
+    if not isinstance(case, Case) or case.op not in ("ragged", "decode"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
         return "llvm needs the package llvmlite, which is not installed; allowed: xla"
@@ -142,7 +149,7 @@ def _llvm_limit(case: Case | GroupedCase) -> str | None:
     return None
 
 
-def limit(name: str, case: Case | GroupedCase) -> str | None:
+def limit(name: str, case: AnyCase) -> str | None:
     """Return the reason why implementation ``name`` cannot do ``case``; None when it can."""
     limits = {
         "llvm": _llvm_limit,
@@ -155,7 +162,7 @@ def limit(name: str, case: Case | GroupedCase) -> str | None:
     return device_limit(name, case.device) or limits[name](case)
 
 
-def choose(requested: str, case: Case | GroupedCase) -> str:
+def choose(requested: str, case: AnyCase) -> str:
     """Return the implementation that will run ``case``.
 
     Args:

@@ -18,6 +18,7 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import choose, deferred, has_llvm
+from pallas_kernels.norm_arguments import NormCase, NormOptions, norm_case
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
@@ -49,6 +50,10 @@ GROUPED: Mapping[str, Callable[..., jax.Array]] = {
         "pallas_kernels.gpu.triton_grouped_matmul", "grouped_matmul", interpret=True
     ),
     "xla": xla_grouped_matmul.grouped_matmul,
+}
+ADD_NORM: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "triton": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm"),
+    "triton_interpret": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm", interpret=True),
 }
 
 # On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
@@ -227,6 +232,63 @@ def grouped_matmul(
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     run = GROUPED[choose(implementation, grouped_case(target_device(), x, w, group_sizes))]
     return run(x, w, group_sizes)
+
+
+def add_norm(
+    x: jax.Array,
+    delta: jax.Array | None,
+    scale: jax.Array,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    rounds_last: bool = False,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Add a block's result to the residual stream, and norm the sum for the block that follows.
+
+    The norm is RMSNorm (Zhang and Sennrich 2019): ``s / rms(s) * (scale + offset)``.
+
+    Args:
+        x: [T,D] the residual stream, bfloat16, float16, float32 or float64.
+        delta: [T,D] of x's dtype; or [parts,T,D], float32 at least, whose sum over the parts is
+            rounded to x's dtype and then added, and which may have more rows than x; or None, and x
+            is the sum.
+        scale: [D] of x's dtype.
+        eps: added to the mean of squares.
+        offset: added to the scale.
+        rounds_last: round once, after the scale, as Gemma does; else before it and after it.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        The sum and its norm, [T,D] of x's dtype; computed in float32 at least.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x, scale = jnp.asarray(x), jnp.asarray(scale)
+    options = NormOptions(eps, offset, rounds_last)
+    name = choose(implementation, norm_case(target_device(), x, delta, scale, options))
+    run = _plain_add_norm if name == "xla" else ADD_NORM[name]
+    return run(x, delta, scale, options)
+
+
+def has_add_norm(x: jax.Array, implementation: str) -> bool:
+    """Return whether a kernel computes ``add_norm`` over rows like x, [T,D]."""
+    case = NormCase(target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1])
+    return choose(implementation, case) != "xla"
+
+
+def _plain_add_norm(
+    x: jax.Array, delta: jax.Array | None, scale: jax.Array, options: NormOptions
+) -> tuple[jax.Array, jax.Array]:
+    if delta is not None:
+        x = x + (delta.sum(axis=0)[: len(x)].astype(x.dtype) if delta.ndim == 3 else delta)
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    y = x.astype(exact)
+    y = y * jax.lax.rsqrt(row_sums(x, "squares")[:, None] / x.shape[1] + options.eps)
+    if options.rounds_last:
+        return x, (y * (scale.astype(exact) + options.offset)).astype(x.dtype)
+    return x, scale * y.astype(x.dtype)
 
 
 def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import FP8, FP8_BITS, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.norm_arguments import NormOptions
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
@@ -147,3 +148,21 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     highest = jax.lax.Precision.HIGHEST
     y = jnp.einsum("ad,adf->af", x.astype(exact), matrices, precision=highest)
     return jnp.where((group < w.shape[0])[:, None], y, 0).astype(x.dtype)
+
+
+def add_norm(
+    x: jax.Array, delta: jax.Array | None, scale: jax.Array, options: NormOptions
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    if delta is not None:
+        parts = delta[None] if delta.ndim == 2 else delta
+        x = (x.astype(exact) + parts.sum(axis=0)[: len(x)].astype(x.dtype).astype(exact)).astype(
+            x.dtype
+        )
+    wide = x.astype(exact)
+    y = wide / jnp.sqrt((wide * wide).mean(axis=1, keepdims=True) + options.eps)
+    factor = scale.astype(exact) + (options.offset if options.rounds_last else 0.0)
+    if not options.rounds_last:
+        y = y.astype(x.dtype).astype(exact)
+    return x, (y * factor).astype(x.dtype)

@@ -19,6 +19,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from tests.support.checkpoint import save_checkpoint
+from tests.support.own_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
 # Few and small programs, so that they compile quickly.
@@ -30,9 +31,10 @@ SMALL = (
 
 def start(*arguments: str, **options) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
+    usual = {"cwd": ROOT, "stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
     return subprocess.Popen(
         [sys.executable, "-m", "jaxserve", *arguments],
-        **{"cwd": ROOT, "stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, **options},
+        **{**usual, "env": users_environment(), **options},
     )
 
 
@@ -167,7 +169,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(only_config: str) -> None
     reader, writer = os.pipe()
     os.close(reader)
     # As a shell has it: what is printed lies in a buffer, and is written at the end.
-    environment = {n: v for n, v in os.environ.items() if n != "PYTHONUNBUFFERED"}
+    environment = {n: v for n, v in users_environment().items() if n != "PYTHONUNBUFFERED"}
     with start(*words, stdout=writer, env=environment) as process:
         os.close(writer)
         _, err = process.communicate(timeout=300)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.live_server import SMALL, Server
 from tests.support.notebook import code_cells
+from tests.support.own_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "scripts/examples"
@@ -43,17 +44,11 @@ CUDA_PACKAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled programs that the examples share."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def run(name: str, cache: Path, *arguments: str) -> str:
+def run(name: str, *arguments: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", f"scripts.examples.{name}", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)},
+        env=users_environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
@@ -63,14 +58,14 @@ def run(name: str, cache: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(PRINTS.keys() - {"tools"}))
-def test_example(name: str, cache: Path) -> None:
-    printed = run(name, cache)
+def test_example(name: str) -> None:
+    printed = run(name)
     assert re.fullmatch(PRINTS[name], printed), printed
 
 
-def test_example_of_tools_with_a_server(cache: Path) -> None:
+def test_example_of_tools_with_a_server() -> None:
     with Server([*SMALL]) as server:
-        printed = run("tools", cache, f"http://127.0.0.1:{server.port}")
+        printed = run("tools", f"http://127.0.0.1:{server.port}")
     assert re.fullmatch(PRINTS["tools"], printed), printed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -12,7 +13,14 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import YarnScaling
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Norm
-from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
+from jaxserve.models.linear import (
+    accumulator,
+    constant,
+    matmul,
+    matmul_in_parts,
+    value_of,
+    weight,
+)
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
 from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
 
@@ -75,11 +83,17 @@ class Attention(nnx.Module):
         self.key_norm = Norm(*key, eps, dtype, traits, over) if normed else None
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
-    ) -> tuple[Float[Array, "T D"], KVPages]:
+        self,
+        x: Float[Array, "T D"],
+        cos_sin: CosSin | None,
+        step: PagedStep,
+        kv: KVPages,
+        in_parts: bool = False,
+    ) -> tuple[Float[Array, "*parts T D"], KVPages]:
         """Attend from every token to its row's cache, this step's tokens included.
 
-        Without `cos_sin` nothing is rotated.
+        Without `cos_sin` nothing is rotated. The result may come in parts where that is allowed;
+        see `matmul_in_parts`.
         """
         num_tokens, group = x.shape[0], self.group
         qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
@@ -93,11 +107,14 @@ class Attention(nnx.Module):
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = kv_write(
-            key, val, *kv, step.slot_mapping, implementation=step.implementation, **self._scales()
+            key, val, *kv, step.slot_mapping, implementation=step.others, **self._scales()
         )
         attended = self._attend(query, kv, step)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
-        return matmul(attended, self.out[...], contract=3, bias=value_of(self.out_bias)), kv
+        out = self.out[...]
+        if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
+            return matmul_in_parts(attended, out, contract=3), kv
+        return matmul(attended, out, contract=3, bias=value_of(self.out_bias)), kv
 
     def _attend(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
@@ -105,13 +122,16 @@ class Attention(nnx.Module):
         """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales()
-        options["implementation"] = step.implementation
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:
-            return paged_decode_attention(query, *kv, step.page_table, step.kv_len, **options)
+            return paged_decode_attention(
+                query, *kv, step.page_table, step.kv_len, implementation=step.others, **options
+            )
         return ragged_paged_attention(
-            query, *kv, step.page_table, step.query_start, step.kv_len, **options
+            *(query, *kv, step.page_table, step.query_start, step.kv_len),
+            implementation=step.implementation,
+            **options,
         )
 
     def _scales(self) -> dict[str, Any]:

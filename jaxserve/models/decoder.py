@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -30,7 +31,8 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each with its norms and inside a residual connection, or side by side.
 
     A function of its own weights and its own pages and of nothing else, and the same structure for
-    every layer of a model with the same window and the same kind of MLP, so one trace serves them.
+    every layer of a model with the same window and the same kind of MLP, so `run_layer` traces one
+    of each kind; and the first one, which nothing comes before.
     """
 
     def __init__(
@@ -62,22 +64,82 @@ class DecoderLayer(nnx.Module):
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
-    ) -> tuple[Float[Array, "T D"], KVPages]:
-        """Return the residual stream after this layer, and its pages with this step's K and V."""
+        self,
+        x: Float[Array, "T D"],
+        delta: Float[Array, "*parts T D"] | None,
+        cos_sin: CosSin | None,
+        step: PagedStep,
+        kv: KVPages,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
+        """Compute the two blocks.
+
+        Args:
+            x: the residual stream without the result of the block before.
+            delta: that result, if there is one: adding it belongs to the norm that follows.
+
+        Returns:
+            The same two after this layer, and its pages with this step's K and V.
+        """
+        in_parts = self._in_parts(x, step)
         with jax.named_scope("attention"):
-            normed = _normed(self.attention_norm, x)
-            y, kv = self.attention(normed, cos_sin, step, kv)
-            x = x + scaled(_normed(self.attention_out_norm, y), self.residual)
+            x, normed = _add(self.attention_norm, x, delta, step)
+            if isinstance(self.attention, LatentAttention):
+                y, kv = self.attention(normed, cos_sin, step, kv)
+            else:
+                y, kv = self.attention(normed, cos_sin, step, kv, in_parts)
+            delta = scaled(_normed(self.attention_out_norm, y), self.residual)
         with jax.named_scope("mlp"):
-            y = normed if self.parallel else _normed(self.mlp_norm, x)
-            y = self.mlp(y, step) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
-            x = x + scaled(_normed(self.mlp_out_norm, y), self.residual)
-        return x, kv
+            if self.parallel:
+                x = x + delta
+            else:
+                x, normed = _add(self.mlp_norm, x, delta, step)
+            if isinstance(self.mlp, SparseMLP):
+                y = self.mlp(normed, step)
+            else:
+                y = self.mlp(normed, in_parts)
+            delta = scaled(_normed(self.mlp_out_norm, y), self.residual)
+        return x, delta, kv
+
+    def _in_parts(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
+        """Return whether the blocks' results go from their products to norms as they are."""
+        plain = self.attention_out_norm is None and self.residual == 1.0 and not self.parallel
+        norm = self.mlp_norm
+        return plain and norm is not None and norm.adds_parts(x, step.others)
+
+
+@partial(jax.jit, static_argnums=0)
+def run_layer(
+    graphdef: nnx.GraphDef[DecoderLayer],
+    parameters: nnx.State,
+    x: Float[Array, "T D"],
+    delta: Float[Array, "*parts T D"] | None,
+    cos_sin: CosSin | None,
+    step: PagedStep,
+    kv: KVPages,
+) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
+    """Call a layer that `nnx.split` took apart.
+
+    Within a larger program, layers alike are traced and lowered once, and the compiler puts them
+    in line again. In a model of 32 layers that is a ninth of the time before XLA begins.
+    """
+    return nnx.merge(graphdef, parameters)(x, delta, cos_sin, step, kv)
 
 
 def _normed(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x if norm is None else norm(x)
+
+
+def _add(
+    norm: Norm | None,
+    x: Float[Array, "T D"],
+    delta: Float[Array, "*parts T D"] | None,
+    step: PagedStep,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Return x + delta, and what a block takes of it."""
+    if norm is not None:
+        return norm.add(x, delta, step.others)
+    x = x if delta is None else x + delta
+    return x, x
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
@@ -133,12 +195,14 @@ class Decoder(nnx.Module):
                 if rope is not None
             }
         written: list[KVPages] = []
+        delta = None
         for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
-                x, pages = layer(x, None if rope is None else angles[rope], step, pages)
+                cos_sin = None if rope is None else angles[rope]
+                x, delta, pages = run_layer(*nnx.split(layer), x, delta, cos_sin, step, pages)
             written.append(pages)
-        return self.norm(x), written
+        return _add(self.norm, x, delta, step)[1], written
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None

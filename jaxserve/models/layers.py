@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,18 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
-from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
+from jaxserve.models.linear import (
+    MOST_ROWS_IN_PARTS,
+    accumulator,
+    constant,
+    matmul,
+    matmul_in_parts,
+    value_of,
+    weight,
+)
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, with_num_rows
-from pallas_kernels import row_sums
+from pallas_kernels import add_norm, has_add_norm, row_sums
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -53,6 +61,22 @@ class Norm(nnx.Module):
         if self.traits.norm_rounds_last:
             return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
+
+    def adds_parts(self, x: Float[Array, "T D"], implementation: str) -> bool:
+        """Return whether `add` takes a delta as `matmul_in_parts` computes it."""
+        few = x.shape[0] <= MOST_ROWS_IN_PARTS
+        return few and not self.traits.norm_centered and has_add_norm(x, implementation)
+
+    def add(
+        self, x: Float[Array, "T D"], delta: Float[Array, "*parts T D"] | None, implementation: str
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """Return x + delta and its norm, which one kernel computes where there is one."""
+        if self.traits.norm_centered:
+            x = x if delta is None else x + delta
+            return x, self(x)
+        options: Any = {"offset": self.traits.norm_offset, "implementation": implementation}
+        options["rounds_last"] = self.traits.norm_rounds_last
+        return add_norm(x, delta, self.scale[...], eps=self.eps, **options)
 
     def _mean(
         self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
@@ -123,11 +147,17 @@ class GatedMLP(nnx.Module):
         else:
             self.gate_up_bias = self.down_bias = None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], in_parts: bool = False
+    ) -> Float[Array, "*parts T D"]:
+        """Return what is to be added to x, where that is allowed perhaps in parts."""
         gate_up = matmul(x, self.gate_up[...], bias=value_of(self.gate_up_bias))  # [T, 2, F]
         gate, up = gate_up[:, 0], gate_up[:, 1]
         # silu runs in at least float32: in 16 bits each operation would round, which costs more.
         exact = gate.astype(accumulator(gate.dtype))
         active = jax.nn.silu(exact) if self.activation == "silu" else jax.nn.gelu(exact)
         hidden = (active * up).astype(x.dtype)
-        return matmul(hidden, self.down[...], bias=value_of(self.down_bias))
+        down = self.down[...]
+        if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
+            return matmul_in_parts(hidden, down)
+        return matmul(hidden, down, bias=value_of(self.down_bias))

@@ -113,6 +113,31 @@ def matmul(
     return y.astype(x.dtype if out_dtype is None else out_dtype)
 
 
+MOST_ROWS_IN_PARTS = 256
+"""Rows of a step beyond which parts in float32 move more bytes than the launch they spare."""
+
+
+def matmul_in_parts(
+    x: Float[Array, " T *inputs"], w: Float[Array, " ..."], contract: int = 1
+) -> Float[Array, "parts T2 D"]:
+    """Multiply as `matmul` does, in sums over parts of the inputs; in at least float32.
+
+    On a GPU few rows keep few multiprocessors busy, so that XLA divides the inputs itself and adds
+    a launch that sums. Who adds the result to something else can sum it on the way. One row comes
+    twice.
+    """
+    num_rows, width = x.shape[0], w.shape[-1]
+    inputs = prod(w.shape[:contract])
+    parts = 8 if num_rows <= 64 else 2
+    while parts > 1 and inputs % (64 * parts):
+        parts //= 2
+    # XLA turns products of one row into reductions, and copies the weight in another order first.
+    x = jnp.repeat(x, 2, axis=0) if num_rows == 1 else x
+    divided = x.reshape(len(x), parts, -1), w.reshape(parts, -1, width)
+    dims = ((2,), (1,)), ((1,), (0,))
+    return lax.dot_general(*divided, dims, preferred_element_type=accumulator(x.dtype))
+
+
 def _one_row(x: Array, w: Array, contract: int) -> Array:
     """Multiply one row of 16-bit numbers.
 

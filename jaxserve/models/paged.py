@@ -48,6 +48,11 @@ class PagedStep:
     # Attention implementation that runs: "auto" | "xla" | "triton" | "mosaic_gpu".
     implementation: str = field(metadata={"static": True})
 
+    @property
+    def others(self) -> str:
+        """Implementation of all but attention over prompts; Mosaic has a kernel for that alone."""
+        return "auto" if self.implementation == "mosaic_gpu" else self.implementation
+
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:
     """Return the logical axes of every parameter by its path, such as "layers.0.attention.qkv".

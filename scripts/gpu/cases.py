@@ -193,7 +193,7 @@ class StepCase:
         return ", ".join([f"{launch} 8b {size}", *about])
 
 
-STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "quantized_matmul")
+STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "add_norm", "quantized_matmul")
 
 
 def step_cases() -> list[StepCase]:

@@ -28,7 +28,8 @@ class PagedRunner:
     """Runner of a model's steps over one cache of scattered pages; keeps each row's tokens.
 
     Row r's pages are every R-th of a random order of all pages but page 0, which stays full of NaN:
-    nothing may read it. `whole` compiles each step as one program.
+    nothing may read it. `whole` compiles each step as one program; `implementation` is that of its
+    kernels.
     """
 
     model: Decoder
@@ -36,6 +37,7 @@ class PagedRunner:
     page_size: int = 4
     max_tokens: int = 192
     whole: bool = True
+    implementation: str = "xla"
     tokens: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class PagedRunner:
             query_start=jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
             kv_len=jnp.asarray([len(row) for row in self.tokens], jnp.int32),
             decode_only=pad == 0 and set(counts) == {1},
-            implementation="xla",
+            implementation=self.implementation,
         )
         self.last = self._leaves, _padded(flat, pad, 0), step, self.kv
         logits, self.kv = self._forward(*self.last)

@@ -68,6 +68,10 @@ class BigAttentionCase(Case):
         return KERNEL_MODULES[self.family]
 
     @property
+    def dtypes(self) -> str:
+        return f"{self.dtype} over {self.page_dtype or self.dtype}"
+
+    @property
     def tolerance(self) -> Tolerance:
         return Tolerance.exact() if self.family == "kv_write" else TOLERANCES[self.dtype]
 
@@ -194,6 +198,7 @@ class BigGroupedCase(Case):
     gib: float
     seed: int = 0
 
+    dtypes: ClassVar[str] = "bf16"
     INPUTS: ClassVar[int] = 512
     OUTPUTS: ClassVar[int] = 2048
 
@@ -293,6 +298,7 @@ class BigQuantizedCase(Case):
 
     family: ClassVar[str] = "quantized"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
+    dtypes: ClassVar[str] = "bf16"
     TOKENS: ClassVar[int] = 4
     ROWS: ClassVar[int] = 4096
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's descriptions say that arithmetic instructions compute, on single numbers.
+"""Arithmetic as NVIDIA's descriptions specify it, on single numbers.
 
 Everything comes from integers, fractions and `math`: nothing is shared with the interpreter.
 """
@@ -408,4 +408,7 @@ def conversion_result(parts: list[str], raw: list[int]) -> int:
         value = math.copysign(rounded(value, rounding), value)
     if "sat" in modifiers:
         value = 0.0 if math.isnan(value) or value <= 0 else min(value, 1.0)
+    if "rz" in modifiers:  # rounding down, of what is not negative
+        bits = encode(abs(value), target, down=not math.isinf(value))
+        return bits | encode_signed(math.copysign(0.0, value), target)
     return encode_signed(value, target)

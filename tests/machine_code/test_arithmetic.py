@@ -52,12 +52,14 @@ def expected(name: str, raw: list[int]) -> tuple[int, float]:
     if parts[0] == "cvt":
         return conversion_result(parts, raw), 0.0
     if kind.endswith("x2"):
-        base = kind[:-2]
+        base, size = kind[:-2], BITS[kind[:-2]]
         halves = [
-            float_result([*parts[:-1], base], [bits >> shift & 0xFFFF for bits in raw], base)
-            for shift in (16, 0)
+            float_result(
+                [*parts[:-1], base], [bits >> shift & (1 << size) - 1 for bits in raw], base
+            )
+            for shift in (size, 0)
         ]
-        return halves[0][0] << 16 | halves[1][0], halves[0][1]
+        return halves[0][0] << size | halves[1][0], halves[0][1]
     if is_float(kind) and parts[0] != "selp":
         return float_result(parts, raw, kind)
     return integer_result(parts, raw, kind), 0.0
@@ -76,7 +78,7 @@ def result_kind(name: str) -> str:
 
 
 def size_of(kind: str) -> int:
-    packed = {"f16x2": 4, "bf16x2": 4, "e4m3x2": 2, "e5m2x2": 2, "tf32": 4, "pred": 2}
+    packed = {"f16x2": 4, "bf16x2": 4, "f32x2": 8, "e4m3x2": 2, "e5m2x2": 2, "tf32": 4, "pred": 2}
     return packed.get(kind) or max(2, width(kind) // 8)
 
 

@@ -1,5 +1,7 @@
 """The model's contract with the engine: shapes, dtypes, leaves, axes, one trace for all layers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,21 +96,26 @@ def test_every_parameter_names_its_axes(checkpoints, case):
         assert all(size in sizes[name] for name, size in zip(names, leaf.shape, strict=True))
 
 
-def test_layers_share_one_trace(model):
-    traces = []
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
 
-    @jax.jit
-    def run(layer, x):
-        traces.append(layer)
-        one, two = jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
-        step = PagedStep(one, one, one[None], two, one, decode_only=True, implementation="xla")
-        pages, angles = jnp.zeros((1, 2, 4, 8)), jnp.ones((1, 4))
-        return layer(x, (angles, angles), step, (pages, pages))[0]
 
-    x = jnp.ones((1, 32))
-    for layer in model.layers:
-        x = run(layer, x)
-    assert len(traces) == 1
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [({"num_hidden_layers": 5}, 1), ({"num_hidden_layers": 5, **WINDOWS}, 2)],
+    ids=["alike", "with windows and without"],
+)
+def test_a_program_has_one_function_for_each_kind_of_layer(fields, kinds):
+    names = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} if kinds == 2 else {}
+    config = parse_model_config(RAW | names | fields)
+    model = random_weights(config, jnp.float32)
+    one, two = jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    step = PagedStep(one, one, one[None], two, one, decode_only=True, implementation="xla")
+    pages = [(jnp.zeros((1, 2, 4, 8)),) * 2] * 5
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda state: nnx.merge(graphdef, state)(one, step, pages)[0])
+    text = run.lower(state).as_text()
+    assert len(re.findall(r"func\.func private @run_layer", text)) == 1 + kinds  # and the first
+    assert len(re.findall(r"call @run_layer", text)) == 5
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe_window_bias"])

@@ -67,6 +67,14 @@ def to_half(x: Array) -> Array:
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits)
 
 
+def cut_to_half(x: Array) -> Array:
+    """Return the bits of floats rounded to float16 towards zero; any NaN becomes 0x7FFF."""
+    nearest = x.astype(np.float16)
+    is_larger = np.abs(nearest.astype(x.dtype)) > np.abs(x)
+    cut = np.where(is_larger, np.nextafter(nearest, np.float16(0)), nearest)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), cut.view(np.uint16))
+
+
 def from_half(bits: Array) -> Array:
     return bits.view(np.float16).astype(np.float32)
 
@@ -86,6 +94,19 @@ def pack(x: Array, kind: str) -> Array:
     """Return floats as bits of 16-bit ones; a last axis of two becomes a word."""
     bits = TO_BITS[kind](x)
     return np.ascontiguousarray(bits).view(np.uint32)[..., 0] if bits.ndim > 1 else bits
+
+
+def split_singles(bits: Array) -> Array:
+    """Return the two float32 of each 64-bit word, the lower one first, along a first axis."""
+    words = np.atleast_1d(bits)
+    halves = np.stack([words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)])
+    return halves.astype(np.uint32).view(np.float32)
+
+
+def join_singles(x: Array) -> Array:
+    """Return the 64-bit words of such pairs."""
+    low, high = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    return high << np.uint64(32) | low
 
 
 def to_odd_single(x: Array) -> Array:

@@ -163,6 +163,24 @@ def float_forms() -> Forms:
         yield f"copysign.{kind}", same(kind, 2, "np.copysign({1}, {0})")
 
 
+PAIRED_SINGLES = (
+    (("add", "add.rn"), 2, "{0} + {1}"),
+    (("sub", "sub.rn"), 2, "{0} - {1}"),
+    (("mul", "mul.rn"), 2, "{0} * {1}"),
+    (("fma.rn",), 3, "fused({0}, {1}, {2})"),
+)
+
+
+def paired_single_forms() -> Forms:
+    """Yield arithmetic of pairs of float32, which capabilities from 10.0 on have."""
+    for names, count, expression in PAIRED_SINGLES:
+        for name, flush in product(names, FLUSHES):
+            computed = flushed(expression, flush, count)
+            operands = [f"split_singles({{{index}}})" for index in range(count)]
+            joined = f"join_singles({computed.format(*operands)})"
+            yield f"{name}{flush}.f32x2", same("b64", count, joined)
+
+
 HALF_FLOATS = (
     # float32 has more than twice the bits of these types, so that rounding its result is exact.
     (("add", "add.rn"), 2, "{0} + {1}"),
@@ -236,6 +254,7 @@ def float_conversions() -> Forms:
     yield "cvt.f64.f16", Form("f64", ("b16",), "from_half({0}).astype(float64)")
     yield "cvt.f32.bf16", Form("f32", ("b16",), "from_bfloat16({0})")
     yield "cvt.sat.f32.f32", same("f32", 1, "saturate({0})")
+    yield "cvt.rz.f16.f32", Form("b16", ("f32",), "cut_to_half({0})")
     yield "cvt.rn.f16.f64", Form("b16", ("f64",), "to_half({0})")
     yield "cvt.rna.tf32.f32", Form("b32", ("f32",), "to_tensor_float({0})")
     for kind, function in (("f16", "to_half"), ("bf16", "to_bfloat16")):
@@ -277,7 +296,7 @@ def comparison(kind: str, name: str) -> str | None:
 FORMS: dict[str, Form] = {
     name: form
     for group in (
-        *(integer_forms, bit_forms, float_forms, half_forms),
+        *(integer_forms, bit_forms, float_forms, paired_single_forms, half_forms),
         *(integer_conversions, float_conversions),
     )
     for name, form in group()

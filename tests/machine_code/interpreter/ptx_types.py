@@ -12,7 +12,15 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 # Floats that numpy lacks and packed ones are operands as bits; instructions unpack them.
-PACKED_BYTES = {"bf16": 2, "bf16x2": 4, "f16x2": 4, "e4m3x2": 2, "e5m2x2": 2, "tf32": 4}
+PACKED_BYTES = {
+    "bf16": 2,
+    "bf16x2": 4,
+    "f16x2": 4,
+    "f32x2": 8,
+    "e4m3x2": 2,
+    "e5m2x2": 2,
+    "tf32": 4,
+}
 NUMPY: dict[str, type] = {
     **{f"{letter}{8 * size}": kind for letter in "ub" for size, kind in UNSIGNED.items()},
     **{f"s{8 * size}": kind for size, kind in SIGNED.items()},

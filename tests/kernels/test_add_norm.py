@@ -1,0 +1,124 @@
+"""add_norm: every implementation gives the reference's sum, to the bit, and its norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_norm, reference
+from pallas_kernels.norm_arguments import NormOptions
+
+IMPLEMENTATIONS = ("triton_interpret", "xla")
+# Parts of delta, offset, rounds_last.
+KINDS = ((None, 0.0, False), (0, 0.0, False), (0, 1.0, True), (1, 0.0, True), (4, 0.0, False))
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def inputs(
+    dtype: Any, rows: int, width: int, parts: int | None, seed: int = 0
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return rows of very different sizes; one of zeros and one with a NaN among them.
+
+    Args:
+        parts: of delta; 0 for one that is not in parts, None for no delta.
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, width)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
+    if rows > 2:
+        x[1] = 0.0
+        x[2, width // 2] = np.nan
+    scale = jnp.asarray(rng.standard_normal(width), dtype)
+    if parts is None:
+        return jnp.asarray(x, dtype), None, scale
+    shape = (parts, rows, width) if parts else (rows, width)
+    delta = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, (rows, 1))
+    if rows > 2:
+        delta[..., 1, :] = 0.0
+    if parts == 4:  # rows of padding
+        delta = np.concatenate([delta, np.full((parts, 2, width), np.nan)], axis=1)
+    return jnp.asarray(x, dtype), jnp.asarray(delta, jnp.float32 if parts else dtype), scale
+
+
+def check(got: tuple[Any, Any], want: tuple[Any, Any], dtype: Any, *, exact: bool = True) -> None:
+    """Compare; sums to the bit, norms within a step of the dtype, or two where it rounds twice."""
+    for result in got:
+        assert result.dtype == dtype and result.shape == want[0].shape
+    sums = [np.asarray(array, np.float64) for array in (got[0], want[0])]
+    if exact:
+        np.testing.assert_array_equal(*sums)
+    else:  # parts may be added in another order, and cancel
+        largest = np.nanmax(np.abs(sums[1]), axis=1, initial=0)
+        step = float(jnp.finfo(dtype).eps)
+        assert (np.nanmax(np.abs(sums[0] - sums[1]), axis=1) <= 8 * step * largest).all()
+        return
+    norms = [np.asarray(array, np.float64) for array in (got[1], want[1])]
+    np.testing.assert_allclose(*norms, rtol=4 * float(jnp.finfo(dtype).eps), atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 16), (33, 80), (3, 2880)])
+def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) -> None:
+    for parts, offset, rounds_last in KINDS:
+        x, delta, scale = inputs(dtype, rows, width, parts, seed=width)
+        options = NormOptions(1e-5, offset, rounds_last)
+        want = reference.add_norm(x, delta, scale, options)
+        got = add_norm(
+            x,
+            delta,
+            scale,
+            eps=1e-5,
+            offset=offset,
+            rounds_last=rounds_last,
+            implementation=implementation,
+        )
+        check(got, want, dtype, exact=parts != 4)
+        # Nothing of the row with a NaN reaches another one.
+        finite = [row for row in range(rows) if rows < 3 or row != 2]
+        assert np.isfinite(np.asarray(got[1], np.float32)[finite]).all()
+
+
+def test_float64_stays_float64() -> None:
+    with jax.enable_x64(True):
+        x, delta, scale = inputs(jnp.float64, 3, 24, 0)
+        got = add_norm(x, delta, scale, eps=1e-6)
+        want = reference.add_norm(x, delta, scale, NormOptions(1e-6))
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-14)
+        with pytest.raises(ValueError, match="x has dtype float64; allowed: bfloat16, float16 or"):
+            add_norm(x, delta, scale, eps=1e-6, implementation="triton_interpret")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros(4)}, r"x has shape \(4,\); expected \[T,D\]"),
+        ({"x": jnp.zeros((0, 4))}, "expected .*, both at least 1"),
+        ({"delta": jnp.zeros((2, 5))}, "delta"),
+        ({"delta": jnp.zeros((2, 4), jnp.bfloat16)}, "delta has dtype bfloat16"),
+        ({"delta": jnp.zeros((3, 2, 4), jnp.bfloat16)}, "delta has dtype bfloat16"),
+        ({"scale": jnp.zeros(5)}, "scale"),
+        ({"scale": jnp.zeros(4, jnp.float16)}, "scale has dtype float16"),
+        ({"eps": -1.0}, "eps is -1.0; allowed: 0 or more"),
+        ({"implementation": "llvm"}, "no llvm kernel for add_norm"),
+        ({"implementation": "mosaic_gpu"}, "mosaic_gpu needs a GPU"),
+    ],
+)
+def test_misuse_is_refused(change: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {"x": jnp.zeros((2, 4)), "delta": None, "scale": jnp.ones(4)}
+    call |= {"eps": 1e-5, **change}
+    with pytest.raises(ValueError, match=message):
+        add_norm(**call)
+
+
+def test_a_row_too_wide_for_registers_is_refused() -> None:
+    x = jax.ShapeDtypeStruct((1, 32769), jnp.float32)
+    scale = jax.ShapeDtypeStruct((32769,), jnp.float32)
+    with pytest.raises(ValueError, match="x has D = 32769; allowed: 1 to 32768"):
+        jax.eval_shape(
+            lambda x, scale: add_norm(x, None, scale, eps=0, implementation="triton_interpret"),
+            *(x, scale),
+        )
