@@ -9,13 +9,16 @@ from functools import cache
 import numpy as np
 import pytest
 
+from jaxserve.execution.batch import unpack
 from tests.machine_code.case import Capability
 from tests.machine_code.compiled_program import Program
 from tests.machine_code.faults import Fault
 from tests.machine_code.steps.engine import RecordedEngine, Recording
 from tests.machine_code.steps.execution import Execution
-from tests.machine_code.steps.judgement import compare_step, differing_tokens
+from tests.machine_code.steps.judgement import compare_step, differing_tokens, rows_that_count
 from tests.machine_code.steps.kept import FILE, MOST_BYTES, SETUP, KeptPrograms
+from tests.machine_code.steps.models import MODELS, VOCAB
+from tests.machine_code.steps.near_ties import NearTies, noise_of
 from tests.machine_code.steps.programs import LOAD_SLOT, mask_program
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
@@ -134,3 +137,33 @@ def test_weights_that_differ_are_noticed(
     weights = [array * np.float32(1.001) for array in recording.weights]
     program = executables((8, 0))[DECODE].program
     assert faults_of_decode(program, recording, state, weights)
+
+
+@pytest.mark.parametrize("name", ["few-edited", "few-several"])
+def test_the_judge_of_near_ties_draws_what_the_engine_drew(name: str, engines: Engines) -> None:
+    """In chunks, decodes and each step of a launch, where logits hardly move; and nothing else."""
+    recording = record(engines, name)
+    ties = NearTies(engines(1).decoder)
+    before, steps, judged = list(recording.empty_state), SETUP.steps(), 0
+    for call in recording.calls:
+        if call.output is not None:
+            bucket = steps[call.program]
+            batch = unpack(call.arguments[0], bucket.num_tokens, bucket.num_rows)
+            expected = call.output.token_ids.reshape(-1, bucket.num_rows)
+            counts = rows_that_count(batch, expected, SETUP.num_slots, bucket.num_steps)
+            for step, row in np.argwhere(counts).tolist():
+                here = np.zeros_like(counts)
+                here[step, row] = True
+                for token_ids, share in ((expected, 1), ((expected + 1) % VOCAB, 0)):
+                    [tie] = ties.judge(call, bucket, before, token_ids, here, noise=1e-6)
+                    assert (tie.row, tie.step, tie.share) == (row, step, share), str(tie)
+                judged += 1
+        before[len(before) - len(call.state) :] = call.state
+    assert judged >= sum(map(len, recording.answers.values()))
+
+
+def test_only_narrow_numbers_have_near_ties() -> None:
+    assert noise_of(MODELS["llama-float32"], "highest") == 0
+    assert noise_of(MODELS["llama-float32-int8"], "highest") == 0
+    assert noise_of(MODELS["llama-bfloat16"], "highest") > 0
+    assert noise_of(MODELS["llama-float32"], "high") > 0

@@ -128,10 +128,8 @@ class NearTies:
             pages = call.state[: len(before) - len(jax.tree.leaves(sampler)) - 1]
             kv = list(zip(pages[::2], pages[1::2], strict=True))
             logits = self._logits(self._leaves, kv, batch, bucket.decode_only)
-            drawn = []
-            for _ in range(TRIES):
-                moved = logits + noise * rng.standard_normal(logits.shape).astype(logits.dtype)
-                drawn.append(int(self._sample(moved, batch, sampler)[0][row]))
+            moves = noise * rng.standard_normal((TRIES, logits.shape[1])).astype(logits.dtype)
+            drawn = self._sample(logits[row] + moves, repeated(batch, row), sampler)[0].tolist()
             token, wanted = int(token_ids[step, row]), int(expected[step, row])
             gap = float(logits[row, wanted] - logits[row, token])
             share = drawn.count(token) / TRIES
@@ -159,3 +157,14 @@ class NearTies:
             batch, tokens=tokens, positions=batch.positions + step, kv_len=batch.kv_len + step
         )
         return jax.tree.map(jnp.asarray, now), jax.tree.map(jnp.asarray, sampler)
+
+
+def repeated(batch: StepBatch[Any], row: int) -> StepBatch[Any]:
+    """Return a batch whose rows are all the same one, as many as there are tries."""
+    own = {
+        field.name: jnp.repeat(getattr(batch, field.name)[row : row + 1], TRIES, axis=0)
+        for field in dataclasses.fields(batch)
+        if field.name not in ("tokens", "positions", "row_of_token", "targets", "query_start")
+        and getattr(batch, field.name).ndim > 0
+    }
+    return dataclasses.replace(batch, **own)
