@@ -64,7 +64,7 @@ class Execution:
         order: draws the order of launches; None for the schedule's own.
         orders_warps: draw the order of blocks and warps too, which takes ten times as long.
         ties: judge of tokens that differ; None where each must be the CPU's.
-        noise: by how much rounding moves logits.
+        noise: by how much rounding moves logits, over their spread.
     """
 
     def __init__(
