@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
+from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 
 CARDS: dict[Capability, str] = {
@@ -21,7 +22,16 @@ CARDS: dict[Capability, str] = {
     (12, 0): "NVIDIA GeForce RTX 5090",
 }
 """The card that each capability's programs are compiled for."""
-FAMILIES = ("decode", "ragged", "mosaic", "kv_write", "grouped", "quantized", "quantized_grouped")
+FAMILIES = (
+    "decode",
+    "ragged",
+    "mosaic",
+    "kv_write",
+    "grouped",
+    "quantized",
+    "quantized_grouped",
+    "add_norm",
+)
 
 
 def all_cases() -> list[Case]:
@@ -34,6 +44,7 @@ def all_cases() -> list[Case]:
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),
+        *add_norm_cases(),
     ]
 
 
