@@ -140,7 +140,11 @@ def main() -> int:
         for capability in arguments.capability if arguments.random or arguments.big else ():
             with OfflineCompiler(capability) as compiler:
                 if arguments.big:
-                    chosen = [c for c in big_cases() if re.search(arguments.only, c.name)]
+                    chosen = [
+                        case
+                        for case in big_cases()
+                        if case.runs_on(capability) and re.search(arguments.only, case.name)
+                    ]
                     run_compiled(compiler, chosen, None, report)
                 if arguments.random:
                     seconds = arguments.random / len(arguments.capability)

@@ -68,8 +68,12 @@ class BigAttentionCase(Case):
         return KERNEL_MODULES[self.family]
 
     @property
-    def tolerance(self) -> Tolerance:
-        return Tolerance.exact() if self.family == "kv_write" else TOLERANCES[self.dtype]
+    def dtypes(self) -> str:
+        return f"{self.dtype} over {self.page_dtype or self.dtype}"
+
+    @property
+    def tolerances(self) -> list[Tolerance]:
+        return [Tolerance.exact() if self.family == "kv_write" else TOLERANCES[self.dtype]]
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -194,6 +198,7 @@ class BigGroupedCase(Case):
     gib: float
     seed: int = 0
 
+    dtypes: ClassVar[str] = "bf16"
     INPUTS: ClassVar[int] = 512
     OUTPUTS: ClassVar[int] = 2048
 
@@ -206,8 +211,8 @@ class BigGroupedCase(Case):
         return f"pallas_kernels.gpu.triton_{self.family}_matmul"
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance("bf16", False, "bf16")
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance("bf16", False, "bf16")]
 
     @property
     def matrix_bytes(self) -> int:
@@ -293,12 +298,13 @@ class BigQuantizedCase(Case):
 
     family: ClassVar[str] = "quantized"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
+    dtypes: ClassVar[str] = "bf16"
     TOKENS: ClassVar[int] = 4
     ROWS: ClassVar[int] = 4096
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance("bf16", False, "f32")
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance("bf16", False, "f32")]
 
     @property
     def outputs(self) -> int:

@@ -1,8 +1,8 @@
 """The kernel calls that are compiled, kept and executed, several of each kernel.
 
 Each has adversarial arguments (`arguments`), the call of the kernel (`call`) and what its plain
-specification gives (`expected`); see `attention_cases.py` and `product_cases.py`. Arguments
-and expected results are made from a seed when they are needed: only machine code is kept.
+specification gives (`expected`); see `attention_cases.py` and the modules like it. Arguments and
+expected results are made from a seed when they are needed: only machine code is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ CARDS: dict[Capability, str] = {
 }
 """The card that each capability's programs are compiled for."""
 FAMILIES = (
-    "decode",
-    "ragged",
-    "mosaic",
-    "kv_write",
-    "grouped",
-    "quantized",
-    "quantized_grouped",
-    "add_norm",
+    *("decode", "ragged", "mosaic", "kv_write", "add_norm"),
+    *("grouped", "quantized", "quantized_grouped"),
 )
 
 
@@ -41,10 +35,10 @@ def all_cases() -> list[Case]:
         *ragged_cases(),
         *mosaic_cases(),
         *kv_write_cases(),
+        *add_norm_cases(),
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),
-        *add_norm_cases(),
     ]
 
 

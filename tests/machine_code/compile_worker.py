@@ -15,10 +15,19 @@ import jax
 
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.targets import Target
-from tests.machine_code import big_cases, cases  # noqa: F401  (all types of cases)
+from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
+from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase, BigQuantizedCase
 from tests.machine_code.case import Case
 from tests.machine_code.compiled_program import Program, to_json
+from tests.machine_code.norm_cases import AddNormCase
+from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.xla_reader import read_program
+
+CASE_TYPES: tuple[type[Case], ...] = (
+    *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
+    AddNormCase,
+    *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
+)
 
 
 def from_description(data: dict[str, Any]) -> Case:
@@ -28,8 +37,8 @@ def from_description(data: dict[str, Any]) -> Case:
         for name, value in data.items()
         if name != "type"
     }
-    kinds = {kind.__name__: kind for kind in Case.__subclasses__()}
-    return kinds[data["type"]](**fields)
+    kind = next(kind for kind in CASE_TYPES if kind.__name__ == data["type"])
+    return kind(**fields)
 
 
 def compile_case(case: Case, compiler: Compiler) -> Program:

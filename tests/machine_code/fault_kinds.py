@@ -123,7 +123,7 @@ def exchange_halves(line: str) -> str | None:
 
 
 def double_constant(line: str) -> str | None:
-    """Double a float32 in the text, or make a zero one."""
+    """Multiply a float32 in the text by two; zero becomes one."""
     found = re.search(r"0f([0-9A-Fa-f]{8})", line)
     if found is None:
         return None

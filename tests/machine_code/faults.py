@@ -1,4 +1,4 @@
-"""What the interpreter refuses."""
+"""Faults: behavior that the interpreter refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a launch of a kernel: all its CTAs, some at a time."""
+"""A launch of a kernel: all its CTAs, some at a time."""
 
 from __future__ import annotations
 

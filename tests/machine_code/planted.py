@@ -64,7 +64,7 @@ class Planted:
 
     @property
     def key(self) -> str:
-        """What the fault is known by as long as the machine code stays as it is."""
+        """Name of the fault as long as the machine code stays as it is."""
         return f"{self.case} {self.kernel} {self.line}: {self.before} -> {self.after or 'nothing'}"
 
 
@@ -112,12 +112,20 @@ class Subject:
         executable.waits = self.executable.waits
         return executable
 
+    def notice_at_once(self, planted: Planted) -> str:
+        """Run the case's own inputs; return how the fault shows, or ""."""
+        outcome = execute(self.case, self.with_fault(planted), fuel=self.fuel)
+        return outcome.faults[0] if outcome.faults else ""
+
+    @property
+    def fuel(self) -> int:
+        return PATIENCE * self.outcome.turns + 300
+
     def notice(self, planted: Planted) -> str:
-        """Run all inputs until one shows the fault; return what it showed, or ""."""
+        """Run all inputs until one shows the fault; return how, or ""."""
         executable = self.with_fault(planted)
-        fuel = PATIENCE * self.outcome.turns + 300
         for case, expected in self.inputs:
-            outcome = execute(case, executable, expected=expected, fuel=fuel)
+            outcome = execute(case, executable, expected=expected, fuel=self.fuel)
             if outcome.faults:
                 return outcome.faults[0]
         case, expected = self.inputs[0]
@@ -189,7 +197,7 @@ class Planting:
 
 @dataclasses.dataclass
 class Result:
-    """What became of the faults in one kernel's cases."""
+    """Result of planting faults in the cases of a kernel."""
 
     planted: int = 0
     caught: int = 0
@@ -202,9 +210,9 @@ class Result:
         if noticed:
             self.caught += 1
         else:
-            known = reasons.get(fault.key, {"equivalent": False, "reason": ""})
-            self.survivors.append(dataclasses.asdict(fault) | known)
-            if known["equivalent"]:
+            verdict = reasons.get(fault.key, {"equivalent": False, "reason": ""})
+            self.survivors.append(dataclasses.asdict(fault) | verdict)
+            if verdict["equivalent"]:
                 self.equivalent += 1
                 return
         self.planted += 1

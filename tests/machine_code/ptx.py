@@ -1,10 +1,11 @@
-"""Reads PTX modules: kernels with their parameters, registers, symbols and basic blocks.
+"""PTX modules as kernels with their parameters, registers, symbols and basic blocks.
 
 What is read is what compilers write for a kernel without calls; any other directive is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import numpy as np
 
 from tests.machine_code.faults import Fault
 from tests.machine_code.interpreter.instruction import Instruction, parse_instruction
-from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.ptx_types import SIZE, UNSIGNED
 
 # Where a CTA's shared memory begins; hardware keeps the first KiB for itself.
 SHARED_BASE = 0x400
@@ -22,6 +23,10 @@ PARAMETER_BASE = 0x100_0000_0000
 PARAMETER_ALIGNMENT = 64
 # Instructions after which another block begins. Waiting for an mbarrier may put a thread to sleep.
 BLOCK_ENDS = re.compile(r"(bra|ret|exit|trap)\b|bar\.(?!warp)|barrier\.|mbarrier\.(try|test)_wait")
+
+SHARED_ACCESS = re.compile(r"(?:ld|st|atom|red)\.(?:\w+\.)*shared")
+# Wider accesses are made of pieces of this size, which is how swizzled layouts move them.
+LARGEST_GRAIN = 16
 
 TOKEN = re.compile(
     r"(?P<open>\{)|(?P<close>\})|(?P<label>[\w$]+):(?!:)|(?P<statement>[^;{}][^;]*);"
@@ -47,7 +52,7 @@ THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(
 
 @dataclass(frozen=True)
 class Register:
-    """Register of every thread: its number, and its size in bytes, 0 for a predicate."""
+    """A register of every thread: its number, and its size in bytes, 0 for a predicate."""
 
     index: int
     size: int
@@ -86,10 +91,26 @@ class Kernel:
         """Tell whether an instruction's name begins with `prefix`."""
         return any(instruction.name.startswith(prefix) for instruction in self.instructions())
 
-    @property
+    @functools.cached_property
     def has_grid_wait(self) -> bool:
         """Whether the kernel waits for the launch before it by itself."""
         return self.has("griddepcontrol.wait")
+
+    @functools.cached_property
+    def has_wgmma(self) -> bool:
+        return self.has("wgmma")
+
+    @functools.cached_property
+    def shared_grain(self) -> int:
+        """Size of the smallest access to shared memory, 16 bytes at most."""
+        sizes = [LARGEST_GRAIN]
+        for instruction in self.instructions():
+            if SHARED_ACCESS.match(instruction.name):
+                vector = re.search(r"\.v(\d)", instruction.name)
+                sizes.append(SIZE[instruction.parts[-1]] * int(vector[1] if vector else 1))
+            elif re.match(r"cp\.async\.c[ag]\b", instruction.name):
+                sizes.append(int(instruction.operands[2], 0))
+        return min(sizes)
 
 
 def read_module(text: str) -> dict[str, Kernel]:

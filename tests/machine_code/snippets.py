@@ -1,4 +1,4 @@
-"""Runs a few lines of PTX: a thread for each element of the inputs, a store for each output."""
+"""A few lines of PTX, run: a thread for each element of the inputs, a store for each output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's descriptions say that arithmetic instructions compute, on single numbers.
+"""Arithmetic as NVIDIA's descriptions specify it, on single numbers.
 
 Everything comes from integers, fractions and `math`: nothing is shared with the interpreter.
 """

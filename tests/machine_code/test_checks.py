@@ -225,6 +225,14 @@ SHARED = {
         "bar.warp.sync -1; st",
         "st",
     ),
+    "a write by the last lane of what all lanes read": Bug(
+        "another lane reads it, no bar.warp.sync between",
+        TILE
+        + "st.shared.b32 [%r2], %r0; bar.warp.sync -1; ld.shared.b32 %r4, [%r1];"
+        + "setp.eq.u32 %p1, %r0, 31; bar.warp.sync -1; @%p1 st.shared.b32 [%r1], 5;",
+        "bar.warp.sync -1; @%p1",
+        "@%p1",
+    ),
     "a write of what another lane wrote": Bug(
         "another lane wrote it, no bar.warp.sync between",
         TILE + "st.shared.b32 [%r2], %r0; bar.warp.sync -1; st.shared.b32 [%r7], 77;",

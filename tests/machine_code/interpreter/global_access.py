@@ -55,11 +55,11 @@ class GlobalAccess:
         self.all_waited = bool(self.waited[self.threads.exists].all())
 
     def reach(
-        self, lanes: Array, address: Array, size: int, verb: str, writes: bool, known: bool
+        self, lanes: Array, address: Array, size: int, verb: str, writes: bool, must_be_known: bool
     ) -> Array:
         """Return the offsets of accesses, all of which are allowed.
 
-        `known`: the bytes must have a value.
+        `must_be_known`: the bytes must have a value.
         """
         threads, memory = self.threads, self.memory
         offsets = threads.pick(address, lanes).view(np.int64) - np.int64(BASE)
@@ -70,7 +70,7 @@ class GlobalAccess:
         threads.refuse(misaligned, lanes, f"{verb} of {size} bytes at a misaligned address")
         allowed = memory.writable if writes else memory.readable
         self.refuse_place(~inside(offsets, size, allowed), lanes, offsets, f"{verb} not allowed")
-        if known:
+        if must_be_known:
             width = min(size, 8)
             flags, wanted = memory.flags.view(UNSIGNED[width]), repeated(KNOWN, width)
             for part in range(size // width):
@@ -151,7 +151,7 @@ class GlobalAccess:
         lanes, size = self.threads.lanes(mask), width * count
         if used is not None:
             return self.load_part(mask, lanes, address, width, count, used)
-        offsets = self.reach(lanes, address, size, "load", writes=False, known=True)
+        offsets = self.reach(lanes, address, size, "load", writes=False, must_be_known=True)
         if read_only:
             written = (self.memory.flags[offsets] & WRITTEN) != 0
             self.refuse_place(written, lanes, offsets, "ld.global.nc of what this launch wrote")
@@ -177,7 +177,7 @@ class GlobalAccess:
 
     def store(self, mask: Mask, address: Array, width: int, values: list[Array]) -> None:
         lanes, size = self.threads.lanes(mask), width * len(values)
-        offsets = self.reach(lanes, address, size, "store", writes=True, known=False)
+        offsets = self.reach(lanes, address, size, "store", writes=True, must_be_known=False)
         self.check_other_ctas(lanes, offsets, size, writes=True)
         words = self.memory.data.view(UNSIGNED[width])
         for index, value in enumerate(values):
@@ -192,7 +192,7 @@ class GlobalAccess:
     ) -> list[Array]:
         lanes = self.threads.lanes(mask)
         width = np.dtype(kind).itemsize
-        offsets = self.reach(lanes, address, width, "atomic", writes=True, known=True)
+        offsets = self.reach(lanes, address, width, "atomic", writes=True, must_be_known=True)
         return apply_atomics(
             self.threads, self.order, self.memory.data.view(kind), lanes, offsets, operation, values
         )

@@ -1,4 +1,4 @@
-"""Finds the registers that are used within a single block, which need not outlive it."""
+"""Registers that are used within a single block, which need not outlive it."""
 
 from __future__ import annotations
 

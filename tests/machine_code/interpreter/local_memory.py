@@ -27,8 +27,8 @@ class LocalMemory:
     def load(self, mask: Mask, address: Array, width: int, count: int) -> list[Array]:
         lanes = self.threads.lanes(mask)
         offsets = self.offsets(lanes, address, width * count)
-        known = self.written[lanes[:, None], offsets[:, None] + np.arange(width * count)]
-        self.threads.refuse(~known.all(1), lanes, "a read of local memory never written")
+        has_value = self.written[lanes[:, None], offsets[:, None] + np.arange(width * count)]
+        self.threads.refuse(~has_value.all(1), lanes, "a read of local memory never written")
         words = self.data.view(UNSIGNED[width])
         loaded = [words[lanes, offsets // width + index] for index in range(count)]
         return [self.threads.spread(values, lanes) for values in loaded]

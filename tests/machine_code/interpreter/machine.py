@@ -22,7 +22,7 @@ from tests.machine_code.interpreter.ptx_types import UNSIGNED
 from tests.machine_code.interpreter.shared_memory import SharedMemory
 from tests.machine_code.interpreter.tensor_copies import TensorCopies, TensorMap
 from tests.machine_code.interpreter.threads import DONE, Array, Mask, Progress, Threads
-from tests.machine_code.interpreter.translation import block_function, shared_grain
+from tests.machine_code.interpreter.translation import block_function
 from tests.machine_code.interpreter.warpgroup_matrices import WARPGROUP, WarpgroupMatrices
 from tests.machine_code.interpreter.warps import Warps
 from tests.machine_code.ptx import PARAMETER_BASE, Kernel
@@ -88,7 +88,7 @@ class Machine:
             threads,
             clocks,
             kernel.static_shared + geometry.dynamic_shared,
-            shared_grain(kernel),
+            kernel.shared_grain,
             order,
             options.checks_races,
         )
@@ -109,7 +109,7 @@ class Machine:
         self.visits: dict[int, int] = {}
         self.turns = 0
         # A wgmma takes four warps together.
-        self.stride = WARPGROUP if kernel.has("wgmma") else 32
+        self.stride = WARPGROUP if kernel.has_wgmma else 32
 
     def run(self) -> None:
         """Run all threads to their end."""

@@ -29,9 +29,9 @@ from tests.machine_code.interpreter.ptx_types import (
 )
 from tests.machine_code.ptx import Kernel
 
+# Instructions of two operands that from 10.0 on may have a third.
+TAKES_THREE = re.compile(r"(min|max)(\.ftz)?(\.NaN)?\.f32")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
-SHARED_ACCESS = re.compile(r"(?:ld|st|atom|red)\.(?:\w+\.)*shared")
-LARGEST_GRAIN = 16
 
 NAMES: dict[str, Any] = {
     "np": np,
@@ -55,22 +55,6 @@ def block_function(kernel: Kernel, block: int, masked: bool) -> Any:
         exec(code, scope)
         kernel.functions[key] = scope["run"]
     return kernel.functions[key]
-
-
-def shared_grain(kernel: Kernel) -> int:
-    """Return the size of the kernel's smallest access to shared memory, 16 bytes at most."""
-    sizes = [LARGEST_GRAIN]
-    for instruction in kernel.instructions():
-        if SHARED_ACCESS.match(instruction.name):
-            vector = re.search(r"\.v(\d)", instruction.name)
-            sizes.append(SIZE[instruction.parts[-1]] * int(vector[1] if vector else 1))
-        elif re.match(r"cp\.async\.c[ag]\b", instruction.name):
-            sizes.append(int(instruction.operands[2], 0))
-    return min(sizes)
-
-
-# Instructions of two operands that from 10.0 on may have a third.
-TAKES_THREE = re.compile(r"(min|max)(\.ftz)?(\.NaN)?\.f32")
 
 
 class Translator:
@@ -103,10 +87,10 @@ class Translator:
         if instruction.name in FORMS:
             self.compute(instruction)
             return False
-        known = find_instruction(instruction.name)
-        if known is None:
+        pattern = find_instruction(instruction.name)
+        if pattern is None:
             raise self.unknown()
-        function, found = known
+        function, found = pattern
         return bool(function(self, instruction, found))
 
     def unknown(self) -> UnknownInstruction:
