@@ -1,11 +1,11 @@
 """The long form of the tests of whole steps: every family and form of weights.
 
     python -m tests.machine_code.steps [--family F ...] [--model M ...] [--capability C ...]
-        [--schedule S ...] [--seed N]
+        [--schedule S ...] [--precision high] [--warps] [--seed N]
 
 Programs are compiled in the environment of `scripts.gpu.compile_offline`, and executed in a random
-order of launches. Results go to scripts/results/machine_code_steps.md. Exits with 1 if anything is
-wrong.
+order of launches; with `--warps` of blocks and warps too, which takes ten times as long. Results go
+to scripts/results/machine_code_steps.md. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def serve(setup: Setup, schedules: list[str]) -> list[Served]:
     return served
 
 
-def execute(setup: Setup, capability: Capability, served: list[Served], seed: int) -> Row:
+def execute(
+    setup: Setup, capability: Capability, served: list[Served], seed: int, orders_warps: bool
+) -> Row:
     """Compile the programs that engines called for a capability, and execute the calls."""
     called = {call.program for schedule in served for call in schedule.recording.calls}
     names = [name for name in setup.programs() if name in called | {STATE}]
@@ -72,7 +74,8 @@ def execute(setup: Setup, capability: Capability, served: list[Served], seed: in
     row = Row(spell(capability), setup.name)
     for schedule in served:
         order, ties = np.random.default_rng(seed), schedule.ties if noise else None
-        outcome = Execution(schedule.recording, executables, order, ties, noise).run()
+        recording = schedule.recording
+        outcome = Execution(recording, executables, order, orders_warps, ties, noise).run()
         row.add(schedule.name, outcome)
         compared = outcome.compared
         print(
@@ -111,6 +114,11 @@ def main() -> int:
         help=f"{' and '.join(EVERYWHERE)} by default",
     )
     parser.add_argument("--precision", choices=("highest", "high"), default="highest")
+    parser.add_argument(
+        "--warps",
+        action="store_true",
+        help="random order of blocks and warps too: ten times as long",
+    )
     parser.add_argument("--seed", type=integer_from_0, default=0, help="of the random order")
     arguments = parser.parse_args()
     chosen = [
@@ -126,7 +134,7 @@ def main() -> int:
         served = serve(setup, arguments.schedule)
         for capability in arguments.capability:
             try:
-                row = execute(setup, capability, served, arguments.seed)
+                row = execute(setup, capability, served, arguments.seed, arguments.warps)
             except NoEnvironment as error:
                 raise SystemExit(str(error)) from error
             except NotCompiled as error:

@@ -89,6 +89,8 @@ class RecordedEngine:
         limits = Limits(VOCAB, self.setup.max_len, (END,), seed=0, launch_steps=runner.max_steps)
         config = self._compiler.config
         engine = Engine(Loaded(config, runner, self._tokenizer, limits, SamplingParams()))
+        if schedule.most_pages is not None:
+            engine.pool.__init__(schedule.most_pages, config.block_size)
         answers = answers_of(engine, schedule)
         engine.close()
         return Recording(self.setup, self._weights, empty, self._recorder.calls, answers)

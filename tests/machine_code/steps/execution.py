@@ -62,6 +62,7 @@ class Execution:
         recording: of the engine on the CPU.
         executables: the setup's programs by name.
         order: draws the order of launches; None for the schedule's own.
+        orders_warps: draw the order of blocks and warps too, which takes ten times as long.
         ties: judge of tokens that differ; None where each must be the CPU's.
         noise: by how much rounding moves logits.
     """
@@ -71,6 +72,7 @@ class Execution:
         recording: Recording,
         executables: Mapping[str, Executable],
         order: np.random.Generator | None = None,
+        orders_warps: bool = False,
         ties: NearTies | None = None,
         noise: float = 0.0,
     ) -> None:
@@ -78,7 +80,9 @@ class Execution:
         self._recording = recording
         self._steps = recording.setup.steps()
         self._ties, self._noise = ties, noise
-        self._options = Options(order=order, orders_warps=False, observe=self.outcome.observe)
+        self._options = Options(
+            order=order, orders_warps=orders_warps, observe=self.outcome.observe
+        )
         self._executables = executables
         self._program = STATE
         # The state on the CPU before the call that comes.

@@ -33,11 +33,13 @@ class Schedule:
         arrivals: the requests.
         has_long_launches: whether launches take several decode steps.
         begins_with_padding: run each program once on padding first, as every start does.
+        most_pages: pages that the host hands out, fewer than the cache has; None for all.
     """
 
     arrivals: tuple[Arrival, ...]
     has_long_launches: bool = False
     begins_with_padding: bool = False
+    most_pages: int | None = None
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -129,6 +131,18 @@ def several() -> Schedule:
     )
 
 
+def pressed() -> Schedule:
+    """Prompts with equal beginnings, and too few pages: some are shared, and rows preempted."""
+    return Schedule(
+        (
+            arrival(0, 30, 0, 22, temperature=0),
+            arrival(1, 14, 0, 22, temperature=0),
+            arrival(0, 36, 4, 8, temperature=0),
+        ),
+        most_pages=7,
+    )
+
+
 def spoken() -> Schedule:
     """Prompts in words, for the bundled model."""
     prompts = {
@@ -191,6 +205,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "whole": whole(),
         "several": several(),
         "several-greedy": greedy(has_long_launches=True),
+        "pressed": pressed(),
         "spoken": spoken(),
         "few-greedy": few_greedy(),
         "few-several": few_several(),
