@@ -95,8 +95,8 @@ class AttentionCase(Case):
         return KERNEL_MODULES[self.family]
 
     @property
-    def tolerance(self) -> Tolerance:
-        return TOLERANCES[self.dtype]
+    def tolerances(self) -> list[Tolerance]:
+        return [TOLERANCES[self.dtype]]
 
     @property
     def dtypes(self) -> str:
@@ -277,7 +277,7 @@ class KvWriteCase(Case):
     family: ClassVar[str] = "kv_write"
     kernel_module: ClassVar[str] = KERNEL_MODULES["kv_write"]
     donated = (2, 3)
-    tolerance: ClassVar[Tolerance] = Tolerance.exact()
+    tolerances: ClassVar[list[Tolerance]] = [Tolerance.exact()]
 
     @property
     def dtypes(self) -> str:

@@ -72,8 +72,8 @@ class BigAttentionCase(Case):
         return f"{self.dtype} over {self.page_dtype or self.dtype}"
 
     @property
-    def tolerance(self) -> Tolerance:
-        return Tolerance.exact() if self.family == "kv_write" else TOLERANCES[self.dtype]
+    def tolerances(self) -> list[Tolerance]:
+        return [Tolerance.exact() if self.family == "kv_write" else TOLERANCES[self.dtype]]
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -211,8 +211,8 @@ class BigGroupedCase(Case):
         return f"pallas_kernels.gpu.triton_{self.family}_matmul"
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance("bf16", False, "bf16")
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance("bf16", False, "bf16")]
 
     @property
     def matrix_bytes(self) -> int:
@@ -303,8 +303,8 @@ class BigQuantizedCase(Case):
     ROWS: ClassVar[int] = 4096
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance("bf16", False, "f32")
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance("bf16", False, "f32")]
 
     @property
     def outputs(self) -> int:

@@ -26,7 +26,7 @@ class Case(abc.ABC):
         name: unique among all cases.
         family: the kernel that it calls, as `cases.FAMILIES` has it.
         kernel_module: module in which the kernel is written.
-        tolerance: how far results may be off.
+        tolerances: how far each result may be off; the last holds for all that follow too.
         donated: arguments that the kernel writes in place.
         dtypes: names of the types that the kernel is compiled for.
     """
@@ -34,7 +34,7 @@ class Case(abc.ABC):
     name: str
     family: str
     kernel_module: str
-    tolerance: Tolerance
+    tolerances: Sequence[Tolerance]
     donated: tuple[int, ...] = ()
     dtypes: str
 
@@ -60,7 +60,9 @@ class Case(abc.ABC):
         On 10.0 products of many rows in 16 bits are `tcgen05`, which the interpreter lacks.
         """
         if capability == (10, 0):
-            return self.family in ("decode", "kv_write") or self.dtypes.startswith("f32")
+            return self.family in ("decode", "kv_write", "add_norm") or self.dtypes.startswith(
+                "f32"
+            )
         return capability >= (8, 0)
 
     def blocks(self, launch: Launch) -> Sequence[int] | None:

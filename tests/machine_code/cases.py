@@ -1,8 +1,8 @@
 """The kernel calls that are compiled, kept and executed, several of each kernel.
 
 Each has adversarial arguments (`arguments`), the call of the kernel (`call`) and what its plain
-specification gives (`expected`); see `attention_cases.py` and `product_cases.py`. Arguments
-and expected results are made from a seed when they are needed: only machine code is kept.
+specification gives (`expected`); see `attention_cases.py` and the modules like it. Arguments and
+expected results are made from a seed when they are needed: only machine code is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
+from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 
 CARDS: dict[Capability, str] = {
@@ -21,7 +22,10 @@ CARDS: dict[Capability, str] = {
     (12, 0): "NVIDIA GeForce RTX 5090",
 }
 """The card that each capability's programs are compiled for."""
-FAMILIES = ("decode", "ragged", "mosaic", "kv_write", "grouped", "quantized", "quantized_grouped")
+FAMILIES = (
+    *("decode", "ragged", "mosaic", "kv_write", "add_norm"),
+    *("grouped", "quantized", "quantized_grouped"),
+)
 
 
 def all_cases() -> list[Case]:
@@ -31,6 +35,7 @@ def all_cases() -> list[Case]:
         *ragged_cases(),
         *mosaic_cases(),
         *kv_write_cases(),
+        *add_norm_cases(),
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),

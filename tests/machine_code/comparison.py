@@ -31,13 +31,19 @@ class Tolerance:
 
 
 def differences(
-    got: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tolerance: Tolerance
+    got: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tolerances: Sequence[Tolerance]
 ) -> list[str]:
-    """Describe what differs by more than the tolerance, one sentence an array."""
+    """Describe what differs by more than it may, one sentence an array.
+
+    Args:
+        got, wanted: results and what is specified; NaN must be where NaN is.
+        tolerances: of each result; the last holds for all that follow too.
+    """
     if len(got) != len(wanted):
         return [f"{len(got)} results for {len(wanted)}"]
     found = []
     for number, (result, specified) in enumerate(zip(got, wanted, strict=True)):
+        tolerance = tolerances[min(number, len(tolerances) - 1)]
         sentence = _difference(result, specified, tolerance)
         if sentence:
             found.append(f"result {number}: {sentence}")
@@ -47,9 +53,10 @@ def differences(
 def excess(result: np.ndarray, specified: np.ndarray, tolerance: Tolerance) -> np.ndarray:
     """Return how far each number is off, in units of what is allowed."""
     exact = specified.astype(np.float64)
+    exact = np.where(np.isfinite(exact), exact, 0.0)
     largest = np.abs(exact).max(axis=-1, keepdims=True, initial=0.0)
     allowed = tolerance.relative * np.abs(exact) + tolerance.of_row * largest
-    distance = np.abs(result.astype(np.float64) - exact)
+    distance = np.abs(np.nan_to_num(result.astype(np.float64)) - exact)
     return np.where(distance == 0, 0.0, distance / np.maximum(allowed, np.finfo(float).tiny))
 
 
@@ -58,10 +65,11 @@ def _difference(result: np.ndarray, specified: np.ndarray, tolerance: Tolerance)
         return f"the shape is {result.shape}; expected {specified.shape}"
     if tolerance.is_exact:
         return _bit_difference(result, specified)
-    wrong = ~np.isfinite(result.astype(np.float64))
+    is_number, should_be = (np.isfinite(a.astype(np.float64)) for a in (result, specified))
+    wrong = is_number != should_be
     if wrong.any():
         where = np.argwhere(wrong)[0].tolist()
-        return f"{wrong.sum()} of {wrong.size} are not finite, the first at {where}"
+        return f"{wrong.sum()} of {wrong.size} are NaN or not, unlike expected, first at {where}"
     off = excess(result, specified, tolerance)
     if off.size == 0 or off.max() <= 1:
         return ""

@@ -77,7 +77,7 @@ def execute(
     finally:
         outcome.seconds = time.process_time() - begin
     wanted = case.expected() if expected is None else expected
-    outcome.faults += differences(results, wanted, case.tolerance)
+    outcome.faults += differences(results, wanted, case.tolerances)
     return outcome
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.case import Case
+from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 
 
@@ -17,7 +20,10 @@ def more_inputs(case: Case) -> list[Case]:
     elif isinstance(case, GroupedCase | QuantizedGroupedCase):
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
     else:
-        found = [changed(case, seed=101), changed(case, seed=102)]
+        # The numbers of a norm are large or small row by row.
+        is_norm_of_one = isinstance(case, AddNormCase) and case.rows == 1
+        seeds = range(101, 109) if is_norm_of_one else (101, 102)
+        found = [changed(case, seed=seed) for seed in seeds]
     for other in found:
         assert other.shapes() == case.shapes(), f"{other} is compiled to other code than {case}"
     return found
@@ -28,28 +34,46 @@ def changed(case: Any, **fields: Any) -> Case:
 
 
 def other_rows(case: AttentionCase) -> list[AttentionCase]:
-    """Return rows in the other order, as short and as long as their pages allow.
+    """Return rows in the other order, and rows among which the pages are dealt out anew.
 
-    Scores that are far apart make one position count, so that a wrong one shows.
+    Scores that are far apart make one position count, so that a wrong one shows. The last row of
+    one deal fills its line of the table, so that reading beyond it leaves the table.
     """
-    size, queries = case.page_size, case.queries
-
-    def with_rows(lengths: list[int], seed: int, spread: float, reverse: bool) -> AttentionCase:
-        step = -1 if reverse else 1
-        counts = case.counts[::step] if case.counts else ()
-        spread = case.spread * spread
-        rows = tuple(lengths[::step])
-        return dataclasses.replace(case, lengths=rows, counts=counts, seed=seed, spread=spread)
-
-    short, full = [], []
-    for length, count in zip(case.lengths, queries, strict=True):
-        pages = -(-length // size)
-        short.append(max((pages - 1) * size + 1, count) if length else 0)
-        full.append(pages * size)
-    if case.is_shared:
-        short = full = list(case.lengths)
-    return [
-        with_rows(list(case.lengths), 101, 1.0 if case.dtype == "f32" else 4.0, reverse=True),
-        with_rows(short, 102, 1.0, reverse=False),
-        with_rows(full, 103, 2.0, reverse=True),
+    far = 1.0 if case.dtype == "f32" else 4.0
+    rows = case.lengths[::-1], case.counts[::-1]
+    found = [
+        dataclasses.replace(
+            case, lengths=rows[0], counts=rows[1], seed=101, spread=far * case.spread
+        )
     ]
+    if not case.is_shared:
+        for seed in (102, 103, 104):
+            lengths = deal(case, seed, fills_last=seed == 104)
+            found.append(dataclasses.replace(case, lengths=lengths, seed=seed))
+    return found
+
+
+def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:
+    """Deal the pages of a case out to its rows and return lengths that need as many."""
+    rng, size, rows = np.random.default_rng(seed), case.page_size, len(case.lengths)
+    total = sum(-(-length // size) for length in case.lengths)
+    # A decode may have no position at all; elsewhere a row has its queries.
+    least = [0 if case.is_decode else -(-count // size) for count in case.queries]
+    pages = np.array(least)
+    order = rng.permutation(rows).tolist()
+    if fills_last:
+        order = [rows - 1]
+    while pages.sum() < total:
+        open_rows = [row for row in order if pages[row] < case.table_width] or range(rows)
+        row = rng.choice([row for row in open_rows if pages[row] < case.table_width])
+        most = min(case.table_width - pages[row], total - pages.sum())
+        pages[row] += most if fills_last else rng.integers(1, most + 1)
+    lengths = []
+    for count, needed, given in zip(case.queries, least, pages.tolist(), strict=True):
+        longest, shortest = given * size, max((given - 1) * size + 1, 0)
+        if not case.is_decode and needed == given:
+            shortest = max(shortest, count)
+        lengths.append(int(rng.integers(shortest, longest + 1)) if given else 0)
+    if fills_last:
+        lengths[-1] = int(pages[-1]) * size
+    return tuple(lengths)

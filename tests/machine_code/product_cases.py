@@ -80,8 +80,8 @@ class GroupedCase(Case):
         return self.dtype
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance(self.dtype, False, self.dtype)
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance(self.dtype, False, self.dtype)]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -147,8 +147,8 @@ class QuantizedCase(Case):
         return f"{self.dtype} times {self.form}"
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -210,8 +210,8 @@ class QuantizedGroupedCase(Case):
         return f"{self.dtype} times {self.form}"
 
     @property
-    def tolerance(self) -> Tolerance:
-        return product_tolerance(self.dtype, bool(self.group or self.has_zeros), self.dtype)
+    def tolerances(self) -> list[Tolerance]:
+        return [product_tolerance(self.dtype, bool(self.group or self.has_zeros), self.dtype)]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
+from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
@@ -47,7 +48,7 @@ def random_case(seed: int, number: int, capability: Capability) -> Case:
     """Draw a case that runs for a capability; the same seed and number give the same one."""
     draw = Draw(np.random.default_rng([seed, number]))
     kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
-    kinds.append(_mosaic)
+    kinds += [_mosaic, _add_norm]
     while True:
         case: Case = draw.pick(*kinds)(f"random-{seed}-{number}", draw)
         if case.runs_on(capability):
@@ -101,6 +102,17 @@ def _kv_write(name: str, draw: Draw) -> Case:
         *(name, dtype, page_dtype, draw.pick(*HEAD_DIMS), draw.pick(*PAGE_SIZES)),
         kv_heads=draw.number(1, 5),
         is_scaled=page_dtype == "fp8" and draw.truth(),
+        seed=draw.number(0, 2**30),
+    )
+
+
+def _add_norm(name: str, draw: Draw) -> Case:
+    return AddNormCase(
+        *(name, draw.number(1, 40), draw.pick(1, 16, draw.number(1, 600), 8 * draw.number(1, 700))),
+        parts=draw.pick(None, 0, 1, 2, 4, 8),
+        offset=draw.pick(0.0, 1.0),
+        rounds_last=draw.truth(),
+        dtype=draw.pick("bf16", "bf16", "f16", "f32"),
         seed=draw.number(0, 2**30),
     )
 

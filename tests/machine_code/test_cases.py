@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize
+from pallas_kernels import dequantize, reference
+from pallas_kernels.norm_arguments import NormOptions
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.big_cases import BigAttentionCase, big_cases, marks
 from tests.machine_code.cases import all_cases
 from tests.machine_code.comparison import Tolerance, differences
 from tests.machine_code.compile_worker import from_description
+from tests.machine_code.norm_cases import EPS, AddNormCase
 from tests.machine_code.product_cases import QuantizedCase, whole_weight
 from tests.machine_code.random_cases import random_case
 
@@ -54,6 +56,17 @@ def test_a_plain_weight_is_the_specification(name: str) -> None:
     np.testing.assert_allclose(whole_weight(values, scales, zeros, case.form), wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["add_norm-bf16-parts", "add_norm-f32-alone-offset"])
+def test_a_plain_norm_is_the_specification(name: str) -> None:
+    case = CASES[name]
+    assert isinstance(case, AddNormCase)
+    x, *delta, scale = map(jnp.asarray, case.arguments())
+    options = NormOptions(EPS, case.offset, case.rounds_last)
+    wanted = reference.add_norm(x, delta[0] if delta else None, scale, options)
+    got = case.expected()
+    assert differences(list(map(np.asarray, wanted)), got, case.tolerances) == []
+
+
 @pytest.mark.parametrize("family", ["decode", "ragged", "grouped", "quantized_grouped"])
 def test_what_may_not_be_read_is_nan_and_results_are_not(family: str) -> None:
     for case in CASES.values():
@@ -89,14 +102,14 @@ def test_every_cell_that_a_query_sees_counts(name: str) -> None:
 
 def test_random_cases_are_the_same_again_and_computable() -> None:
     kinds = set()
-    for number in range(80):
+    for number in range(100):
         case = random_case(5, number, (9, 0))
         kinds.add((type(case).__name__, case.family))
         assert case == random_case(5, number, (9, 0))
         assert from_description(json.loads(json.dumps(case.describe()))) == case
-        if case.family != "kv_write":
+        if case.family not in ("kv_write", "add_norm"):
             assert all(np.isfinite(array).all() for array in case.expected()), case
-    assert len(kinds) == 7
+    assert len(kinds) == 8
 
 
 def test_every_case_is_itself_after_it_was_described() -> None:
@@ -134,23 +147,33 @@ def test_differences_are_found() -> None:
     wanted = [np.array([[1.0, 100.0], [0.5, 0.25]])]
     near = Tolerance(relative=2**-8, of_row=2**-10)
     close = wanted[0] * [[1.0, 1 + 2**-8], [1.0, 1 + 2**-8]]
-    assert differences([close], wanted, near) == []
-    [fault] = differences([wanted[0] * 1.01], wanted, near)
+    assert differences([close], wanted, [near]) == []
+    [fault] = differences([wanted[0] * 1.01], wanted, [near])
     assert fault.startswith("result 0: 3 of 4 are off by up to 2.05 times")
     # A row's largest number says how much its smallest may be off.
-    assert differences([wanted[0] + [[0.09, 0], [0, 0]]], wanted, near) == []
-    assert differences([wanted[0] + [[0, 0], [0, 0.005]]], wanted, near)
-    [fault] = differences([np.array([[1.0, np.nan], [0.5, 0.25]])], wanted, near)
-    assert "1 of 4 are not finite, the first at [0, 1]" in fault
-    assert differences([], wanted, near) == ["0 results for 1"]
-    assert "shape" in differences([wanted[0][0]], wanted, near)[0]
+    assert differences([wanted[0] + [[0.09, 0], [0, 0]]], wanted, [near]) == []
+    assert differences([wanted[0] + [[0, 0], [0, 0.005]]], wanted, [near])
+    assert differences([np.array([[np.nan, 1.0]])], [np.array([[np.nan, 1.0]])], [near]) == []
+    [fault] = differences([np.array([[1.0, np.nan], [0.5, 0.25]])], wanted, [near])
+    assert "1 of 4 are NaN or not, unlike expected, first at [0, 1]" in fault
+    assert differences([], wanted, [near]) == ["0 results for 1"]
+    assert "shape" in differences([wanted[0][0]], wanted, [near])[0]
+
+
+def test_each_result_has_its_tolerance() -> None:
+    exact, near = Tolerance.exact(), Tolerance(relative=2**-8, of_row=0.0)
+    wanted = [np.ones(3)] * 3
+    close = wanted[0] * (1 + 2**-9)
+    assert differences([wanted[0], close, close], wanted, [exact, near]) == []
+    [fault] = differences([close, close, close], wanted, [exact, near])
+    assert fault.startswith("result 0")
 
 
 def test_exact_results_are_compared_bit_by_bit() -> None:
     exact = Tolerance.exact()
     wanted = [np.array([0.0, np.nan, 1.0], np.float32)]
     other_nan = np.array([0, 0x7FFFFFFF, 0x3F800000], np.uint32).view(np.float32)
-    assert differences([other_nan], wanted, exact) == []
-    [fault] = differences([np.array([-0.0, np.nan, 1.0], np.float32)], wanted, exact)
+    assert differences([other_nan], wanted, [exact]) == []
+    [fault] = differences([np.array([-0.0, np.nan, 1.0], np.float32)], wanted, [exact])
     assert "1 of 3 differ, the first at [0]: -0.0 for 0.0" in fault
-    assert "float64" in differences([wanted[0].astype(np.float64)], wanted, exact)[0]
+    assert "float64" in differences([wanted[0].astype(np.float64)], wanted, [exact])[0]
