@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.case import Case
+from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 
 
@@ -19,7 +20,10 @@ def more_inputs(case: Case) -> list[Case]:
     elif isinstance(case, GroupedCase | QuantizedGroupedCase):
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
     else:
-        found = [changed(case, seed=101), changed(case, seed=102)]
+        # The numbers of a norm are large or small row by row.
+        is_norm_of_one = isinstance(case, AddNormCase) and case.rows == 1
+        seeds = range(101, 109) if is_norm_of_one else (101, 102)
+        found = [changed(case, seed=seed) for seed in seeds]
     for other in found:
         assert other.shapes() == case.shapes(), f"{other} is compiled to other code than {case}"
     return found
