@@ -83,9 +83,18 @@ class DeviceLimits:
         return self.is_gpu and self.capability < (8, 0)
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether Triton converts float8_e4m3fn with the card's own instructions."""
+    def widens_fp8(self) -> bool:
+        """Whether Triton widens float8_e4m3fn with the card's own instructions."""
         return self.capability >= (8, 9)
+
+    @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether Triton rounds float32 to float8_e4m3fn once, with the card's own instruction.
+
+        On 8.9 it rounds to float16 first, towards zero: a number little above the middle of two
+        codes gets the lower one.
+        """
+        return self.capability >= (9, 0)
 
     @property
     def has_wgmma(self) -> bool:

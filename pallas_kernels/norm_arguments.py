@@ -60,6 +60,7 @@ def norm_case(
         allowed = ", ".join(map(str, QUERY_DTYPES))
         raise ValueError(f"x has dtype {x.dtype}; allowed: {allowed}")
     tokens, width = x.shape
+    kinds: dict[str, tuple[jax.Array, tuple[int, ...], jnp.dtype]]
     kinds = {"scale": (scale, (width,), x.dtype)}
     if delta is not None and delta.ndim == 3:
         rows = (max(delta.shape[0], 1), max(delta.shape[1], tokens), width)

@@ -31,7 +31,7 @@ def _write_kernel(
     slots: int,
     page_size: int,
     scaled: bool,
-    has_fp8: bool,
+    rounds_to_fp8: bool,
 ) -> None:
     """Write one token. ``rest``: k_scale and v_scale if ``scaled``, aliased inputs, outputs."""
     scale_refs: Any = rest[:2] if scaled else (None, None)
@@ -56,7 +56,7 @@ def _write_kernel(
             value = value.astype(jnp.float32)
         if scaled:
             value = value / plt.load(scale_ref.at[head], mask=mask, other=1.0)
-        if target.dtype == FP8 and not has_fp8:
+        if target.dtype == FP8 and not rounds_to_fp8:
             value = lax.bitcast_convert_type(fp8_bits.narrow(value), FP8)
         elif target.dtype == FP8:
             # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
@@ -98,7 +98,7 @@ def kv_write(
             slots=case.P * case.S,
             page_size=case.S,
             scaled=scaled,
-            has_fp8=case.device.has_fp8,
+            rounds_to_fp8=case.device.rounds_to_fp8,
         ),
         grid=(case.T,),
         out_shape=(

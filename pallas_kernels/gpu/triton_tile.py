@@ -100,7 +100,7 @@ class TileSpec:
             window=options.window,
             soft_cap=None if options.soft_cap is None else float(options.soft_cap),
             compute_dtype=compute,
-            fp8_by_integers=case.page_dtype == FP8 and not case.device.has_fp8,
+            fp8_by_integers=case.page_dtype == FP8 and not case.device.widens_fp8,
         )
 
     def widen(self, x: jax.Array) -> jax.Array:

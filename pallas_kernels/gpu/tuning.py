@@ -161,7 +161,7 @@ def defaults(kind: type[Config], case: Case) -> Any:
         # Hopper alone keeps 128 rows of 256 sums in the registers of 8 warps.
         short = wide and (narrow or not case.device.has_wgmma)
         # Widening by integers takes registers of its own.
-        by_integers = narrow and not case.device.has_fp8
+        by_integers = narrow and not case.device.widens_fp8
         block = 32 if by_integers and case.H > 64 else 64
         config = RaggedConfig(tile_rows=64 if short else 128, block_tokens=block)
         if exact:

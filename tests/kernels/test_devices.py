@@ -88,7 +88,8 @@ def test_every_card_has_a_known_capability() -> None:
     limits = {name: find_card(name).limits for name in ("T4", "A100", "RTX 4090", "H200", "B200")}
     assert [n for n, card in limits.items() if not card.runs_triton] == ["T4"]
     assert not find_card("Orin").limits.runs_triton  # Pallas does not know the name
-    assert [n for n, card in limits.items() if card.has_fp8] == ["RTX 4090", "H200", "B200"]
+    assert [n for n, card in limits.items() if card.widens_fp8] == ["RTX 4090", "H200", "B200"]
+    assert [n for n, card in limits.items() if card.rounds_to_fp8] == ["H200", "B200"]
     assert [n for n, card in limits.items() if card.has_wgmma] == ["H200"]
     assert not any(card.shares_host_memory for card in limits.values())
     assert all(find_card(name).limits.shares_host_memory for name in ("Spark", "Thor", "Orin"))

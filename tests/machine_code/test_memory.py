@@ -311,6 +311,35 @@ def test_shuffles(mode: str, distance: int, segment: int) -> None:
     assert got.reshape(64, 2).tolist() == want
 
 
+def test_reductions_of_floats() -> None:
+    """A NaN counts only where the name says so; of two zeros the positive one is greater."""
+    body = """
+    .reg .b32 %o<4>;
+    mad.wide.u32 %d3, %r0, 4, %d0;
+    ld.global.b32 %r1, [%d3];
+    redux.sync.max.f32 %o0, %r1, -1;
+    redux.sync.min.f32 %o1, %r1, -1;
+    redux.sync.max.NaN.f32 %o2, %r1, -1;
+    redux.sync.min.NaN.f32 %o3, %r1, -1;
+    mad.wide.u32 %d3, %r0, 16, %d1;
+    st.global.v4.b32 [%d3], {%o0, %o1, %o2, %o3};
+    """
+    numbers = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
+    numbers[1, 5] = np.nan
+    numbers[2] = -0.0
+    numbers[2, 7] = 0.0
+    [got] = run(body, [numbers], [(96 * 4, np.float32)], threads=96)
+    for warp, row in enumerate(numbers):
+        nan = np.isnan(row).any()
+        least, most = np.nanmin(row), np.nanmax(row)
+        if warp == 2:
+            least, most = np.float32(-0.0), np.float32(0.0)
+        want = [most, least, np.nan if nan else most, np.nan if nan else least]
+        found = got.reshape(3, 32, 4)[warp]
+        np.testing.assert_array_equal(found, np.tile(want, (32, 1)))
+        assert (np.signbit(found[:, :2]) == np.signbit([most, least])).all()
+
+
 def test_votes_reductions_and_elections() -> None:
     body = """
     .reg .b32 %o<16>;

@@ -190,6 +190,20 @@ def reduce(t: Translator, instruction: Instruction, found: Found) -> None:
     t.call("warps.reduce", *arguments, results=[target], kind=kind)
 
 
+def reduce_floats(t: Translator, instruction: Instruction, found: Found) -> None:
+    operation, spreads_nan = found.groups()
+    target, value, members = instruction.operands
+    arguments = t.value(value, "f32"), t.value(members, "u32")
+    t.call(
+        "warps.reduce_floats",
+        repr(operation),
+        str(bool(spreads_nan)),
+        *arguments,
+        results=[target],
+        kind="f32",
+    )
+
+
 def elect(t: Translator, instruction: Instruction, found: Found) -> None:
     target, predicate = instruction.operands[0].split("|")
     t.call("warps.elect", t.value(instruction.operands[1], "u32"), results=[target])
@@ -223,6 +237,7 @@ DATA_PATTERNS = (
     (r"shfl\.sync\.(up|down|bfly|idx)\.b32", shuffle),
     (r"vote\.sync\.(ballot\.b32|all\.pred|any\.pred|uni\.pred)", vote),
     (r"redux\.sync\.(add|min|max|and|or|xor)\.(b32|u32|s32)", reduce),
+    (r"redux\.sync\.(min|max)(\.NaN)?\.f32", reduce_floats),
     (r"elect\.sync", elect),
     (r"activemask\.b32", active_mask),
 )

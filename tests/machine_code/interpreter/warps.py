@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.machine_code.interpreter.arithmetic import canonical, greatest, least
 from tests.machine_code.interpreter.clocks import Clocks
 from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
 
@@ -73,6 +74,21 @@ class Warps:
         }[operation]
         rows = np.where(named, self.threads.by_warp(value), value.dtype.type(neutral))
         return [np.repeat(function.reduce(rows, axis=1, dtype=value.dtype), WARP)]
+
+    def reduce_floats(
+        self, mask: Mask, operation: str, spreads_nan: bool, value: Array, members: Array
+    ) -> list[Array]:
+        """Find the least or greatest number of the lanes named, or a NaN if it is to spread."""
+        named = self.members(mask, members, "a redux")
+        rows = self.threads.by_warp(value)
+        result = np.full(len(rows), np.nan, np.float32)
+        choose = {"min": least, "max": greatest}[operation]
+        for lane in range(WARP):
+            found = choose(result, rows[:, lane])
+            result = np.where(named[:, lane], found, result)
+        if spreads_nan:
+            result = np.where((np.isnan(rows) & named).any(axis=1), np.float32(np.nan), result)
+        return [np.repeat(canonical(result), WARP)]
 
     def vote(self, mask: Mask, mode: str, value: Array, members: Array) -> list[Array]:
         named = self.members(mask, members, "a vote")
