@@ -12,6 +12,9 @@ from tests.machine_code.case import Case
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 
+# Positions that kernels take at a time; pages larger than this are taken in parts.
+BLOCK = 64
+
 
 def more_inputs(case: Case) -> list[Case]:
     """Return cases that the same machine code computes."""
@@ -47,10 +50,29 @@ def other_rows(case: AttentionCase) -> list[AttentionCase]:
         )
     ]
     if not case.is_shared:
+        lengths = nearly_whole_blocks(case)
+        found.append(dataclasses.replace(case, lengths=lengths, seed=105))
         for seed in (102, 103, 104):
             lengths = deal(case, seed, fills_last=seed == 104)
             found.append(dataclasses.replace(case, lengths=lengths, seed=seed))
     return found
+
+
+def nearly_whole_blocks(case: AttentionCase) -> tuple[int, ...]:
+    """Return lengths of which as many as can be are a few positions short of whole blocks."""
+    chunk, limit = max(1, BLOCK // case.page_size), case.table_width
+    pages = [0 if case.is_decode else -(-count // case.page_size) for count in case.queries]
+    left = sum(-(-length // case.page_size) for length in case.lengths) - sum(pages)
+    while left:
+        for row in range(len(pages)):
+            missing = chunk - pages[row] % chunk
+            given = min(missing, left, limit - pages[row])
+            pages[row] += given
+            left -= given
+    return tuple(
+        max(count_pages * case.page_size - 1 - row % 3, 0 if case.is_decode else queries)
+        for row, (count_pages, queries) in enumerate(zip(pages, case.queries, strict=True))
+    )
 
 
 def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:

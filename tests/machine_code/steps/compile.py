@@ -16,7 +16,7 @@ from tests.machine_code.case import Capability
 from tests.machine_code.compiled_program import Program
 from tests.machine_code.offline import NotCompiled
 from tests.machine_code.steps.compilation import compile_programs
-from tests.machine_code.steps.kept import CAPABILITIES, FILE, MOST_BYTES, SETUP, KeptPrograms
+from tests.machine_code.steps.kept import FILE, MOST_BYTES, PROGRAMS, SETUP, KeptPrograms
 
 
 def main() -> int:
@@ -25,9 +25,9 @@ def main() -> int:
     ).parse_args()
     programs: dict[Capability, dict[str, Program]] = {}
     sources: dict[str, set[str]] = {}
-    for capability in CAPABILITIES:
+    for capability, names in PROGRAMS.items():
         try:
-            compiled = compile_programs(SETUP, capability, SETUP.programs())
+            compiled = compile_programs(SETUP, capability, names)
         except (NoEnvironment, NotCompiled) as error:
             raise SystemExit(str(error)) from error
         programs[capability] = compiled.programs

@@ -9,6 +9,7 @@ import lzma
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pallas_kernels.gpu.tuning import TABLES
@@ -19,7 +20,7 @@ from tests.machine_code.cases import CARDS
 from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.kept import StaleProgram, spell
 from tests.machine_code.steps.models import FAMILIES, MODELS
-from tests.machine_code.steps.programs import Setup
+from tests.machine_code.steps.programs import LOAD_SLOT, STATE, Setup, mask_program
 from tests.machine_code.steps.sources import Sources, digest
 from tests.machine_code.xla_programs import Executable
 
@@ -27,7 +28,14 @@ FILE = Path(__file__).parent / "kept.json.xz"
 MOST_BYTES = 1_000_000
 COMMAND = "python -m tests.machine_code.steps.compile"
 SETUP = Setup("llama-float32")
-CAPABILITIES: tuple[Capability, ...] = ((9, 0), (8, 0))
+_ALWAYS = (STATE, LOAD_SLOT, "32 tokens, 4 rows")
+PROGRAMS: Mapping[Capability, tuple[str, ...]] = MappingProxyType(
+    {
+        (9, 0): (*_ALWAYS, "decode 4, up to 4 steps"),
+        (8, 0): (*_ALWAYS, mask_program(1), "greedy decode 4", "decode 4"),
+    }
+)
+"""Names of the programs that are kept for each capability."""
 
 
 @dataclasses.dataclass
@@ -107,14 +115,14 @@ def dependencies() -> dict[str, Any]:
     model = MODELS[SETUP.model]
     tables = {
         f"{spell(capability)}/{path.name}": path.read_text()
-        for capability in CAPABILITIES
+        for capability in PROGRAMS
         for path in sorted((TABLES / spell(capability)).glob("*.json"))
     }
     return {
         "setup": dataclasses.asdict(SETUP),
-        "programs": SETUP.programs(),
+        "programs": list(PROGRAMS.values()),
         "model": [dataclasses.asdict(model), FAMILIES[model.family]],
-        "cards": [CARDS[capability] for capability in CAPABILITIES],
+        "cards": [CARDS[capability] for capability in PROGRAMS],
         "jax": JAX,
         "tables": tables,
     }

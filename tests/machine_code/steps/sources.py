@@ -2,8 +2,8 @@
 
 Programs depend on a tenth of the files that their modules import. So the functions that ran while
 they were traced are noted, and the digest covers those, with all that stands in no function: in
-their files, and in files that these import, as constants may come from there. Comments, docstrings
-and layout do not count.
+their files, and in files that these import, as constants may come from there. Comments, docstrings,
+layout and the annotations of functions do not count.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def digest(sources: Sources, others: Any, root: Path = ROOT) -> str:
         if path.is_file():
             tree = ast.parse(path.read_text())
             prune(tree, set(functions))
+            tree = WithoutAnnotations().visit(tree)
             parts.append(f"{name} {plain_tree(tree)!r}")
         else:
             parts.append(f"{name} is gone")
@@ -105,3 +106,29 @@ def prune(node: ast.Module | ast.ClassDef, functions: set[str], prefix: str = ""
             prune(child, functions, f"{prefix}{child.name}.")
         kept.append(child)
     node.body = kept
+
+
+class WithoutAnnotations(ast.NodeTransformer):
+    """Removal of types from functions, whose code does not depend on them."""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        """Keep the fields of a class as they are: a dataclass is made of them."""
+        node.body = [
+            self.visit(child) if isinstance(child, ast.FunctionDef) else child
+            for child in node.body
+        ]
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.returns = None
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.Assign | None:
+        if node.value is None:
+            return None
+        return ast.Assign([node.target], node.value, lineno=node.lineno)
