@@ -9,7 +9,11 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.case import Case
+from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
+
+# Positions that kernels take at a time; pages larger than this are taken in parts.
+BLOCK = 64
 
 
 def more_inputs(case: Case) -> list[Case]:
@@ -19,7 +23,10 @@ def more_inputs(case: Case) -> list[Case]:
     elif isinstance(case, GroupedCase | QuantizedGroupedCase):
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
     else:
-        found = [changed(case, seed=101), changed(case, seed=102)]
+        # The numbers of a norm are large or small row by row.
+        is_norm_of_one = isinstance(case, AddNormCase) and case.rows == 1
+        seeds = range(101, 109) if is_norm_of_one else (101, 102)
+        found = [changed(case, seed=seed) for seed in seeds]
     for other in found:
         assert other.shapes() == case.shapes(), f"{other} is compiled to other code than {case}"
     return found
@@ -43,10 +50,29 @@ def other_rows(case: AttentionCase) -> list[AttentionCase]:
         )
     ]
     if not case.is_shared:
+        lengths = nearly_whole_blocks(case)
+        found.append(dataclasses.replace(case, lengths=lengths, seed=105))
         for seed in (102, 103, 104):
             lengths = deal(case, seed, fills_last=seed == 104)
             found.append(dataclasses.replace(case, lengths=lengths, seed=seed))
     return found
+
+
+def nearly_whole_blocks(case: AttentionCase) -> tuple[int, ...]:
+    """Return lengths of which as many as can be are a few positions short of whole blocks."""
+    chunk, limit = max(1, BLOCK // case.page_size), case.table_width
+    pages = [0 if case.is_decode else -(-count // case.page_size) for count in case.queries]
+    left = sum(-(-length // case.page_size) for length in case.lengths) - sum(pages)
+    while left:
+        for row in range(len(pages)):
+            missing = chunk - pages[row] % chunk
+            given = min(missing, left, limit - pages[row])
+            pages[row] += given
+            left -= given
+    return tuple(
+        max(count_pages * case.page_size - 1 - row % 3, 0 if case.is_decode else queries)
+        for row, (count_pages, queries) in enumerate(zip(pages, case.queries, strict=True))
+    )
 
 
 def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:
