@@ -28,6 +28,7 @@ CASES = (
     "grouped-bf16",
     "quantized-int4-bf16",
     "quantized_grouped-int8-bf16",
+    "add_norm-bf16-parts",
 )
 
 
