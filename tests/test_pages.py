@@ -29,6 +29,7 @@ PAGES: dict[str, int | None] = {
     "scripts/gpu/README.md": 60,
     "tests/README.md": 60,
     "tests/machine_code/README.md": 60,
+    "tests/machine_code/steps/README.md": 60,
     "scripts/results/README.md": None,
     ".github/CONTRIBUTING.md": 60,
 }

@@ -88,15 +88,27 @@ class Compiler:
         return jax.sharding.AbstractMesh((), (), abstract_device=described)
 
     def compile(
-        self, function: Callable[..., Any], shapes: tuple[Any, ...], donate: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        shapes: tuple[Any, ...],
+        donate: tuple[int, ...] = (),
+        keep_unused: bool = False,
     ) -> Any:
-        """Compile ``function`` on trees of ShapeDtypeStruct."""
+        """Compile ``function`` on trees of ShapeDtypeStruct.
+
+        Args:
+            donate: arguments that it takes over.
+            keep_unused: give the program those arguments too that nothing in it reads.
+        """
         placed = jax.sharding.SingleDeviceSharding(self.device)
+        options: dict[str, Any] = {"donate_argnums": donate, "keep_unused": keep_unused}
+        if not shapes:  # then nothing else says where it runs
+            options["out_shardings"] = placed
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes
         )
         with jax.sharding.use_abstract_mesh(self.mesh):
-            traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
+            traced = jax.jit(function, **options).trace(*shapes)
             lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile()
 

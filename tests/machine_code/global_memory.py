@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.machine_code.interpreter.ptx_types import UNSIGNED
 
 Array = np.ndarray
 # Addresses and sizes of pieces of memory.
-Slices = list[tuple[int, int]]
+Slices = Sequence[tuple[int, int]]
 
 # Where global memory begins: an address that was cut to 32 bits cannot go unnoticed.
 BASE = 0x7F3A_4000_0000
@@ -56,7 +57,7 @@ class GlobalMemory:
         self.allocations: list[Allocation] = []
         # Arrays that modules bring along: their addresses by name and bytes.
         self.constants: dict[tuple[str, bytes], int] = {}
-        self.readable = self.writable = np.zeros((0, 2), np.int64)
+        self.readable = self.writable = self.padding = np.zeros((0, 2), np.int64)
         # Words of `flags` with flags of this launch, by their size.
         self.marked: list[tuple[Array, int]] = []
 
@@ -88,8 +89,11 @@ class GlobalMemory:
         flags = self.flags[address - BASE : address - BASE + size]
         return bool((flags & KNOWN).all())
 
-    def permit(self, reads: Slices, writes: Slices) -> None:
-        """Begin a launch that may read and write these slices, and no other byte."""
+    def permit(self, reads: Slices, writes: Slices, padding: Slices = ()) -> None:
+        """Begin a launch that may read and write these slices, and no other byte.
+
+        Loads from `padding` are let pass, and get ones whatever is there.
+        """
         for index, width in self.marked:
             words = self.flags.view(UNSIGNED[width])
             words[index] &= repeated(KNOWN, width)
@@ -97,6 +101,7 @@ class GlobalMemory:
         constants = [(place, len(raw)) for (_, raw), place in self.constants.items()]
         self.readable = spans([*reads, *constants])
         self.writable = spans(writes)
+        self.padding = spans(padding)
 
     def place_constant(self, name: str, raw: Array) -> int:
         """Return the address of a module's array, which every kernel may read."""

@@ -112,6 +112,23 @@ def test_only_used_bytes_of_a_load_are_read() -> None:
     assert memory.read(target, 16).view(np.uint32).tolist() == [1, 0xFFFFFFFF, 3, 4]
 
 
+def test_loads_from_padding_get_ones() -> None:
+    """Also where an earlier launch left something; beyond the padding they are refused."""
+    body = "mad.wide.u32 %d2, %r0, 4, %d0; ld.global.b32 %r1, [%d2];"
+    body += "mad.wide.u32 %d2, %r0, 4, %d1; st.global.b32 [%d2], %r1;"
+    memory = GlobalMemory(1 << 20)
+    source, target = memory.allocate(128, "source"), memory.allocate(128, "target")
+    memory.write(source, np.arange(24, dtype=np.uint32))
+    memory.permit([(source, 80)], [(target, 128)], padding=[(source + 80, 48)])
+    geometry = Geometry((1, 1, 1), (32, 1, 1))
+    launch(kernel(body, 2), memory, geometry, [source, target])
+    loaded = memory.read(target, 128).view(np.uint32).tolist()
+    assert loaded == [*range(20), *[0xFFFFFFFF] * 12]
+    memory.permit([(source, 80)], [(target, 128)], padding=[(source + 80, 44)])
+    with pytest.raises(Fault, match=r"load not allowed: source\[124\]"):
+        launch(kernel(body, 2), memory, geometry, [source, target])
+
+
 def test_parameters_are_numbers_and_bytes() -> None:
     module = read_module("""
     .visible .entry snippet(.param .u64 .ptr .global .align 16 out, .param .s32 number,

@@ -10,6 +10,7 @@ from tests.machine_code.hlo_text import UnreadableHlo
 INDENTATION = 4
 """Spaces by which a list stands further in than what it belongs to."""
 THUNK = re.compile(r"(\s*)(\d+): (\w+)\s*(?:\[([^\]]*)\])?\s*(.*)")
+EMPTY = "No thunks."
 LABEL = re.compile(r"(\s*)(\w+):\s*$")
 GEOMETRY = re.compile(
     r"([\w$.\-]+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
@@ -69,7 +70,7 @@ def read_thunks(sequence: str, metadata: str) -> list[Thunk]:
             else:
                 owner = last[indent]
             lists[indent + INDENTATION] = owner.lists[label[2]] = []
-        elif line.strip():
+        elif line.strip() not in ("", EMPTY):
             raise UnreadableHlo(f"a line of the list of thunks has another form: {line!r}")
     return lists[0]
 

@@ -35,7 +35,7 @@ from tests.machine_code.compiled_program import (
     edges,
 )
 from tests.machine_code.faults import Fault
-from tests.machine_code.global_memory import GlobalMemory
+from tests.machine_code.global_memory import ALIGNMENT, GlobalMemory
 from tests.machine_code.launch import Geometry, LaunchReport, TensorMap, launch
 from tests.machine_code.ptx import Kernel, read_module
 
@@ -82,6 +82,8 @@ class Options:
     Attributes:
         checks_races: find races in shared memory.
         order: draws the order of commands, blocks and warps; None for the schedule's own.
+        orders_warps: draw the order of blocks and warps too; it takes ten times as long, and
+            whatever their order is, races between them are found.
         fuel: turns after which a block is held not to end; None for the interpreter's own limit.
         observe: is called after each launch.
         select_blocks: returns which blocks of a launch run; None for all.
@@ -89,6 +91,7 @@ class Options:
 
     checks_races: bool = True
     order: np.random.Generator | None = None
+    orders_warps: bool = True
     fuel: int | None = None
     observe: Callable[[Launch, LaunchReport], None] | None = None
     select_blocks: Callable[[Launch], Sequence[int] | None] | None = None
@@ -199,7 +202,9 @@ class Run:
 
     def _launch(self, command: Launch) -> None:
         kernel = self.executable.kernels[command.kernel]
-        self.memory.permit(self._spans(command.reads), self._spans(command.writes))
+        # Scatters read their indices before they compare their own number with how many there are.
+        padding = self._padding(command.reads) if command.any_store_wins else []
+        self.memory.permit(self._spans(command.reads), self._spans(command.writes), padding)
         arguments: list[int | bytes] = [self.address(place) for place in command.arguments]
         maps = tuple(self._tensor_map(command, d) for d in command.descriptors)
         if maps:  # the last parameter holds the descriptors themselves
@@ -212,7 +217,7 @@ class Run:
             Geometry(command.grid, command.threads, dynamic),
             arguments,
             checks_races=self.options.checks_races,
-            order=self.options.order,
+            order=self.options.order if self.options.orders_warps else None,
             fuel=self.options.fuel,
             must_wait=command.starts_early and self.executable.waits,
             any_store_wins=command.any_store_wins,
@@ -229,6 +234,15 @@ class Run:
 
     def _spans(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
         return [(self.address(place), place.size) for place in places]
+
+    def _padding(self, places: Sequence[Slice]) -> list[tuple[int, int]]:
+        """Return what is left of the last 256 bytes of each slice that XLA aligns to so many."""
+        ends = [
+            self.address(place) + place.size
+            for place in places
+            if self.address(place) % ALIGNMENT == 0
+        ]
+        return [(end, -end % ALIGNMENT) for end in ends if end % ALIGNMENT]
 
 
 def _pieces(argument: Argument, parameter: Array) -> Pieces:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models import attention, experts, latent, read_model_config
+from jaxserve.models import attention, decoder, experts, latent, read_model_config
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
@@ -372,6 +372,7 @@ def attention_is_compiled_once():
         patch.setattr(attention, "ragged_paged_attention", compiled)
         patch.setattr(latent, "ragged_paged_attention", compiled)
         patch.setattr(experts, "grouped_matmul", product)
+        patch.setattr(decoder, "run_layer", decoder.run_layer.__wrapped__)
         yield
 
 

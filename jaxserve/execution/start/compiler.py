@@ -88,7 +88,8 @@ class Compiler:
         """Return the settings of a request without any, for the null slot."""
         return null_load(self._null_slots, self.model_config.vocab_size)
 
-    def _state_maker(self, num_pages: int) -> Callable[[], DeviceState]:
+    def state_maker(self, num_pages: int) -> Callable[[], DeviceState]:
+        """Return the maker of an empty device state."""
         return partial(
             make_state,
             self.model_config,
@@ -99,7 +100,7 @@ class Compiler:
         )
 
     def _shapes(self, num_pages: int) -> DeviceState:
-        return jax.eval_shape(self._state_maker(num_pages))
+        return jax.eval_shape(self.state_maker(num_pages))
 
     def sampler_shapes(self) -> SamplerState:
         """Return the shapes of what the sampler keeps on the device."""
@@ -112,6 +113,19 @@ class Compiler:
         )
 
     def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
+        run, arguments = self.step_call(bucket, num_pages)
+        return jax.jit(run, donate_argnums=1).lower(*arguments)
+
+    def step_call(
+        self, bucket: Bucket, num_pages: int
+    ) -> tuple[
+        Callable[..., tuple[DeviceState, StepOutput]],
+        tuple[list[jax.Array], DeviceState, Int32[np.ndarray, " N"]],
+    ]:
+        """Return the launches of a bucket as a function, and arguments, or shapes, to trace it on.
+
+        The second argument, the device state, is to be donated.
+        """
         step = partial(decode_steps, most=bucket.num_steps)
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
@@ -121,15 +135,14 @@ class Compiler:
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
         ) -> tuple[DeviceState, StepOutput]:
             batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-            return step(self._graphdef, self._treedef, leaves, state, batch, **options)
+            with product_precision(self.config.float32_matmul_precision, self._dtype):
+                return step(self._graphdef, self._treedef, leaves, state, batch, **options)
 
-        jitted = jax.jit(run, donate_argnums=1)
-        with product_precision(self.config.float32_matmul_precision, self._dtype):
-            return jitted.lower(self.leaves, self._shapes(num_pages), self.null_batch(bucket))
+        return run, (self.leaves, self._shapes(num_pages), self.null_batch(bucket))
 
     def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""
-        make = self._state_maker(num_pages)
+        make = self.state_maker(num_pages)
         return self.store.get(f"state, {num_pages} pages", lambda: jax.jit(make).lower())
 
     def load_slot(self) -> Compiled:

@@ -20,6 +20,8 @@ LOADED = r"(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32|f64)"
 GLOBALLY_LOADED = LOADED.replace("[24]", r"[24]|8(?=\.[bus]32|\.f32)")
 # Hints about caches, which change no value.
 LOAD_HINTS = r"(?:\.L1::\w+)?(?:\.L2::(?:64|128|256)B)?"
+# Whether a store is ordered with others beyond its launch shows nowhere here.
+STORE_ORDER = r"(?:\.relaxed\.(?:cta|gpu|sys))?"
 STORE_HINTS = r"(?:\.(?:wb|cg|cs|wt))?(?:\.L1::\w+)?"
 ATOMIC_ORDER = r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|gpu|sys))?"
 ATOMIC_SPACE = r"\.(global|shared)(?:::cta)?"
@@ -222,7 +224,7 @@ DATA_PATTERNS = (
     (rf"ld\.param(?:::entry)?{LOADED}", load_parameter),
     (rf"ld\.(global)(\.nc)?{LOAD_HINTS}{GLOBALLY_LOADED}", load),
     (rf"ld\.(shared|local)(?:::cta)?(\.nc)?{LOADED}", load),
-    (rf"st\.(global){STORE_HINTS}{GLOBALLY_LOADED}", store),
+    (rf"st{STORE_ORDER}\.(global){STORE_HINTS}{GLOBALLY_LOADED}", store),
     (rf"st\.(shared|local)(?:::cta)?{LOADED}", store),
     (
         rf"(atom|red){ATOMIC_ORDER}{ATOMIC_SPACE}\.(add|min|max|and|or|xor|exch|cas)"

@@ -151,6 +151,8 @@ class GlobalAccess:
         lanes, size = self.threads.lanes(mask), width * count
         if used is not None:
             return self.load_part(mask, lanes, address, width, count, used)
+        if len(self.memory.padding):
+            lanes = lanes[~self.reaches_padding(lanes, address, size)]
         offsets = self.reach(lanes, address, size, "load", writes=False, must_be_known=True)
         if read_only:
             written = (self.memory.flags[offsets] & WRITTEN) != 0
@@ -159,6 +161,12 @@ class GlobalAccess:
         words = self.memory.data.view(UNSIGNED[width])
         loaded = [words[offsets // width + index] for index in range(count)]
         return [self.threads.spread(values, lanes) for values in loaded]
+
+    def reaches_padding(self, lanes: Array, address: Array, size: int) -> Array:
+        """Tell which loads lie in padding, and in nothing that may be read."""
+        memory = self.memory
+        offsets = self.threads.pick(address, lanes).view(np.int64) - np.int64(BASE)
+        return inside(offsets, size, memory.padding) & ~inside(offsets, size, memory.readable)
 
     def load_part(
         self, mask: Mask, lanes: Array, address: Array, width: int, count: int, used: int

@@ -1,0 +1,84 @@
+"""Calls of an engine's compiled programs, recorded as they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.execution.runner import Programs
+from jaxserve.execution.sampler_state import SamplerState
+from jaxserve.execution.state import DeviceState, StepOutput
+from tests.machine_code.steps.programs import LOAD_SLOT, mask_program
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+        program: its name.
+        arguments: what the host gave: neither weights nor state.
+        state: arrays of the state after the call: the whole of it, or the sampler's part if the
+            program takes no more.
+        output: of a step; None of another program.
+    """
+
+    program: str
+    arguments: list[np.ndarray]
+    state: list[np.ndarray]
+    output: StepOutput | None = None
+
+
+class Recorder:
+    """Programs of an engine that keep what they are called with, and what they give.
+
+    Attributes:
+        calls: in their order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def watch(self, programs: Programs) -> Programs:
+        """Return the same programs, recorded."""
+        return Programs(
+            steps={
+                bucket: self._step(str(bucket), step) for bucket, step in programs.steps.items()
+            },
+            make_state=programs.make_state,
+            load_slot=self._edit(LOAD_SLOT, programs.load_slot),
+            set_allowed={
+                count: self._edit(mask_program(count), edit)
+                for count, edit in programs.set_allowed.items()
+            },
+        )
+
+    def _step(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(
+            leaves: list[jax.Array], state: DeviceState, words: np.ndarray
+        ) -> tuple[DeviceState, StepOutput]:
+            words = words.copy()
+            state, output = step(leaves, state, words)
+            kept = jax.tree.map(np.array, output)
+            self.calls.append(Call(name, [words], arrays(state), kept))
+            return state, output
+
+        return run
+
+    def _edit(self, name: str, edit: Callable[..., SamplerState]) -> Callable[..., SamplerState]:
+        def run(state: SamplerState, *host: Any) -> SamplerState:
+            given = arrays(host)
+            state = edit(state, *host)
+            self.calls.append(Call(name, given, arrays(state)))
+            return state
+
+        return run
+
+
+def arrays(tree: Any) -> list[np.ndarray]:
+    """Copy the arrays of a tree: those on the device are donated to the next call."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]

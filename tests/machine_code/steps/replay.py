@@ -1,0 +1,71 @@
+"""Execution of a recording by programs that were compiled for a card."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.execution.sampler_state import SamplerState
+from tests.machine_code.steps.programs import STATE
+from tests.machine_code.steps.recording import Call
+from tests.machine_code.xla_programs import Executable, Options, run_program
+
+SAMPLER_ARRAYS = len(dataclasses.fields(SamplerState))
+
+
+class Replay:
+    """A device that executes an engine's calls, and keeps its state between them.
+
+    Nothing of the state comes from the recording: a program makes it, and each call's program
+    leaves it to the next.
+
+    Attributes:
+        state: arrays of the device state, the sampler's last.
+    """
+
+    def __init__(
+        self,
+        executables: Mapping[str, Executable],
+        weights: list[np.ndarray],
+        options: Options | None = None,
+        state: list[np.ndarray] | None = None,
+    ) -> None:
+        """Begin with a state.
+
+        Args:
+            executables: programs by name.
+            weights: the model's arrays.
+            options: how programs run.
+            state: to begin with; None for the empty one, which a program makes.
+        """
+        self._executables = executables
+        self._weights = weights
+        self._options = options or Options()
+        self.state = self._run(STATE, []) if state is None else state
+
+    def run(self, call: Call) -> Any:
+        """Execute a call; return a step's output, as a tree like that of the call."""
+        size = len(self.state)
+        if call.output is None:
+            others = self.state[: size - SAMPLER_ARRAYS]
+            sampler = self.state[size - SAMPLER_ARRAYS :]
+            results = self._run(call.program, [*sampler, *call.arguments])
+            self.state = [*others, *results]
+            return None
+        results = self._run(call.program, [*self._weights, *self.state, *call.arguments])
+        self.state = results[:size]
+        return jax.tree.unflatten(jax.tree.structure(call.output), results[size:])
+
+    def adopt(self, state: list[np.ndarray]) -> None:
+        """Replace the state by that of the CPU, where pages may have another type."""
+        self.state = [
+            new.view(old.dtype) if new.itemsize == old.itemsize else new.astype(old.dtype)
+            for old, new in zip(self.state, state, strict=True)
+        ]
+
+    def _run(self, program: str, arguments: list[np.ndarray]) -> list[np.ndarray]:
+        return run_program(self._executables[program], arguments, self._options)
