@@ -24,7 +24,7 @@ def more_inputs(case: Case) -> list[Case]:
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
     else:
         # The numbers of a norm are large or small row by row.
-        is_norm_of_one = isinstance(case, AddNormCase) and case.rows == 1
+        is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
         seeds = range(101, 141) if is_norm_of_one else (101, 102)
         found = [changed(case, seed=seed) for seed in seeds]
     for other in found:

@@ -1,7 +1,7 @@
 """Plants faults into the machine code of the kernels, one at a time: would their cases notice?
 
     python -m tests.machine_code.planted [--kernel decode ...] [--capability 9.0] [--count N]
-        [--seed N] [--out scripts/results/machine_code.json]
+        [--seed N] [--judge] [--out scripts/results/machine_code.json]
 
 A fault is a line of PTX that says something else (`fault_kinds.py`), among those that the case
 reaches. It is caught if the interpreter refuses what the kernel does, or a result is not what the
@@ -42,6 +42,8 @@ from tests.machine_code.ptx import read_module
 from tests.machine_code.xla_programs import Executable
 
 PART = "planted"
+# By a fault's key, whether it is equivalent and why it survives.
+Reasons = dict[str, dict[str, Any]]
 GOAL = 0.95
 REASONS = Path(__file__).parent / "survivors.json"
 # A kernel that runs this much longer than it should does not end.
@@ -197,7 +199,15 @@ class Planting:
 
 @dataclasses.dataclass
 class Result:
-    """Result of planting faults in the cases of a kernel."""
+    """Result of planting faults in the cases of a kernel.
+
+    Attributes:
+        planted: without those that are equivalent.
+        caught: of them.
+        equivalent: survivors that change nothing, as their reason says.
+        kinds: how many of each kind, equivalent ones too, and how many were caught.
+        survivors: each with its reason.
+    """
 
     planted: int = 0
     caught: int = 0
@@ -205,23 +215,28 @@ class Result:
     kinds: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     survivors: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def add(self, fault: Planted, noticed: str, reasons: dict[str, Any]) -> None:
-        """Count a fault; one that is known to be equivalent is not counted as planted."""
-        if noticed:
-            self.caught += 1
-        else:
-            verdict = reasons.get(fault.key, {"equivalent": False, "reason": ""})
-            self.survivors.append(dataclasses.asdict(fault) | verdict)
-            if verdict["equivalent"]:
-                self.equivalent += 1
-                return
+    def add(self, fault: Planted, noticed: str) -> None:
+        """Count a fault that was noticed, or was not."""
         self.planted += 1
+        self.caught += bool(noticed)
         sums = self.kinds.setdefault(fault.kind, [0, 0])
         sums[0] += 1
         sums[1] += bool(noticed)
+        if not noticed:
+            self.survivors.append(dataclasses.asdict(fault))
+
+    def judge(self, reasons: Reasons) -> None:
+        """Give survivors their reasons, and do not count those that are equivalent."""
+        names = [field.name for field in dataclasses.fields(Planted)]
+        for survivor in self.survivors:
+            fault = Planted(**{name: survivor[name] for name in names})
+            verdict = reasons.get(fault.key, {"equivalent": False, "reason": ""})
+            survivor |= verdict
+        self.equivalent = sum(survivor["equivalent"] for survivor in self.survivors)
+        self.planted = self.caught + len(self.survivors) - self.equivalent
 
 
-def plant(planting: Planting, count: int, reasons: dict[str, Any]) -> Result:
+def plant(planting: Planting, count: int) -> Result:
     """Plant faults in the cases of a kernel and see which are noticed."""
     result, begin = Result(), time.monotonic()
     for subject, fault in planting.draw(count):
@@ -229,7 +244,7 @@ def plant(planting: Planting, count: int, reasons: dict[str, Any]) -> Result:
             noticed = subject.notice(fault)
         except UnknownInstruction:
             continue  # what it became is no instruction, so no compiler writes it
-        result.add(fault, noticed, reasons)
+        result.add(fault, noticed)
         seconds = time.monotonic() - begin
         shown = re.sub(r"^.*?: ", "", noticed)[:90] if noticed else "SURVIVED " + fault.key
         print(f"{seconds:6.0f} s {fault.kind}: {shown}", flush=True)
@@ -244,32 +259,45 @@ def main() -> int:
     parser.add_argument("--capability", type=parse_capability, choices=list(CARDS), default=(9, 0))
     parser.add_argument("--count", type=positive_integer, default=90, help="faults a kernel")
     parser.add_argument("--seed", type=integer_from_0, default=0)
+    parser.add_argument(
+        "--judge", action="store_true", help="only give the kept survivors their reasons"
+    )
     parser.add_argument("--out", type=results_file, default=RESULTS / "machine_code.json")
     arguments = parser.parse_args()
-    about = about_run()
-    reasons = json.loads(REASONS.read_text()) if REASONS.is_file() else {}
-    results: dict[str, Result] = {}
-    for family in arguments.kernel:
+    about, capability = about_run(), spell(arguments.capability)
+    kept = read_part(arguments.out).get(capability, {})
+    results = {family: Result(**fields) for family, fields in kept.items()}
+    for family in () if arguments.judge else arguments.kernel:
         cases = [case for case in all_cases() if case.family == family]
         cases = [case for case in cases if case.runs_on(arguments.capability)]
         if cases:
             planting = Planting(cases, arguments.capability, arguments.seed)
-            results[family] = plant(planting, arguments.count, reasons)
-    store(arguments.out, spell(arguments.capability), results, about)
+            results[family] = plant(planting, arguments.count)
+    reasons = json.loads(REASONS.read_text()) if REASONS.is_file() else {}
+    for result in results.values():
+        result.judge(reasons)
+    store(arguments.out, capability, results, None if arguments.judge else about)
     planted = sum(result.planted for result in results.values())
     caught = sum(result.caught for result in results.values())
     equivalent = sum(result.equivalent for result in results.values())
-    print(f"caught {caught} of {planted}; {equivalent} more are equivalent")
+    print(f"{capability}: caught {caught} of {planted}; {equivalent} more are equivalent")
     return 0 if caught >= GOAL * planted else 1
 
 
-def store(path: Path, capability: str, results: dict[str, Result], about: dict[str, Any]) -> None:
-    """Write results beside those of other kernels and capabilities."""
-    before = json.loads(path.read_text()).get(PART, {}) if path.is_file() else {}
-    own = before.get(capability, {}) | {
-        family: dataclasses.asdict(result) for family, result in results.items()
-    }
-    keep(path, {PART: before | {capability: own}}, about)
+def read_part(path: Path) -> dict[str, Any]:
+    """Read what a results file has of planted faults, by capability."""
+    text = path.read_text() if path.is_file() else ""
+    return json.loads(text).get(PART, {}) if text.strip() else {}
+
+
+def store(
+    path: Path, capability: str, results: dict[str, Result], about: dict[str, Any] | None
+) -> None:
+    """Write results beside those of other capabilities; without `about`, of the run before."""
+    fields = {family: dataclasses.asdict(result) for family, result in results.items()}
+    if about is None:
+        about = json.loads(path.read_text())["runs"][PART]
+    keep(path, {PART: read_part(path) | {capability: fields}}, about)
 
 
 if __name__ == "__main__":

@@ -30,18 +30,23 @@ def chosen_cases(capability: Capability, family: str) -> list[Case]:
 
 def _features(case: Case, execution: Execution) -> set[str]:
     """Return what a case has that another may lack: its dtypes, and instructions it executes."""
-    return {case.dtypes, *execution.executed}
+    return {*case.dtypes.split(), *execution.executed}
 
 
 def cover(features: Mapping[str, set[str]], costs: Mapping[str, int]) -> list[str]:
-    """Return names whose features together are all, cheap ones with many of them first."""
+    """Return names whose features together are all: cheap ones with many of them first."""
     left, chosen = set().union(*features.values()), []
     while left:
         best = max(features, key=lambda name: len(features[name] & left) / (costs[name] + BASE))
         chosen.append(best)
         left -= features[best]
+    # What came first may have become superfluous.
+    for name in sorted(chosen, key=lambda name: -costs[name]):
+        others = (features[other] for other in chosen if other != name)
+        if features[name] <= set().union(*others):
+            chosen.remove(name)
     return chosen
 
 
-BASE = 1_000_000
-"""Cost of a case, in instructions, beside those that it executes."""
+BASE = 4_000_000
+"""Instructions that take as long as reading and translating the machine code of a case."""

@@ -361,6 +361,12 @@ WARPS = {
         "bar.warp.sync -1;",
         SKIP_LANE.format("bar.warp.sync -1;"),
     ),
+    "registers given up by half a warp": Bug(
+        "aligned instruction without its whole warp",
+        "setmaxnreg.dec.sync.aligned.u32 40;",
+        "setmaxnreg.dec.sync.aligned.u32 40;",
+        SKIP_LANE.format("setmaxnreg.dec.sync.aligned.u32 40;"),
+    ),
     "a barrier of half a warp": Bug(
         "aligned instruction without its whole warp",
         "bar.sync 0;",

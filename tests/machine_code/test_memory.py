@@ -96,6 +96,24 @@ def test_hints_of_loads_change_nothing(modifiers: str) -> None:
     assert (got == WORDS[32:64]).all()
 
 
+def test_fences_and_hints_change_nothing() -> None:
+    """Run what orders memory between threads that do not overlap here, or only saves time."""
+    body = """
+    prefetch.global.L2 [%d0];
+    griddepcontrol.launch_dependents;
+    mad.wide.u32 %d2, %r0, 4, %d0;
+    ld.global.b32 %r1, [%d2];
+    membar.gl;
+    fence.acq_rel.gpu;
+    fence.sc.cta;
+    setmaxnreg.dec.sync.aligned.u32 40;
+    mad.wide.u32 %d2, %r0, 4, %d1;
+    st.global.b32 [%d2], %r1;
+    """
+    [got] = run(body, [WORDS], [(32, np.uint32)])
+    assert (got == WORDS[:32]).all()
+
+
 def test_only_used_bytes_of_a_load_are_read() -> None:
     """The others may lie outside of the array."""
     body = """

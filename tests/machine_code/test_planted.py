@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.machine_code.cases import FAMILIES, all_cases
 from tests.machine_code.fault_kinds import KINDS
-from tests.machine_code.planted import Planted, Planting, Result, fault_in
+from tests.machine_code.planted import REASONS, Planted, Planting, Result, fault_in
 
 CAPABILITY = (9, 0)
 # Kinds of all sorts that are hardly ever planted where nothing depends on them.
@@ -107,11 +109,19 @@ def test_a_kind_of_fault_changes_a_line(name: str) -> None:
 
 def test_faults_that_change_nothing_are_not_counted() -> None:
     faults = [Planted("case", "kernel", "kind", 0, n, "add", "sub") for n in range(3)]
-    reasons = {faults[1].key: {"equivalent": True, "reason": "zero is added"}}
     result = Result()
-    result.add(faults[0], "a wrong result", reasons)
-    result.add(faults[1], "", reasons)
-    result.add(faults[2], "", reasons)
-    assert (result.planted, result.caught, result.equivalent) == (2, 1, 1)
-    assert result.kinds == {"kind": [2, 1]}
-    assert [survivor["reason"] for survivor in result.survivors] == ["zero is added", ""]
+    for fault, noticed in zip(faults, ("a wrong result", "", ""), strict=True):
+        result.add(fault, noticed)
+    reasons = {faults[1].key: {"equivalent": True, "reason": "Zero is added."}}
+    # Judging once more changes nothing.
+    for _ in range(2):
+        result.judge(reasons)
+        assert (result.planted, result.caught, result.equivalent) == (2, 1, 1)
+    assert result.kinds == {"kind": [3, 1]}
+    assert [survivor["reason"] for survivor in result.survivors] == ["Zero is added.", ""]
+
+
+def test_every_reason_is_a_sentence() -> None:
+    for verdict in json.loads(REASONS.read_text()).values():
+        assert set(verdict) == {"equivalent", "reason"}
+        assert verdict["reason"].endswith(".")

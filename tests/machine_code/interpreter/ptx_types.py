@@ -6,6 +6,8 @@ how an instruction reads them.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -32,6 +34,7 @@ SIZE = {name: np.dtype(kind).itemsize for name, kind in NUMPY.items()} | {"pred"
 INTEGERS = tuple(f"{letter}{bits}" for bits in (8, 16, 32, 64) for letter in "us")
 
 
+@functools.cache
 def numpy_name(kind: str) -> str:
     """Return the name that generated code uses for a PTX type."""
     return np.dtype(NUMPY[kind]).name

@@ -1,0 +1,51 @@
+"""What every run of the tests checks of a kernel's machine code, for one capability."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.cases import CARDS, FAMILIES
+from tests.machine_code.execution import execute
+from tests.machine_code.kept import kept_file, spell
+from tests.machine_code.selection import chosen_cases, kernel_cases
+from tests.machine_code.xla_programs import Executable
+
+FIRST_CAPABILITIES = ((8, 0), (9, 0))
+"""Those that `test_kernels.py` runs; others have a file of their own, and may have a process."""
+OTHER_CAPABILITIES = tuple(CARDS.keys() - FIRST_CAPABILITIES)
+
+
+def each_kernel(capabilities: Iterable[Capability]) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs for every kernel and some capabilities."""
+    kernels = [
+        pytest.param(capability, family, id=f"{spell(capability)}-{family}")
+        for capability in sorted(capabilities)
+        for family in FAMILIES
+        if kernel_cases(capability, family)
+    ]
+    return pytest.mark.parametrize(("capability", "family"), kernels)
+
+
+@functools.cache
+def expected(case: Case) -> list[np.ndarray]:
+    """Return the specification's results, which hold for every capability."""
+    return case.expected()
+
+
+def check_kernel(capability: Capability, family: str) -> None:
+    """Execute the chosen cases, which together execute every instruction that the kernel has."""
+    faults, executed = [], set()
+    for case in chosen_cases(capability, family):
+        executable = Executable.of(kept_file(family).get(case, capability))
+        outcome = execute(case, executable, expected=expected(case))
+        faults += [f"{case.name}: {fault}" for fault in outcome.faults]
+        executed |= outcome.executed
+    assert faults == []
+    executions = kept_file(family).executions(capability).values()
+    held = {name for e in executions for name in (*e.executed, *e.not_executed)}
+    assert held and held - executed == set()
