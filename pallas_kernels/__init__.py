@@ -5,15 +5,17 @@ tokens of a page, head dim), so that one (page, kv head) block is ``S * H`` cont
 
 * ``ragged_paged_attention``: rows of any number of queries (prompt chunks, decodes, drafts);
 * ``paged_decode_attention``: one query per row, the KV of a row split over programs and merged;
-* ``kv_write``: store a step's keys and values in their pages, in place.
+* ``kv_write``: store a step's keys and values in their pages, in place; ``rope_kv_write`` norms
+  and rotates queries and keys before.
 
 Operations over weights: ``quantized_matmul``, which never makes a quantized weight whole;
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
-for mixtures of experts; on a GPU without Triton ``output_major_matmul``, whose quantized weight is
-transposed; and on CPU ``panel_product`` and ``quantized_panel_product``, which read
-weights in an order of their own at the memory's speed. Operations over rows: ``add_norm``, which
-adds to the residual stream and norms the sum; ``row_sums``, for norms, ``softmax`` and ``sigmoid``,
-for routers; on CPU a row's result does not depend on how many others there are.
+for mixtures of experts; ``matmul_in_parts`` and ``gated_matmul``, for few rows on a GPU; on one
+without Triton ``output_major_matmul``, whose quantized weight is transposed; and on CPU
+``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own at
+the memory's speed. Operations over rows: ``add_norm``, which adds to the residual stream and norms
+the sum; ``greatest``, for tokens; ``row_sums``, for norms, ``softmax`` and ``sigmoid``, for
+routers; on CPU a row's result does not depend on how many others there are.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs, the tables in ``implementation`` decide.
@@ -21,23 +23,33 @@ runs, the tables in ``implementation`` decide.
 
 from pallas_kernels.arguments import check_page_table
 from pallas_kernels.implementation import IMPLEMENTATIONS
+from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
     add_norm,
+    gated_matmul,
+    greatest,
     grouped_matmul,
     has_add_norm,
+    has_few_row_product,
+    has_greatest,
+    has_rope_kv_write,
     inputs_in_panels,
     kernel_code,
     kv_write,
+    matmul_in_parts,
     paged_decode_attention,
     panel_product,
     quantized_panel_product,
     ragged_paged_attention,
     restore_kernels,
+    rope_kv_write,
     row_sums,
     rows_in_panels,
     sigmoid,
     softmax,
 )
+from pallas_kernels.product_arguments import Activation
+from pallas_kernels.qkv_arguments import QkvOptions
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import (
     dequantize,
@@ -47,14 +59,23 @@ from pallas_kernels.quantized_matmul import (
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Activation",
+    "NormOptions",
+    "QkvOptions",
     "add_norm",
     "check_page_table",
     "dequantize",
+    "gated_matmul",
+    "greatest",
     "grouped_matmul",
     "has_add_norm",
+    "has_few_row_product",
+    "has_greatest",
+    "has_rope_kv_write",
     "inputs_in_panels",
     "kernel_code",
     "kv_write",
+    "matmul_in_parts",
     "output_major_matmul",
     "paged_decode_attention",
     "panel_product",
@@ -63,6 +84,7 @@ __all__ = [
     "quantized_panel_product",
     "ragged_paged_attention",
     "restore_kernels",
+    "rope_kv_write",
     "row_sums",
     "rows_in_panels",
     "sigmoid",

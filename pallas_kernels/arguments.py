@@ -18,6 +18,8 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 FP8_BITS = jnp.dtype(jnp.uint8)  # pages that XLA on CPU does not convert to float32 as a whole
 PAGE_DTYPES = (*QUERY_DTYPES, FP8, FP8_BITS)
+ARRIVALS = 4096
+"""Counters that attention takes: of the programs that share a row's KV, who comes last."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
-from pallas_kernels.norm_arguments import NormCase
+from pallas_kernels.norm_arguments import RowsCase
+from pallas_kernels.product_arguments import ProductCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -26,18 +27,24 @@ PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
     ("kv_write", "gpu"): ("triton", "xla"),
     ("grouped_matmul", "gpu"): ("triton", "xla"),
     ("add_norm", "gpu"): ("triton", "xla"),
+    ("rope_kv_write", "gpu"): ("triton", "xla"),
+    ("matmul_in_parts", "gpu"): ("triton", "xla"),
+    ("gated_matmul", "gpu"): ("triton", "xla"),
+    ("greatest", "gpu"): ("triton", "xla"),
     ("ragged", "cpu"): ("llvm", "xla"),
     ("decode", "cpu"): ("llvm", "xla"),
 }
 FALLBACK = ("xla",)
 """Implementations that "auto" tries on every other platform."""
 
-AnyCase = Case | GroupedCase | NormCase
+AnyCase = Case | GroupedCase | RowsCase | ProductCase
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
 MAX_GROUP = 16
 MAX_NORM_WIDTH = 32768  # a program keeps a row in its registers
+MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
+"""Rows beyond which XLA's products are the faster ones; with many outputs, in parts."""
 TWO_GIB, FOUR_GIB = 2**31, 2**32
 
 
@@ -82,10 +89,18 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
 
 def _triton_limit(case: AnyCase) -> str | None:
     """Return the reason why the Triton kernels cannot compute a call; None when they can."""
+    if isinstance(case, ProductCase):
+        if case.dtype.itemsize != 2:
+            return f"x has dtype {case.dtype}; allowed: bfloat16 or float16"
+        is_wide = case.op == "matmul_in_parts" and case.F > FEW_OUTPUTS
+        most = FEW_ROWS if is_wide else MOST_ROWS
+        if most < case.T:
+            return f"x has T = {case.T} rows; allowed: 1 to {most}"
+        return None
     if not isinstance(case, Case):
         if case.dtype.itemsize > 4:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
-        if isinstance(case, NormCase) and case.D > MAX_NORM_WIDTH:
+        if case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
             return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
         return None
     if case.S not in KERNEL_PAGE_SIZES:

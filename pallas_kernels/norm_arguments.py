@@ -12,14 +12,14 @@ from pallas_kernels.devices import DeviceLimits
 
 
 @dataclasses.dataclass(frozen=True)
-class NormCase:
-    """A call of ``add_norm``: T rows of D numbers."""
+class RowsCase:
+    """A call of ``add_norm`` or ``greatest``: T rows of D numbers."""
 
+    op: str
     device: DeviceLimits
     dtype: jnp.dtype
     T: int
     D: int
-    op: str = "add_norm"
 
     @property
     def platform(self) -> str:
@@ -42,13 +42,16 @@ class NormOptions:
     rounds_last: bool = False
 
 
+NO_NORM = NormOptions(0.0)
+
+
 def norm_case(
     device: DeviceLimits,
     x: jax.Array,
     delta: jax.Array | None,
     scale: jax.Array,
     options: NormOptions,
-) -> NormCase:
+) -> RowsCase:
     """Check an ``add_norm`` call and describe it.
 
     Raises:
@@ -74,4 +77,4 @@ def norm_case(
             raise ValueError(f"{name} has dtype {array.dtype}; expected {dtype}")
     if not options.eps >= 0:
         raise ValueError(f"eps is {options.eps}; allowed: 0 or more")
-    return NormCase(device, jnp.dtype(x.dtype), tokens, width)
+    return RowsCase("add_norm", device, jnp.dtype(x.dtype), tokens, width)

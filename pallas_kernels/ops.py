@@ -7,9 +7,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels import xla, xla_grouped_matmul
+from pallas_kernels import reference, xla, xla_grouped_matmul
 from pallas_kernels.arguments import (
+    ARRIVALS,
     AttentionOptions,
     Case,
     attention_case,
@@ -17,8 +19,10 @@ from pallas_kernels.arguments import (
     kv_write_case,
 )
 from pallas_kernels.devices import target_device
-from pallas_kernels.implementation import choose, deferred, has_llvm
-from pallas_kernels.norm_arguments import NormCase, NormOptions, norm_case
+from pallas_kernels.implementation import choose, deferred, has_llvm, limit
+from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
+from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
+from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
 
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
@@ -55,6 +59,24 @@ ADD_NORM: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "triton": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm"),
     "triton_interpret": deferred("pallas_kernels.gpu.triton_add_norm", "add_norm", interpret=True),
 }
+ROPE_KV_WRITE: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
+    "triton": deferred("pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write"),
+    "triton_interpret": deferred(
+        "pallas_kernels.gpu.triton_rope_kv_write", "rope_kv_write", interpret=True
+    ),
+}
+FEW_ROWS: Mapping[tuple[str, str], Callable[..., jax.Array]] = {
+    (op, name): deferred(
+        "pallas_kernels.gpu.triton_few_rows", op, interpret=name == "triton_interpret"
+    )
+    for op in ("matmul_in_parts", "gated_matmul")
+    for name in ("triton", "triton_interpret")
+}
+GREATEST: Mapping[str, Callable[..., jax.Array]] = {
+    "triton": deferred("pallas_kernels.gpu.triton_greatest", "greatest"),
+    "triton_interpret": deferred("pallas_kernels.gpu.triton_greatest", "greatest", interpret=True),
+    "xla": reference.greatest,
+}
 
 # On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
 # restore.
@@ -84,6 +106,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal attention of rows of any length over their pages of KV cache.
@@ -109,6 +132,8 @@ def ragged_paged_attention(
         sinks: [N] logits that join the softmax's denominator, neither scaled nor capped.
         k_scale: f32[K]; a stored key times this is the real one. Given together with v_scale.
         v_scale: f32[K], likewise for values.
+        arrivals: the counters of ``rope_kv_write``, used up where a kernel needs some; None makes
+            new ones there.
         implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
 
     Returns:
@@ -124,8 +149,10 @@ def ragged_paged_attention(
     case = attention_case(
         "ragged", device, q, k_pages, v_pages, page_table, query_start, kv_len, options
     )
-    run = RAGGED[_shaped(choose(implementation, case), case)]
-    return run(q, k_pages, v_pages, page_table, query_start, kv_len, options)
+    name = choose(implementation, case)
+    counters = _counters(arrivals, name)
+    run = RAGGED[_shaped(name, case)]
+    return run(q, k_pages, v_pages, page_table, query_start, kv_len, options, **counters)
 
 
 def paged_decode_attention(
@@ -141,6 +168,7 @@ def paged_decode_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    arrivals: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Compute ``ragged_paged_attention`` where every row has one query, its last position.
@@ -161,8 +189,24 @@ def paged_decode_attention(
     options = AttentionOptions(scale, window, soft_cap, sinks, k_scale, v_scale)
     device = target_device()
     case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
-    run = DECODE[_shaped(choose(implementation, case), case)]
-    return run(q, k_pages, v_pages, page_table, kv_len, options)
+    name = choose(implementation, case)
+    run = DECODE[_shaped(name, case)]
+    return run(q, k_pages, v_pages, page_table, kv_len, options, **_counters(arrivals, name))
+
+
+def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
+    """Return the option that the Triton kernels have.
+
+    Raises:
+        ValueError: these are no counters.
+    """
+    if arrivals is None:
+        return {}
+    if arrivals.shape != (ARRIVALS,) or arrivals.dtype != jnp.int32:
+        raise ValueError(
+            f"arrivals is {arrivals.dtype}{list(arrivals.shape)}; expected int32[{ARRIVALS}]"
+        )
+    return {"arrivals": arrivals} if name.startswith("triton") else {}
 
 
 def _shaped(name: str, case: Case) -> str:
@@ -206,6 +250,59 @@ def kv_write(
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
     run = KV_WRITE[choose(implementation, case)]
     return run(k, v, k_pages, v_pages, slot_mapping, **scales)
+
+
+def rope_kv_write(
+    qkv: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array] | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    options: QkvOptions = QkvOptions(),  # noqa: B008
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rotate a step's queries and keys, after their norms, and store keys and values in pages.
+
+    The pages are written in place when they are donated.
+
+    Args:
+        qkv: [T,K,G+2,H] for each kv head its G query heads, its key and its value; of ``dtype``.
+            Or [parts,T,K,G+2,H], float32 at least, whose sum over the parts is rounded to
+            ``dtype`` first, and which may have more tokens than T.
+        cos_sin: f32[T,pairs] cosines and sines of the tokens' positions, for the first 2 * pairs
+            numbers of a head; the rest stays as it is. None rotates nothing.
+        k_pages, v_pages, slot_mapping: as in ``kv_write``.
+        options: norms, bias, order of pairs and scales of what is stored.
+        dtype: of the queries; None means that of qkv.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        Queries [T,N,H], the new k_pages and v_pages, and i32 counters at zero, which attention over
+        those pages may use up. Computed in float32 at least, and rounded to ``dtype`` after a sum
+        of parts, after a norm and after the rotation.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    qkv, slot_mapping = jnp.asarray(qkv), jnp.asarray(slot_mapping)
+    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    operands = (qkv, cos_sin, k_pages, v_pages, slot_mapping, options)
+    case = check_qkv(*operands, dtype, target_device())
+    name = choose(implementation, case)
+    if name == "xla":
+        return reference.rope_kv_write(*operands, dtype)
+    query, keys, values, arrivals = ROPE_KV_WRITE[name](*operands, case)
+    return query, keys, values, arrivals
+
+
+def has_rope_kv_write(
+    dtype: DTypeLike, k_pages: jax.Array, tokens: int, group: int, implementation: str
+) -> bool:
+    """Return whether a kernel computes ``rope_kv_write`` for so many tokens and queries a key."""
+    case = qkv_case(target_device(), jnp.dtype(dtype), k_pages, tokens, group)
+    return choose(implementation, case) != "xla"
 
 
 def grouped_matmul(
@@ -274,7 +371,7 @@ def add_norm(
 
 def has_add_norm(x: jax.Array, implementation: str) -> bool:
     """Return whether a kernel computes ``add_norm`` over rows like x, [T,D]."""
-    case = NormCase(target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1])
+    case = RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
     return choose(implementation, case) != "xla"
 
 
@@ -289,6 +386,103 @@ def _plain_add_norm(
     if options.rounds_last:
         return x, (y * (scale.astype(exact) + options.offset)).astype(x.dtype)
     return x, scale * y.astype(x.dtype)
+
+
+def matmul_in_parts(
+    x: jax.Array, w: jax.Array, parts: int, *, implementation: str = "auto"
+) -> jax.Array:
+    """Multiply few rows by a matrix, in sums over equal parts of the inputs.
+
+    Args:
+        x: [T,D], bfloat16, float16, float32 or float64.
+        w: [D,F], of the dtype of x.
+        parts: into how many parts D is divided.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        [parts,T,F], float32 at least, whose sum over the parts is the product.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    case = product_case("matmul_in_parts", target_device(), x, w, parts)
+    name = choose(implementation, case)
+    if name == "xla":
+        return reference.matmul_in_parts(x, w, parts)
+    return FEW_ROWS["matmul_in_parts", name](x, w, case)
+
+
+def gated_matmul(
+    x: jax.Array, w: jax.Array, activation: Activation = "silu", *, implementation: str = "auto"
+) -> jax.Array:
+    """Multiply few rows by two matrices, and combine: ``activation(x @ gate) * (x @ up)``.
+
+    It is the first half of a gated MLP (Shazeer 2020), without its results in memory.
+
+    Args:
+        x: [T,D], bfloat16, float16, float32 or float64.
+        w: [D,2,F] gate and up, of the dtype of x.
+        activation: "silu", or "gelu_tanh", which is GELU by its approximation with tanh.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        [T,F] of x's dtype; computed in float32 at least, both products rounded to x's dtype before
+        the activation.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    case = product_case("gated_matmul", target_device(), x, w)
+    name = choose(implementation, case)
+    if name == "xla":
+        return reference.gated_matmul(x, w, activation)
+    return FEW_ROWS["gated_matmul", name](x, w, case, activation)
+
+
+def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:
+    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" of rows like x, [T,D].
+
+    One that is named and cannot compute a call is not refused here: products have no other name.
+    """
+    case = ProductCase(op, target_device(), jnp.dtype(x.dtype), *x.shape, outputs)
+    named = implementation in ("triton", "triton_interpret")
+    return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
+
+
+def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """Find the first greatest number of each row, where all are finite.
+
+    Args:
+        x: [R,V] float32 or float64.
+        implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
+
+    Returns:
+        i32[R] indices; -1 for a row that holds a NaN or an infinity.
+
+    Raises:
+        ValueError: naming the argument at fault and what is allowed.
+    """
+    x = jnp.asarray(x)
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; expected [R,V], both at least 1")
+    if x.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"x has dtype {x.dtype}; allowed: float32, float64")
+    return GREATEST[choose(implementation, _greatest_case(x))](x)
+
+
+def has_greatest(x: jax.Array, implementation: str) -> bool:
+    """Return whether a kernel computes ``greatest`` of rows like x, [R,V]."""
+    case = _greatest_case(x)
+    named = implementation in ("triton", "triton_interpret")
+    return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
+
+
+def _greatest_case(x: jax.Array) -> RowsCase:
+    return RowsCase("greatest", target_device(), jnp.dtype(x.dtype), *x.shape)
 
 
 def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:

@@ -11,8 +11,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import FP8, FP8_BITS, NO_OPTIONS, AttentionOptions, number_dtype
+from pallas_kernels.arguments import (
+    ARRIVALS,
+    FP8,
+    FP8_BITS,
+    NO_OPTIONS,
+    AttentionOptions,
+    number_dtype,
+)
 from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.product_arguments import Activation
+from pallas_kernels.qkv_arguments import QkvOptions
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; anything larger is clipped to it when stored."""
@@ -166,3 +175,75 @@ def add_norm(
     if not options.rounds_last:
         y = y.astype(x.dtype).astype(exact)
     return x, (y * factor).astype(x.dtype)
+
+
+def rope_kv_write(
+    qkv: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array] | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    options: QkvOptions,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters."""
+    exact = jnp.promote_types(dtype, jnp.float32)
+    tokens = len(slot_mapping)
+    if qkv.ndim == 5:
+        qkv = qkv.sum(axis=0)[:tokens]
+        if options.bias is not None:
+            qkv = qkv + options.bias.astype(exact)
+    qkv = qkv.astype(dtype)
+    query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+
+    def normed(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return x
+        rows = x.reshape(-1, x.shape[-1])
+        ones = jnp.ones(rows.shape[1], dtype)
+        if options.norm.rounds_last:
+            wide = rows.astype(exact)
+            mean = (wide * wide).mean(axis=1, keepdims=True)
+            y = (wide / jnp.sqrt(mean + options.norm.eps)).reshape(x.shape)
+            return (y * (scale.astype(exact) + options.norm.offset)).astype(dtype)
+        return scale * add_norm(rows, None, ones, options.norm)[1].reshape(x.shape)
+
+    def rotated(x: jax.Array) -> jax.Array:
+        if cos_sin is None:
+            return x
+        cos, sin = (part.reshape(tokens, *(1,) * (x.ndim - 2), -1) for part in cos_sin)
+        pairs = cos.shape[-1]
+        turned = x[..., : 2 * pairs].astype(exact)
+        left, right = turned[..., :pairs], turned[..., pairs:]
+        if options.interleaved:
+            left, right = turned[..., ::2], turned[..., 1::2]
+        parts = [left * cos - right * sin, right * cos + left * sin, x[..., 2 * pairs :]]
+        return jnp.concatenate(parts, axis=-1).astype(dtype)
+
+    query = rotated(normed(query, options.query_norm))
+    key = rotated(normed(key, options.key_norm))
+    scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    written = kv_write(key, value, k_pages, v_pages, slot_mapping, **scales)
+    return query.reshape(tokens, -1, query.shape[-1]), *written, jnp.zeros(ARRIVALS, jnp.int32)
+
+
+def matmul_in_parts(x: jax.Array, w: jax.Array, parts: int) -> jax.Array:
+    """Compute ``pallas_kernels.matmul_in_parts``: [parts,T,F]."""
+    exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
+    divided = x.reshape(len(x), parts, -1).astype(exact), w.reshape(parts, -1, w.shape[1])
+    return jnp.einsum("tpd,pdf->ptf", divided[0], divided[1].astype(exact), precision=highest)
+
+
+def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Array:
+    """Compute ``pallas_kernels.gated_matmul``: [T,F]."""
+    exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
+    both = jnp.einsum("td,dgf->gtf", x.astype(exact), w.astype(exact), precision=highest)
+    gate, up = both.astype(x.dtype).astype(exact)
+    active = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return (active * up).astype(x.dtype)
+
+
+def greatest(x: jax.Array) -> jax.Array:
+    """Compute ``pallas_kernels.greatest``: i32[R]."""
+    is_finite = jnp.isfinite(x).all(axis=1)
+    return jnp.where(is_finite, jnp.argmax(x, axis=1), -1).astype(jnp.int32)

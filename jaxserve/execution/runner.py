@@ -20,7 +20,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32
@@ -168,7 +168,6 @@ class Runner:
         submitted = time.perf_counter()
         self._state, output = self._steps[bucket](self._leaves, state, batch)
         output.token_ids.copy_to_host_async()
-        output.ok.copy_to_host_async()
         if not any_features & SamplerFeature.SCORES:
             return InFlight(plan, output, bucket, None, submitted)
         for leaf in output.logprobs or ():
@@ -207,10 +206,9 @@ class Runner:
         """
         num_rows, num_steps = len(step.plan), step.plan.num_steps
         token_ids = np.asarray(step.output.token_ids)[..., :num_rows]
-        ok = np.asarray(step.output.ok)[..., :num_rows]
         if token_ids.ndim == 2:
-            rows = slice(num_steps) if num_steps > 1 else 0
-            token_ids, ok = token_ids[rows], ok[rows]
+            token_ids = token_ids[slice(num_steps) if num_steps > 1 else 0]
+        ok = token_ids != NO_TOKEN
         if step.num_logprobs is None or step.output.logprobs is None:
             return token_ids, ok, None
         logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))

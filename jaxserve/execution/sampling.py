@@ -22,7 +22,8 @@ from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
+from pallas_kernels import greatest, has_greatest
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, 
     searched among group maxima and then within one group.
     """
     groups = in_groups(logits, -jnp.inf)
-    greatest = groups.max(axis=-1)
-    group = jnp.argmax(greatest, axis=-1)
+    tops = groups.max(axis=-1)
+    group = jnp.argmax(tops, axis=-1)
     lane = jnp.argmax(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], axis=-1)
-    return (group * LANES + lane).astype(jnp.int32), greatest.max(axis=-1)
+    return (group * LANES + lane).astype(jnp.int32), tops.max(axis=-1)
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
@@ -157,23 +158,23 @@ def _sampled(
     logits: Float[Array, "R V"],
     batch: StepBatch[Array],
     greedy: Int32[Array, " R"],
-    greatest: Float[Array, " R"],
+    highest: Float[Array, " R"],
 ) -> Int32[Array, " R"]:
     """Draw the tokens of all rows, for a step in which at least one row draws.
 
     Args:
-        greedy, greatest: each row's likeliest token and its logit.
+        greedy, highest: each row's likeliest token and its logit.
     """
     warm = batch.temperature > 0
     temperature = jnp.where(warm, batch.temperature, 1).astype(logits.dtype)
     # The difference first: a quotient of large logits and a small temperature may overflow, and
     # would be rounded more coarsely than the differences that decide.
-    below = logits - greatest[:, None]
+    below = logits - highest[:, None]
     probs = jnp.exp(below / temperature[:, None])
     # The likeliest token stays whatever exp(0) rounds to: a row must have something to draw.
     likely = (probs >= batch.min_p[:, None].astype(probs.dtype)) | (below == 0)
     probs = jnp.where(likely, probs, 0)
-    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(greatest), batch)
+    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), batch)
     number = uniform(batch.seed, batch.kv_len).astype(probs.dtype)
     return jnp.where(warm, _draw(probs, number), greedy)
 
@@ -191,7 +192,8 @@ def sample(
     batch: StepBatch[Array],
     state: SamplerState,
     greedy_only: bool = False,
-) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    implementation: str = "auto",
+) -> Int32[Array, " R"]:
     """Draw each row's next token.
 
     The order of the settings is vLLM's: what `edit_logits` does, temperature, min_p, top_k, top_p.
@@ -201,16 +203,17 @@ def sample(
         batch: the new token's position is `kv_len`.
         state: the sampler's state of the requests.
         greedy_only: static; `is_greedy` holds and no row uses a feature of the sampler.
+        implementation: static; which kernels run, if any.
 
     Returns:
-        Token ids; whether all of the row's logits were finite and left it a
-        token to draw. A row that is not ok has drawn nothing, whatever its id says: a NaN row
-        would otherwise pass for token 0.
+        Token ids; NO_TOKEN where the row's logits were not all finite, or left it no token to draw.
     """
+    if greedy_only and has_greatest(logits, implementation):
+        return greatest(logits, implementation=implementation)
     # NaN and infinity are the greatest of a row; XLA on CPU vectorizes a maximum, no conjunction.
     ok = jnp.isfinite(jnp.abs(logits).max(axis=1))
     if greedy_only:
-        return argmax(logits), ok
+        return jnp.where(ok, argmax(logits), NO_TOKEN)
     has_edits = batch.features & int(SamplerFeature.EDITS) != 0
     has_edits |= batch.kv_len < batch.min_length
     edits, draws = jnp.any(has_edits), jnp.any(batch.temperature > 0)
@@ -225,4 +228,5 @@ def sample(
     tokens, value = cond(edits | draws, chosen, lambda: best(logits))
     # A row in the middle of its tokens draws nothing, so that it needs no token to draw.
     null_slot = state.history.shape[0] - 1
-    return tokens, ok & ((value > -jnp.inf) | (batch.sample_slots == null_slot))
+    ok &= (value > -jnp.inf) | (batch.sample_slots == null_slot)
+    return jnp.where(ok, tokens, NO_TOKEN)

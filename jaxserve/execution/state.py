@@ -22,7 +22,7 @@ from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Int32
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class DeviceState:
 class StepOutput:
     """Results of a launch, which the host reads while the next one runs."""
 
-    token_ids: Int32[Array, "*steps R"]  # steps: as many as a launch of several may take
-    ok: Bool[Array, "*steps R"]  # False where logits were not finite or left nothing to draw
+    # Steps: as many as a launch of several may take. NO_TOKEN where logits were not finite or left
+    # nothing to draw.
+    token_ids: Int32[Array, "*steps R"]
     logprobs: DeviceLogprobs | None  # of what follows each token, for rows that ask; None if greedy
 
 

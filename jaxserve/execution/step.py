@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
     # How many steps are done, the rows that take part, the state, and what has been drawn.
     Launch = tuple[
-        Int32[Array, ""], Bool[Array, " R"], DeviceState, tuple[Array, Array], DeviceLogprobs | None
+        Int32[Array, ""],
+        Bool[Array, " R"],
+        DeviceState,
+        Int32[Array, "steps R"],
+        DeviceLogprobs | None,
     ]
 
 
@@ -71,7 +75,8 @@ def model_step(
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
-    drawn = state.last_token.at[owner].get(mode="clip")
+    # A row that could draw nothing may be in flight once more; what it computes is dropped.
+    drawn = jnp.maximum(state.last_token.at[owner].get(mode="clip"), 0)
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, drawn)
     step = PagedStep(
         positions=batch.positions,
@@ -88,20 +93,22 @@ def model_step(
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
     logits = model.logits(last, num_rows)
     with jax.named_scope("sample"):
-        token_ids, ok = sample(logits, batch, state.sampler, greedy)
-        # Where every row is greedy none counts its tokens.
-        sampler = state.sampler if greedy else record(state.sampler, batch, token_ids)
+        token_ids = sample(logits, batch, state.sampler, greedy, step.others)
+        # Where every row is greedy none counts its tokens. A row without one ends; the index of
+        # its token must be one all the same.
+        indices = token_ids if greedy else jnp.maximum(token_ids, 0)
+        sampler = state.sampler if greedy else record(state.sampler, batch, indices)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
     logprobs = None
     if not greedy:
         with jax.named_scope("scores"):
             if decode_only:
-                logprobs = draw_logprobs(logits, token_ids, batch)
+                logprobs = draw_logprobs(logits, indices, batch)
             else:
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
                 logprobs = position_logprobs(model.logits, hidden, logits, token_ids, draws, batch)
     state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
-    return state, StepOutput(token_ids=token_ids, ok=ok, logprobs=logprobs)
+    return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
 
 
 def decode_steps(
@@ -126,18 +133,17 @@ def decode_steps(
         options: as for `model_step`.
 
     Returns:
-        token_ids and ok are [most, R], defined for the steps that a row took part in; scores are
+        token_ids are [most, R], defined for the steps that a row took part in; scores are
         those of the last step.
     """
     step = partial(model_step, graphdef, treedef, leaves, decode_only=True, **options)
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, state, batch)[1]
-    empty = jax.tree.map(partial(_zeros, (most,)), shapes)
-    outputs = (empty.token_ids, empty.ok)
-    logprobs = jax.tree.map(partial(_zeros, ()), shapes.logprobs)
+    none = jnp.full((most, *shapes.token_ids.shape), NO_TOKEN, jnp.int32)
+    logprobs = jax.tree.map(_zeros, shapes.logprobs)
 
     def take(carry: Launch) -> Launch:
-        done, active, state, (token_ids, ok), _ = carry
+        done, active, state, token_ids, _ = carry
         length = batch.kv_len + done
         now = replace(
             batch,
@@ -150,8 +156,8 @@ def decode_steps(
         state, output = step(state, now)
         is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
-        active &= output.ok & ~is_last
-        written = (token_ids.at[done].set(output.token_ids), ok.at[done].set(output.ok))
+        active &= (output.token_ids != NO_TOKEN) & ~is_last
+        written = token_ids.at[done].set(output.token_ids)
         return done + 1, active, state, written, output.logprobs
 
     def goes_on(carry: Launch) -> Bool[Array, ""]:
@@ -159,10 +165,10 @@ def decode_steps(
         return (done == 0) | ((done < batch.num_steps) & active.any())
 
     active = batch.slots != null_slot
-    start = (jnp.int32(0), active, state, outputs, logprobs)
-    _, _, state, (token_ids, ok), logprobs = lax.while_loop(goes_on, take, start)
-    return state, StepOutput(token_ids=token_ids, ok=ok, logprobs=logprobs)
+    start = (jnp.int32(0), active, state, none, logprobs)
+    _, _, state, token_ids, logprobs = lax.while_loop(goes_on, take, start)
+    return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
 
 
-def _zeros(before: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros((*before, *leaf.shape), leaf.dtype)
+def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(leaf.shape, leaf.dtype)

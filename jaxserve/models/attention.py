@@ -14,6 +14,7 @@ from jaxserve.models.config.rope import YarnScaling
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import (
+    MOST_ROWS_IN_PARTS,
     accumulator,
     constant,
     matmul,
@@ -22,7 +23,14 @@ from jaxserve.models.linear import (
     weight,
 )
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
-from pallas_kernels import kv_write, paged_decode_attention, ragged_paged_attention
+from pallas_kernels import (
+    QkvOptions,
+    has_rope_kv_write,
+    kv_write,
+    paged_decode_attention,
+    ragged_paged_attention,
+    rope_kv_write,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -96,11 +104,31 @@ class Attention(nnx.Module):
         see `matmul_in_parts`.
         """
         num_tokens, group = x.shape[0], self.group
+        query, kv, arrivals = self._placed(x, cos_sin, step, kv)
+        attended = self._attend(query, kv, step, arrivals)
+        attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
+        out = self.out[...]
+        if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
+            return matmul_in_parts(attended, out, 3, step.others), kv
+        return matmul(attended, out, contract=3, bias=value_of(self.out_bias)), kv
+
+    def _placed(
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+    ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"] | None]:
+        """Compute queries, and write this step's keys and values to their pages.
+
+        Attention's counters come with them where a kernel has made some.
+        """
+        norms = self.query_norm, self.key_norm
+        can = self.growth is None and all(norm is None or norm.is_per_head for norm in norms)
+        if can and has_rope_kv_write(x.dtype, kv[0], len(x), self.group, step.others):
+            return self._placed_at_once(x, cos_sin, step, kv)
+        group = self.group
         qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = query.reshape(num_tokens, -1, query.shape[-1])  # [T, N, H]
+        query = query.reshape(x.shape[0], -1, query.shape[-1])  # [T, N, H]
         if cos_sin is not None:
             query = rotate(query, cos_sin, self.interleaved)
             key = rotate(key, cos_sin, self.interleaved)
@@ -109,19 +137,40 @@ class Attention(nnx.Module):
         kv = kv_write(
             key, val, *kv, step.slot_mapping, implementation=step.others, **self._scales()
         )
-        attended = self._attend(query, kv, step)
-        attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
-        out = self.out[...]
-        if in_parts and isinstance(out, jax.Array) and self.out_bias is None:
-            return matmul_in_parts(attended, out, contract=3), kv
-        return matmul(attended, out, contract=3, bias=value_of(self.out_bias)), kv
+        return query, kv, None
+
+    def _placed_at_once(
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+    ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
+        """Do the same with one kernel for all that follows the projection."""
+        options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales()}
+        if self.query_norm is not None and self.key_norm is not None:
+            options["query_norm"] = self.query_norm.scale[...]
+            options["key_norm"] = self.key_norm.scale[...]
+            options["norm"] = self.query_norm.options
+        weights = self.qkv[...]
+        if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
+            qkv = matmul_in_parts(x, weights, implementation=step.others)
+            options["bias"] = value_of(self.qkv_bias)
+        else:
+            qkv = matmul(x, weights, bias=value_of(self.qkv_bias))
+        query, keys, values, arrivals = rope_kv_write(
+            *(qkv, cos_sin, *kv, step.slot_mapping, QkvOptions(**options)),
+            dtype=x.dtype,
+            implementation=step.others,
+        )
+        return query, (keys, values), arrivals
 
     def _attend(
-        self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep
+        self,
+        query: Float[Array, "T N H"],
+        kv: KVPages,
+        step: PagedStep,
+        arrivals: Int32[Array, " counters"] | None,
     ) -> Float[Array, "T N H"]:
         """Attend causally from each token to its row's pages, or to the window's part of them."""
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
-        options |= self._scales()
+        options |= self._scales() | {"arrivals": arrivals}
         if self.sinks is not None:
             options["sinks"] = self.sinks[...].reshape(-1)
         if step.decode_only:

@@ -96,7 +96,7 @@ class DecoderLayer(nnx.Module):
             if isinstance(self.mlp, SparseMLP):
                 y = self.mlp(normed, step)
             else:
-                y = self.mlp(normed, in_parts)
+                y = self.mlp(normed, in_parts, step.others)
             delta = scaled(_normed(self.mlp_out_norm, y), self.residual)
         return x, delta, kv
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,15 @@ from jaxserve.models.linear import (
 )
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, with_num_rows
-from pallas_kernels import add_norm, has_add_norm, row_sums
+from pallas_kernels import (
+    Activation,
+    NormOptions,
+    add_norm,
+    gated_matmul,
+    has_add_norm,
+    has_few_row_product,
+    row_sums,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -74,9 +83,19 @@ class Norm(nnx.Module):
         if self.traits.norm_centered:
             x = x if delta is None else x + delta
             return x, self(x)
-        options: Any = {"offset": self.traits.norm_offset, "implementation": implementation}
-        options["rounds_last"] = self.traits.norm_rounds_last
-        return add_norm(x, delta, self.scale[...], eps=self.eps, **options)
+        options = dataclasses.asdict(self.options)
+        return add_norm(x, delta, self.scale[...], implementation=implementation, **options)
+
+    @property
+    def options(self) -> NormOptions:
+        """The norm as kernels compute it, which center nothing."""
+        traits = self.traits
+        return NormOptions(self.eps, traits.norm_offset, traits.norm_rounds_last)
+
+    @property
+    def is_per_head(self) -> bool:
+        """Whether it is an RMSNorm over the last dimension alone."""
+        return self.over == 1 and not self.traits.norm_centered
 
     def _mean(
         self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
@@ -137,7 +156,7 @@ class GatedMLP(nnx.Module):
         traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:
-        self.activation = traits.activation
+        self.activation: Activation = traits.activation
         embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
@@ -148,16 +167,26 @@ class GatedMLP(nnx.Module):
             self.gate_up_bias = self.down_bias = None
 
     def __call__(
-        self, x: Float[Array, "T D"], in_parts: bool = False
+        self, x: Float[Array, "T D"], in_parts: bool = False, implementation: str = "xla"
     ) -> Float[Array, "*parts T D"]:
-        """Return what is to be added to x, where that is allowed perhaps in parts."""
-        gate_up = matmul(x, self.gate_up[...], bias=value_of(self.gate_up_bias))  # [T, 2, F]
+        """Return what is to be added to x, where that is allowed perhaps in parts.
+
+        Args:
+            implementation: of products of few rows.
+        """
+        hidden, down = self._hidden(x, implementation), self.down[...]
+        if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
+            return matmul_in_parts(hidden, down, implementation=implementation)
+        return matmul(hidden, down, bias=value_of(self.down_bias))
+
+    def _hidden(self, x: Float[Array, "T D"], implementation: str) -> Float[Array, "T F"]:
+        weights = self.gate_up[...]
+        is_plain = isinstance(weights, jax.Array) and self.gate_up_bias is None
+        if is_plain and has_few_row_product("gated_matmul", x, weights.shape[-1], implementation):
+            return gated_matmul(x, weights, self.activation, implementation=implementation)
+        gate_up = matmul(x, weights, bias=value_of(self.gate_up_bias))  # [T, 2, F]
         gate, up = gate_up[:, 0], gate_up[:, 1]
         # silu runs in at least float32: in 16 bits each operation would round, which costs more.
         exact = gate.astype(accumulator(gate.dtype))
         active = jax.nn.silu(exact) if self.activation == "silu" else jax.nn.gelu(exact)
-        hidden = (active * up).astype(x.dtype)
-        down = self.down[...]
-        if in_parts and isinstance(down, jax.Array) and self.down_bias is None:
-            return matmul_in_parts(hidden, down)
-        return matmul(hidden, down, bias=value_of(self.down_bias))
+        return (active * up).astype(x.dtype)

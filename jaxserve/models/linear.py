@@ -16,10 +16,12 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+import pallas_kernels
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import Quantized, QuantizedWeight, SplitWeight
+from pallas_kernels import has_few_row_product
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -118,24 +120,34 @@ MOST_ROWS_IN_PARTS = 256
 
 
 def matmul_in_parts(
-    x: Float[Array, " T *inputs"], w: Float[Array, " ..."], contract: int = 1
-) -> Float[Array, "parts T2 D"]:
+    x: Float[Array, " T *inputs"],
+    w: Float[Array, " ..."],
+    contract: int = 1,
+    implementation: str = "auto",
+) -> Float[Array, "parts T2 *outputs"]:
     """Multiply as `matmul` does, in sums over parts of the inputs; in at least float32.
 
-    On a GPU few rows keep few multiprocessors busy, so that XLA divides the inputs itself and adds
-    a launch that sums. Who adds the result to something else can sum it on the way. One row comes
-    twice.
+    Few rows keep few of a GPU's multiprocessors busy, so that XLA divides the inputs itself and
+    adds a launch that sums. Who adds the result to something else can sum it on the way. One row
+    comes twice where XLA multiplies.
     """
-    num_rows, width = x.shape[0], w.shape[-1]
-    inputs = prod(w.shape[:contract])
-    parts = 8 if num_rows <= 64 else 2
+    num_rows, outputs = x.shape[0], w.shape[contract:]
+    inputs, width = prod(w.shape[:contract]), prod(outputs)
+    # About enough for two programs of 128 outputs on each multiprocessor of a large card.
+    parts, narrow = (8, 4096) if num_rows <= 64 else (4, 2048)
+    parts = parts if width <= narrow else parts // 2
     while parts > 1 and inputs % (64 * parts):
         parts //= 2
-    # XLA turns products of one row into reductions, and copies the weight in another order first.
-    x = jnp.repeat(x, 2, axis=0) if num_rows == 1 else x
-    divided = x.reshape(len(x), parts, -1), w.reshape(parts, -1, width)
-    dims = ((2,), (1,)), ((1,), (0,))
-    return lax.dot_general(*divided, dims, preferred_element_type=accumulator(x.dtype))
+    x, w = x.reshape(num_rows, -1), w.reshape(-1, width)
+    if has_few_row_product("matmul_in_parts", x, width, implementation):
+        y = pallas_kernels.matmul_in_parts(x, w, parts, implementation=implementation)
+    else:
+        # XLA turns products of one row into reductions, and copies the weight in another order.
+        x = jnp.repeat(x, 2, axis=0) if num_rows == 1 else x
+        divided = x.reshape(len(x), parts, -1), w.reshape(parts, -1, width)
+        dims = ((2,), (1,)), ((1,), (0,))
+        y = lax.dot_general(*divided, dims, preferred_element_type=accumulator(x.dtype))
+    return y.reshape(*y.shape[:2], *outputs)
 
 
 def _one_row(x: Array, w: Array, contract: int) -> Array:

@@ -485,7 +485,7 @@ def ragged_paged_attention(
         with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
-    plan = tile_plan(query_start, kv_len, case.T, shape.tile, skip_single=False)
+    plan = tile_plan(query_start, kv_len, case.T, shape.tile, few=0)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
     plan = jnp.concatenate([plan, lengths[plan[:, 0]][:, None]], axis=1)
     operands = [_pack(q, plan, shape), k_pages, v_pages, page_table, plan]

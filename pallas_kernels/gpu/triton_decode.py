@@ -1,10 +1,11 @@
-"""Attention of one query per row over paged KV, in Pallas-Triton, split over programs and merged.
+"""Attention of rows of few queries over paged KV, in Pallas-Triton, a row's KV split over programs.
 
-The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from ``kv_len``: all
-blocks of the step are divided over about ``programs_per_sm`` programs an SM, so that a long row
-gets many programs and a short row few, and a row's blocks are divided evenly among its programs.
-Shapes alone bound the number of work items; items past the step's own have no blocks and end at
-once.
+The split is Flash-Decoding's (Dao et al. 2023), but planned on the device from the rows' lengths
+(`triton_plan`): a program takes a share of all blocks of the step, which may hold short rows and
+parts of long ones.
+
+A row that lies in one share is stored at once. Where it lies in several, each program stores what
+it computed, and the one that comes last, by a counter, merges them all in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -19,17 +20,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
+from pallas_kernels.arguments import (
+    ARRIVALS,
+    NO_OPTIONS,
+    AttentionOptions,
+    Case,
+    attention_case,
+)
 from pallas_kernels.devices import target_device
+from pallas_kernels.gpu.triton_plan import (
+    BLOCK,
+    COUNT,
+    FIRST,
+    LAST,
+    POSITION,
+    ROW,
+    SHARE,
+    SIZE,
+    START,
+    TOKEN,
+    SplitPlan,
+    split_lines,
+)
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     NEGATIVE,
+    Parts,
     Span,
     TileSpec,
     attend,
     ceil_div,
     head_parts,
     load_queries,
+    power_of_two,
     store_rows,
     tile_bounds,
 )
@@ -37,172 +60,214 @@ from pallas_kernels.gpu.tuning import DecodeConfig, lookup
 
 MIN_DOT_ROWS = 16
 """Rows of the smallest tensor core product."""
+Found = tuple[Parts, jax.Array, jax.Array]
+"""Unnormalised attention of a tile: acc parts [rows, part], maxima and sums [rows]."""
 
 
-def running_sum(counts: jax.Array) -> jax.Array:
-    """Return inclusive sums of a short i32 vector by one reduction: a cumsum is several kernels."""
-    n = counts.shape[0]
-    earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
-    return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Static properties of a call.
 
-
-def owner(ends: jax.Array, items: int) -> jax.Array:
-    """Return i32[items]: for each item, the first row whose inclusive end lies beyond it."""
-    passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
-    return passed.sum(axis=1, dtype=jnp.int32)
-
-
-def split_plan(
-    kv_len: jax.Array,
-    token: jax.Array,
-    take: jax.Array,
-    case: Case,
-    window: int | None,
-    config: DecodeConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Divide the rows' blocks into work items.
-
-    Two arrays hold what both kernels need. They are the same for every layer, so XLA computes them
-    once a step, where it would compute a plain range of numbers once a layer.
-
-    Returns:
-        (items i32[I, 4]: row, first block, last block (exclusive), the row's token;
-        rows i32[R+1, 3]: first item, token, take; row r owns items rows[r, 0]:rows[r+1, 0]).
+    Attributes:
+        spec: the tile.
+        kv_heads, group: number of kv heads, and of query heads to each.
+        plan: how the KV is divided.
+        merge_numbers: partial results that a program reads at a time, as numbers.
+        interpret: whether plain JAX runs it, a program at a time.
     """
-    block, rows = config.block_tokens, kv_len.shape[0]
-    most = -(-case.M * case.S // block)
-    if window is not None:
-        most = min(most, -(-window // block) + 1)
-    target = max(1, config.programs_per_sm * max(1, case.device.num_sms) // case.K)
-    count = min(rows + target, rows * -(-most // config.min_blocks))
-    first = jnp.zeros_like(kv_len)
-    if window is not None:
-        first = lax.div(jnp.maximum(kv_len - window, 0), jnp.int32(block))
-    blocks = ceil_div(kv_len, block) - first
-    each = jnp.maximum(ceil_div(blocks.sum(dtype=jnp.int32), target), config.min_blocks)
-    splits = ceil_div(blocks, each)
-    ends = running_sum(splits)
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    row = owner(ends, count)
-    is_used = row < rows
-    row = jnp.minimum(row, rows - 1)
-    index = jnp.arange(count, dtype=jnp.int32) - starts[row]
-    parts = jnp.maximum(splits[row], 1)
-    begin = first[row] + lax.div(index * blocks[row], parts)
-    end = first[row] + lax.div((index + 1) * blocks[row], parts)
-    begin, end = jnp.where(is_used, begin, 0), jnp.where(is_used, end, 0)
-    items = jnp.stack([row, begin, end, token[row]], axis=1)
-    return items, jnp.stack(
-        [starts, *(jnp.pad(column, (0, 1)) for column in (token, take))], axis=1
-    )
+
+    spec: TileSpec
+    kv_heads: int
+    group: int
+    plan: SplitPlan
+    merge_numbers: int
+    interpret: bool
 
 
-def _split_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    len_ref: Any,
-    item_ref: Any,
-    *rest: Any,
-    spec: TileSpec,
-    group: int,
-    scaled: bool,
+def _split_kernel(*arrays: Any, names: tuple[str, ...], split: _Split) -> None:
+    """Compute a share of one kv head's blocks. ``arrays``: those with names, in order."""
+    refs = dict(zip(names, arrays, strict=True))
+    program, kv_head, lines = pl.program_id(0), pl.program_id(1), refs["lines"]
+    begin, end = lines[program, SHARE], lines[program + 1, SHARE]
+
+    def run(tile: jax.Array, _: None) -> None:
+        start, count = lines[tile, START], lines[tile, COUNT]
+        first, last = jnp.maximum(start, begin), jnp.minimum(start + count, end)
+
+        @pl.when(first < last)
+        def _() -> None:
+            _run_piece(refs, tile, first - start, last - start, program, kv_head, split)
+
+    stop = jnp.where(begin < end, lines[program + 1, LAST] + 1, 0)
+    lax.fori_loop(lines[program, FIRST], stop, run, None)
+
+
+def _run_piece(
+    refs: dict[str, Any],
+    tile: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    program: jax.Array,
+    kv_head: jax.Array,
+    split: _Split,
 ) -> None:
-    """Compute one work item of one kv head: partial acc [I,N,H] and stats [I,2,N] (maxima, sums).
+    """Compute blocks ``begin`` to ``end`` of a tile, and all of it if its other pieces are there.
 
-    ``rest``: k_scale and v_scale if ``scaled``, then acc and stats.
+    Its pieces are those of consecutive programs. The first one, which may be its program's last
+    turn, stores at a place of its own; the others are their programs' first turns.
     """
-    scale_refs: Any = rest[:2] if scaled else (None, None)
-    k_scale_ref, v_scale_ref = scale_refs
-    rest = rest[2:] if scaled else rest
-    acc_ref, stats_ref = rest
-    item, kv_head = pl.program_id(0), pl.program_id(1)
-    row, first_block, last_block = item_ref[item, 0], item_ref[item, 1], item_ref[item, 2]
-    live = last_block > first_block
-    position = len_ref[row] - 1
-    span = Span(*tile_bounds(position, position, spec.window), first_block, last_block)
-    index = jnp.arange(spec.tile_rows)
-    head = kv_head * group + index
-    valid = (index < group) & live
-    token = jnp.broadcast_to(item_ref[item, 3], index.shape)
-    queries = load_queries(q_ref, token, head, valid, spec)
-    positions = jnp.broadcast_to(position, index.shape)
-    key_scale = k_scale_ref[kv_head] if scaled else None
-    acc, top, total = attend(
-        queries, k_ref, v_ref, table_ref, row, kv_head, positions, span, key_scale, spec
+    spec, plan, lines = split.spec, split.plan, refs["lines"]
+    row, token, size = (lines[tile, column] for column in (ROW, TOKEN, SIZE))
+    position, block, start, count = (lines[tile, c] for c in (POSITION, BLOCK, START, COUNT))
+    bounds = tile_bounds(position, position + size - 1, spec.window)
+    last_block = jnp.minimum(block + end, ceil_div(bounds[1], spec.block_tokens))
+    span = Span(*bounds, block + begin, last_block)
+    local, head, valid = _queries_of(spec.tile_rows, kv_head, split.group, size)
+    queries = load_queries(refs["q"], token + local, head, valid, spec)
+    key_scale = refs["k_scale"][kv_head] if "k_scale" in refs else None
+    found = attend(
+        *(queries, refs["k"], refs["v"], refs["table"], row, kv_head),
+        *(position + local, span, key_scale, spec),
     )
-    if scaled:
-        acc = tuple(part * v_scale_ref[kv_head] for part in acc)
-    item_of = jnp.broadcast_to(item, index.shape)
-    store_rows(acc_ref, item_of, head, valid, acc, spec)
-    plt.store(stats_ref.at[item_of, jnp.zeros_like(index), head], top, mask=valid)
-    plt.store(stats_ref.at[item_of, jnp.ones_like(index), head], total, mask=valid)
+    if not plan.is_merged:
+        _store_result(refs, token, size, kv_head, found, split)
+        return
+
+    @pl.when(end - begin == count)
+    def _() -> None:
+        _store_result(refs, token, size, kv_head, found, split)
+
+    @pl.when(end - begin < count)
+    def _() -> None:
+        total = lines[plan.programs, SHARE]
+        shares = plan.shares(total)
+        first = lax.div((start + 1) * shares - 1, total)
+        pieces = lax.div((start + count) * shares - 1, total) - first + 1
+        place = 2 * program + (begin == 0).astype(jnp.int32)
+        _store_partial(refs, place, kv_head, valid, found, split)
+        counter = first * split.kv_heads + kv_head
+        earlier = plt.atomic_add(refs["arrivals"], (counter,), jnp.int32(1))
+
+        @pl.when(earlier == pieces - 1)
+        def _() -> None:
+            whole = _merged(refs, first, pieces, size, kv_head, split)
+            _store_result(refs, token, size, kv_head, whole, split)
 
 
-def _merge_kernel(
-    acc_ref: Any,
-    stats_ref: Any,
-    rows_ref: Any,
-    *rest: Any,
-    head_dim: int,
-    splits: int,
-    sinks: bool,
+def _queries_of(
+    rows: int, kv_head: jax.Array, group: int, size: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each row's query within its tile and its head, and whether there is such a query."""
+    index = jnp.arange(rows)
+    local = lax.div(index, jnp.full_like(index, group))
+    head = kv_head * group + lax.rem(index, jnp.full_like(index, group))
+    return local, head, local < size
+
+
+def _store_partial(
+    refs: dict[str, Any],
+    place: jax.Array,
+    kv_head: jax.Array,
+    valid: jax.Array,
+    found: Found,
+    split: _Split,
 ) -> None:
-    """Combine one (row, head)'s partial results and write them to the token of the row's query.
+    """Store what a piece's program computed, all of it before the program counts as arrived."""
+    acc, *statistics = found
+    index = jnp.arange(split.spec.tile_rows)
+    first = jnp.broadcast_to(place, index.shape), jnp.broadcast_to(kv_head, index.shape)
+    for (start, width), part in zip(head_parts(split.spec.head_dim), acc, strict=True):
+        shape = (split.spec.tile_rows, width)
+        spread = (jnp.broadcast_to(i[:, None], shape) for i in (*first, index))
+        column = jnp.broadcast_to(start + jnp.arange(width), shape)
+        mask = jnp.broadcast_to(valid[:, None], shape)
+        plt.store(refs["acc"].at[(*spread, column)], part, mask=mask)
+    for number, statistic in enumerate(statistics):
+        address = refs["stats"].at[(*first, jnp.full_like(index, number), index)]
+        plt.store(address, statistic, mask=valid)
+    if not split.interpret:
+        plt.debug_barrier()
 
-    ``rest``: the sinks if ``sinks``, the array that the output aliases if any, and the output.
+
+def _merged(
+    refs: dict[str, Any],
+    first: jax.Array,
+    count: jax.Array,
+    size: jax.Array,
+    kv_head: jax.Array,
+    split: _Split,
+) -> Found:
+    """Combine the pieces of a tile, several at a time, in the order of their blocks.
+
+    Args:
+        first: the program of the first one.
+        count: how many there are.
     """
-    sink_ref: Any = rest[0] if sinks else None
-    out_ref = rest[-1]
-    row, head = pl.program_id(0), pl.program_id(1)
-    begin, end = rows_ref[row, 0], rows_ref[row + 1, 0]
-    pieces = head_parts(head_dim)
+    columns = head_parts(split.spec.head_dim)
+    rows = power_of_two(split.group * split.plan.queries)
+    at_once = max(1, split.merge_numbers // (rows * columns[0][1]))
+    row = jnp.arange(rows)
 
-    def step(i: jax.Array, carry: tuple) -> tuple:
-        """Add ``splits`` partial results to acc parts [part], the maximum and the sum."""
+    def load(name: str, piece: jax.Array, last: tuple[Any, ...], other: float) -> jax.Array:
+        """Load numbers of pieces and rows of this kv head; ``piece`` has the result's shape."""
+        place = 2 * (first + piece) + (piece == 0).astype(jnp.int32)
+        index = (place, jnp.broadcast_to(kv_head, piece.shape), *last)
+        row_of = last[-1] if name == "stats" else last[0]
+        mask = piece < count
+        mask &= lax.div(row_of, jnp.full_like(row_of, split.group)) < size
+        return plt.load(refs[name].at[index], mask=mask, other=other)
+
+    def step(i: jax.Array, carry: Found) -> Found:
+        """Add ``at_once`` pieces."""
         acc, top, total = carry
-        item = begin + i * splits + jnp.arange(splits)
-        valid = item < end
-        heads = jnp.broadcast_to(head, item.shape)
-        zeros = jnp.zeros_like(item)
-        tops = plt.load(stats_ref.at[item, zeros, heads], mask=valid, other=NEGATIVE)
-        sums = plt.load(stats_ref.at[item, zeros + 1, heads], mask=valid, other=0.0)
-        new_top = jnp.maximum(top, tops.max())
-        shrink = jnp.exp2(top - new_top)
-        weight = jnp.exp2(tops - new_top)
+        piece = i * at_once + jnp.arange(at_once)
+        shape = (at_once, rows)
+        pieces, rows_of = (jnp.broadcast_to(a, shape) for a in (piece[:, None], row[None]))
+        tops = load("stats", pieces, (jnp.zeros_like(pieces), rows_of), NEGATIVE)
+        sums = load("stats", pieces, (jnp.ones_like(pieces), rows_of), 0.0)
+        new_top = jnp.maximum(top, tops.max(axis=0))
+        shrink, weight = jnp.exp2(top - new_top), jnp.exp2(tops - new_top[None])
         new_acc = []
-        for part, (start, size) in zip(acc, pieces, strict=True):
-            shape = (splits, size)
-            address = acc_ref.at[
-                jnp.broadcast_to(item[:, None], shape),
-                jnp.broadcast_to(head, shape),
-                jnp.broadcast_to(start + jnp.arange(size), shape),
-            ]
-            partial = plt.load(address, mask=jnp.broadcast_to(valid[:, None], shape), other=0.0)
-            new_acc.append(part * shrink + (partial * weight[:, None]).sum(axis=0))
-        return tuple(new_acc), new_top, total * shrink + (sums * weight).sum()
+        for part, (start, width) in zip(acc, columns, strict=True):
+            shape = (at_once, rows, width)
+            column = jnp.broadcast_to((start + jnp.arange(width))[None, None], shape)
+            pieces = jnp.broadcast_to(piece[:, None, None], shape)
+            rows_of = jnp.broadcast_to(row[None, :, None], shape)
+            partial = load("acc", pieces, (rows_of, column), 0.0)
+            added = (partial * weight[:, :, None]).sum(axis=0)
+            new_acc.append(part * shrink[:, None] + added)
+        return tuple(new_acc), new_top, total * shrink + (sums * weight).sum(axis=0)
 
     carry = (
-        tuple(jnp.zeros((size,), jnp.float32) for _, size in pieces),
-        jnp.float32(NEGATIVE),
-        jnp.float32(0),
+        tuple(jnp.zeros((rows, width), jnp.float32) for _, width in columns),
+        jnp.full((rows,), NEGATIVE, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
     )
-    acc, top, total = lax.fori_loop(0, ceil_div(end - begin, splits), step, carry)
-    if sinks:
-        sink = sink_ref[head] * LOG2E
+    return lax.fori_loop(jnp.int32(0), ceil_div(count, at_once), step, carry)
+
+
+def _store_result(
+    refs: dict[str, Any],
+    token: jax.Array,
+    size: jax.Array,
+    kv_head: jax.Array,
+    found: Found,
+    split: _Split,
+) -> None:
+    """Divide by the softmax's sum, and write a tile's rows to their tokens and heads."""
+    acc, top, total = found
+    local, head, valid = _queries_of(total.shape[0], kv_head, split.group, size)
+    if "sinks" in refs:
+        sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
         new_top = jnp.maximum(top, sink)
         shrink = jnp.exp2(top - new_top)
-        acc = tuple(part * shrink for part in acc)
+        acc = tuple(part * shrink[:, None] for part in acc)
         total = total * shrink + jnp.exp2(sink - new_top)
-    token, take = rows_ref[row, 1], rows_ref[row, 2]
-    for (start, size), part in zip(pieces, acc, strict=True):
-        value = part / jnp.where(total == 0, 1.0, total)
-        shape = (size,)
-        address = out_ref.at[
-            jnp.broadcast_to(token, shape), jnp.broadcast_to(head, shape), start + jnp.arange(size)
-        ]
-        plt.store(address, value.astype(out_ref.dtype), mask=jnp.broadcast_to(take > 0, shape))
+    inverse = 1.0 / jnp.where(total == 0, 1.0, total)
+    if "v_scale" in refs:
+        inverse = inverse * refs["v_scale"][kv_head]
+    acc = tuple(part * inverse[:, None] for part in acc)
+    store_rows(refs["out"], token + local, head, valid, acc, split.spec)
 
 
 def split_and_merge(
@@ -211,70 +276,68 @@ def split_and_merge(
     v_pages: jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
-    token: jax.Array,
-    take: jax.Array,
+    query_start: jax.Array | None,
     into: jax.Array | None,
+    arrivals: jax.Array | None,
     options: AttentionOptions,
     *,
     case: Case,
     config: DecodeConfig,
+    plan: SplitPlan,
+    tile_rows: int,
     interpret: bool,
 ) -> jax.Array:
-    """Compute attention of the query q[token[r]] of every row r with take[r] > 0.
+    """Compute attention of rows of few queries.
 
     Args:
-        q: [T,N,H]; token: i32[R] into it; take: i32[R]; kv_len: i32[R], 0 for rows not taken.
-        into: [T,N,H] written in place at the tokens of rows taken, and kept elsewhere; None for a
-            new array, which is then defined only at those tokens.
+        query_start: as in ``ragged_paged_attention``; None where row r has query r alone.
+        into: [T,N,H] written in place at those rows' tokens, and kept elsewhere; None for a new
+            array, which is then defined only at those tokens.
+        arrivals: as in ``paged_decode_attention``.
+        plan: how the KV is divided.
+        tile_rows: rows of a tile in the products, at least its queries times the group.
 
     Returns:
         [T,N,H].
     """
-    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, options)
-    items, rows = split_plan(kv_len, token, take, case, options.window, config)
-    scaled, count = options.k_scale is not None, items.shape[0]
-    acc, stats = pl.pallas_call(
-        functools.partial(_split_kernel, spec=spec, group=case.group, scaled=scaled),
-        grid=(count, case.K),
-        out_shape=(
-            jax.ShapeDtypeStruct((count, case.N, case.H), jnp.float32),
-            jax.ShapeDtypeStruct((count, 2, case.N), jnp.float32),
-        ),
+    split = _Split(
+        spec=TileSpec.of(case, tile_rows, config.block_tokens, options),
+        kv_heads=case.K,
+        group=case.group,
+        plan=plan,
+        merge_numbers=config.merge_numbers,
+        interpret=interpret,
+    )
+    lines = split_lines(plan, kv_len, query_start, interpret=interpret)
+    given = {"q": q, "k": k_pages, "v": v_pages, "table": page_table, "lines": lines}
+    given |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "into": into}
+    if options.sinks is not None:
+        given["sinks"] = options.sinks.astype(jnp.float32)
+    outputs = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    if plan.is_merged:
+        given["arrivals_before"] = jnp.zeros(ARRIVALS, jnp.int32) if arrivals is None else arrivals
+        outputs["arrivals"] = jax.ShapeDtypeStruct((ARRIVALS,), jnp.int32)
+        places, numbers = (2 * plan.programs, case.K), case.group * plan.queries
+        outputs["acc"] = jax.ShapeDtypeStruct((*places, numbers, case.H), jnp.float32)
+        outputs["stats"] = jax.ShapeDtypeStruct((*places, 2, numbers), jnp.float32)
+    operands = {name: array for name, array in given.items() if array is not None}
+    names = (*operands, *outputs)
+    aliases = {"into": "out", "arrivals_before": "arrivals"}
+    return pl.pallas_call(
+        functools.partial(_split_kernel, names=names, split=split),
+        grid=(plan.programs, case.K),
+        out_shape=tuple(outputs.values()),
+        input_output_aliases={
+            names.index(before): names.index(after) - len(operands)
+            for before, after in aliases.items()
+            if before in operands
+        },
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
-        name="paged_decode_split",
-    )(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        kv_len,
-        items,
-        *((options.k_scale, options.v_scale) if scaled else ()),
-    )
-    operands = [acc, stats, rows]
-    if options.sinks is not None:
-        operands.append(options.sinks.astype(jnp.float32))
-    aliases = {}
-    if into is not None:
-        aliases = {len(operands): 0}
-        operands.append(into)
-    return pl.pallas_call(
-        functools.partial(
-            _merge_kernel,
-            head_dim=case.H,
-            splits=config.merge_splits,
-            sinks=options.sinks is not None,
-        ),
-        grid=(kv_len.shape[0], case.N),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases=aliases,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name="paged_decode_merge",
-    )(*operands)
+        name="split_attention",
+    )(*operands.values())[0]
 
 
 def paged_decode_attention(
@@ -285,6 +348,7 @@ def paged_decode_attention(
     kv_len: jax.Array,
     options: AttentionOptions = NO_OPTIONS,
     *,
+    arrivals: jax.Array | None = None,
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -298,19 +362,13 @@ def paged_decode_attention(
     case = attention_case("decode", device, q, k_pages, v_pages, page_table, None, kv_len, options)
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
-    rows = jnp.arange(case.R, dtype=jnp.int32)
     return split_and_merge(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        kv_len,
-        rows,
-        jnp.ones_like(rows),
-        None,
-        options,
+        *(q, k_pages, v_pages, page_table, kv_len),
+        *(None, None, arrivals, options),
         case=case,
         config=config,
+        plan=SplitPlan.of(case, config, options.window),
+        tile_rows=MIN_DOT_ROWS,
         interpret=interpret,
     )
 

@@ -19,8 +19,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import GroupedCase, grouped_case
 from pallas_kernels.devices import target_device
-from pallas_kernels.gpu.triton_decode import owner, running_sum
-from pallas_kernels.gpu.triton_tile import ceil_div
+from pallas_kernels.gpu.triton_tile import ceil_div, owner, running_sum
 from pallas_kernels.gpu.tuning import GroupedConfig, grouped_config
 
 

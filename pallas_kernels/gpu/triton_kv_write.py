@@ -23,6 +23,30 @@ from pallas_kernels.gpu.tuning import KvWriteConfig, lookup
 from pallas_kernels.reference import FP8_MAX
 
 
+def cast_to_store(
+    value: jax.Array, scale: jax.Array | None, dtype: jnp.dtype, *, rounds_to_fp8: bool
+) -> jax.Array:
+    """Convert keys or values to what pages store: divided by the scale, clipped for float8.
+
+    Args:
+        value: of a dtype of at least 16 bits.
+        scale: f32, a scalar or of value's shape, or None.
+        dtype: of the pages.
+        rounds_to_fp8: whether the card's own instruction does.
+    """
+    if scale is not None or dtype == FP8:
+        value = value.astype(jnp.float32)
+    if scale is not None:
+        value = value / scale
+    if dtype != FP8:
+        return value.astype(dtype)
+    if not rounds_to_fp8:
+        return lax.bitcast_convert_type(fp8_bits.narrow(value), FP8)
+    # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
+    value = jnp.where(value > FP8_MAX, FP8_MAX, value)
+    return jnp.where(value < -FP8_MAX, -FP8_MAX, value).astype(dtype)
+
+
 def _write_kernel(
     slot_ref: Any,
     k_ref: Any,
@@ -52,18 +76,10 @@ def _write_kernel(
     offset = jnp.broadcast_to(lax.bitwise_and(slot, page_size - 1), element.shape)
     for source, scale_ref, target in zip((k_ref, v_ref), scale_refs, out_refs, strict=True):
         value = plt.load(source.at[tokens, head, column], mask=mask, other=0.0)
-        if scaled or target.dtype == FP8:
-            value = value.astype(jnp.float32)
-        if scaled:
-            value = value / plt.load(scale_ref.at[head], mask=mask, other=1.0)
-        if target.dtype == FP8 and not rounds_to_fp8:
-            value = lax.bitcast_convert_type(fp8_bits.narrow(value), FP8)
-        elif target.dtype == FP8:
-            # A NaN stays NaN here; a plain cast would turn what is too large into NaN.
-            value = jnp.where(value > FP8_MAX, FP8_MAX, value)
-            value = jnp.where(value < -FP8_MAX, -FP8_MAX, value)
+        scale = plt.load(scale_ref.at[head], mask=mask, other=1.0) if scaled else None
+        value = cast_to_store(value, scale, target.dtype, rounds_to_fp8=rounds_to_fp8)
         address = target.at[page, head, offset, column]
-        plt.store(address, value.astype(target.dtype), mask=mask)
+        plt.store(address, value, mask=mask)
 
 
 def kv_write(

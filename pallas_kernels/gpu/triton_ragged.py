@@ -3,8 +3,8 @@
 A tile is a few consecutive query tokens of one row times the query heads of one kv head, so that
 the heads of a group share every key and value read (grouped-query attention, Ainslie et al. 2023)
 and the tensor cores get full tiles. The device computes from ``query_start`` which tile belongs to
-which row; shapes alone bound the number of tiles. Rows of a single query, each of which would use a
-fraction of a tile and read a long context in one program, go to the split-KV decode kernel, which
+which row; shapes alone bound the number of tiles. Rows of few queries, each of which would use a
+fraction of a tile and read a long context in one program, go to the kernel that splits KV, which
 writes them into the same output.
 """
 
@@ -22,7 +22,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.devices import target_device
-from pallas_kernels.gpu.triton_decode import fit_block, owner, running_sum, split_and_merge
+from pallas_kernels.gpu.triton_decode import fit_block, split_and_merge
+from pallas_kernels.gpu.triton_plan import SplitPlan
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     Span,
@@ -30,21 +31,30 @@ from pallas_kernels.gpu.triton_tile import (
     attend,
     ceil_div,
     load_queries,
+    owner,
+    running_sum,
     store_rows,
     tile_bounds,
 )
-from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, lookup
+from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, fitted, lookup
+
+MOST_TILES = 4
+"""Tiles over which the queries of a row that is split are divided."""
 
 
-def tile_count(tokens: int, rows: int, tile: int, skip_single: bool) -> int:
-    """Return the most tiles that the tokens, divided over rows and padding in any way, can need."""
-    return tokens // tile + min(rows, tokens // 2 if skip_single else tokens) + 1
+def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
+    """Return the most tiles that the tokens, divided over rows and padding in any way, can need.
+
+    Args:
+        few: queries up to which rows have no tiles.
+    """
+    return tokens // tile + min(rows, tokens // (few + 1)) + 1
 
 
 def tile_plan(
-    query_start: jax.Array, kv_len: jax.Array, tokens: int, tile: int, skip_single: bool
+    query_start: jax.Array, kv_len: jax.Array, tokens: int, tile: int, few: int
 ) -> jax.Array:
-    """Divide the rows' queries into tiles of ``tile`` tokens.
+    """Divide the queries of rows with more than ``few`` into tiles of ``tile`` tokens.
 
     Padding tokens are treated as one more row without keys, which gives them their zeros.
 
@@ -57,11 +67,11 @@ def tile_plan(
     counts = jnp.maximum(starts[1:] - starts[:-1], 0)
     positions = jnp.concatenate([kv_len - counts[:rows], jnp.full((1,), -tokens, jnp.int32)])
     tiled = counts
-    if skip_single:
-        tiled = jnp.where((counts == 1) & (jnp.arange(rows + 1) < rows), 0, counts)
+    if few:
+        tiled = jnp.where((counts <= few) & (jnp.arange(rows + 1) < rows), 0, counts)
     tiles = ceil_div(tiled, tile)
     ends = running_sum(tiles)
-    count = tile_count(tokens, rows, tile, skip_single)
+    count = tile_count(tokens, rows, tile, few)
     row = owner(ends, count)
     is_used = row <= rows
     row = jnp.minimum(row, rows)
@@ -132,6 +142,7 @@ def ragged_paged_attention(
     kv_len: jax.Array,
     options: AttentionOptions = NO_OPTIONS,
     *,
+    arrivals: jax.Array | None = None,
     config: RaggedConfig | None = None,
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
@@ -140,7 +151,7 @@ def ragged_paged_attention(
 
     Args:
         config: block sizes; None reads the tuning table.
-        decode_config: likewise, for the rows of one query.
+        decode_config: likewise, for the rows of few queries.
         interpret: run on any device, slowly, as plain JAX operations.
     """
     device = target_device()
@@ -149,23 +160,27 @@ def ragged_paged_attention(
     )
     config = config or lookup(RaggedConfig, case)
     arrays = (q, k_pages, v_pages, page_table)
-    out = _tiles(
-        *arrays, query_start, kv_len, options, case=case, config=config, interpret=interpret
-    )
-    if not config.split_single:
-        return out
     decode_config = decode_config or lookup(DecodeConfig, case)
     block = fit_block(decode_config.block_tokens, case)
-    single = query_start[1:] - query_start[:-1] == 1
-    return split_and_merge(
-        *arrays,
-        jnp.where(single, kv_len, 0),
-        query_start[:-1],
-        single.astype(jnp.int32),
-        out,
-        options,
+    decode_config = dataclasses.replace(decode_config, block_tokens=block)
+    decode_config = fitted(decode_config, case, config.split_rows)
+    queries = max(1, min(config.split_rows // case.group, config.split_queries))
+    tiles = min(-(-config.split_queries // queries), MOST_TILES)
+    plan = SplitPlan.of(case, decode_config, options.window, queries, tiles)
+    out = _tiles(
+        *(*arrays, query_start, kv_len, options, plan.few),
         case=case,
-        config=dataclasses.replace(decode_config, block_tokens=block),
+        config=config,
+        interpret=interpret,
+    )
+    if not plan.few:
+        return out
+    return split_and_merge(
+        *(*arrays, kv_len, query_start, out, arrivals, options),
+        case=case,
+        config=decode_config,
+        plan=plan,
+        tile_rows=config.split_rows,
         interpret=interpret,
     )
 
@@ -178,16 +193,17 @@ def _tiles(
     query_start: jax.Array,
     kv_len: jax.Array,
     options: AttentionOptions,
+    few: int,
     *,
     case: Case,
     config: RaggedConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Compute every tile of the step, without rows of one query if ``config.split_single``."""
+    """Compute every tile of the step, without rows of at most ``few`` queries."""
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, options)
     tile = config.tile_rows // case.group
-    plan = tile_plan(query_start, kv_len, case.T, tile, config.split_single)
+    plan = tile_plan(query_start, kv_len, case.T, tile, few)
     scaled = options.k_scale is not None
     operands = [q, k_pages, v_pages, page_table, plan]
     operands += [options.k_scale, options.v_scale] if scaled else []

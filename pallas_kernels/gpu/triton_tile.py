@@ -51,6 +51,19 @@ def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
     return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
 
 
+def running_sum(counts: jax.Array) -> jax.Array:
+    """Return inclusive sums of a short i32 vector by one reduction: a cumsum is several kernels."""
+    n = counts.shape[0]
+    earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
+    return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
+
+
+def owner(ends: jax.Array, items: int) -> jax.Array:
+    """Return i32[items]: for each item, the first row whose inclusive end lies beyond it."""
+    passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
+    return passed.sum(axis=1, dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
     """Static properties of a tile.
@@ -173,9 +186,9 @@ def store_rows(
     spec: TileSpec,
 ) -> None:
     """Write a tile's rows to out_ref[token, head, :] where valid, and nothing elsewhere."""
-    for (start, size), part in zip(head_parts(spec.head_dim), parts, strict=True):
-        shape = (spec.tile_rows, size)
-        column = jnp.broadcast_to(start + jnp.arange(size), shape)
+    for (start, _), part in zip(head_parts(spec.head_dim), parts, strict=True):
+        shape = part.shape
+        column = jnp.broadcast_to(start + jnp.arange(shape[1]), shape)
         address = out_ref.at[
             jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(head[:, None], shape), column
         ]

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits
+from pallas_kernels.product_arguments import ProductCase
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
 
@@ -37,17 +38,17 @@ class DecodeConfig:
     Attributes:
         block_tokens: KV positions per loop step; above the page size, pages are gathered.
         num_warps, num_stages: of the attention kernel; a stage is one block of K and V in flight.
-        programs_per_sm: programs an SM over which all KV of the step is divided, evenly.
-        min_blocks: blocks below which a row is not split further.
-        merge_splits: partial results that the merging kernel reads at a time.
+        programs_per_sm: programs an SM over which all KV of the step is divided.
+        min_blocks: blocks of a program at least.
+        merge_numbers: numbers of partial results that a program reads at a time.
     """
 
     block_tokens: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_sm: int = 8
-    min_blocks: int = 4
-    merge_splits: int = 16
+    programs_per_sm: int = 2
+    min_blocks: int = 1
+    merge_numbers: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,16 @@ class RaggedConfig:
     Attributes:
         tile_rows: rows (tokens x group heads) of a tile, a power of two of at least 16.
         block_tokens, num_warps, num_stages: as in ``DecodeConfig``.
-        split_single: rows of one query go to the split-KV decode kernel instead of taking a tile.
+        split_queries: rows of at most so many queries go to the kernel that splits KV; 0 for none.
+        split_rows: rows of its tiles.
     """
 
     tile_rows: int = 128
     block_tokens: int = 64
     num_warps: int = 8
     num_stages: int = 2
-    split_single: bool = True
+    split_queries: int = 16
+    split_rows: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,20 @@ class GroupedConfig:
     block_inner: int = 64
     num_warps: int = 4
     num_stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """Sizes of a product of few rows: a program's rows and columns, inputs of a loop step.
+
+    They are powers of two from 16 on.
+    """
+
+    block_rows: int = 16
+    block_columns: int = 64
+    block_inner: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
 
 
 CONFIGS = {
@@ -165,7 +182,7 @@ def defaults(kind: type[Config], case: Case) -> Any:
         block = 32 if by_integers and case.H > 64 else 64
         config = RaggedConfig(tile_rows=64 if short else 128, block_tokens=block)
         if exact:
-            config = RaggedConfig(tile_rows=16, block_tokens=32)
+            config = RaggedConfig(tile_rows=16, block_tokens=32, split_rows=16)
         return fitted(config, case, config.tile_rows)
     if kind is MosaicConfig and wide:
         return MosaicConfig(num_stages=2, warpgroups=1)
@@ -208,3 +225,13 @@ def grouped_config(case: GroupedCase) -> GroupedConfig:
         if entry["up_to"] is None or mean <= entry["up_to"]:
             return dataclasses.replace(grouped_defaults(case.dtype, up_to), **entry["config"])
     return grouped_defaults(case.dtype, up_to)
+
+
+def product_config(case: ProductCase) -> ProductConfig:
+    """Return sizes that fit the smallest card; nothing was timed yet."""
+    if case.T <= 16:
+        return ProductConfig(block_inner=64 if case.is_gated else 128, num_stages=3 + case.is_gated)
+    if case.T <= 64:
+        rows = 32 if case.T <= 32 else 64
+        return ProductConfig(rows, num_stages=3 if case.is_gated else 4)
+    return ProductConfig(128, num_warps=8, num_stages=2 if case.is_gated else 3)

@@ -48,8 +48,8 @@ def cases() -> list[Case]:
 
 
 KERNELS = {
-    "decode": ("paged_decode",),
-    "ragged": ("ragged_attention", "paged_decode"),
+    "decode": ("split_attention", "split_plan"),
+    "ragged": ("ragged_attention", "split_attention", "split_plan"),
     "mosaic_ragged": ("ragged_attention_hopper",),
     "kv_write": ("kv_write",),
 }
@@ -193,7 +193,10 @@ class StepCase:
         return ", ".join([f"{launch} 8b {size}", *about])
 
 
-STEP_KERNELS = ("paged_decode", "ragged_attention", "kv_write", "add_norm", "quantized_matmul")
+STEP_KERNELS = (
+    *("split_attention", "split_plan", "ragged_attention", "kv_write", "add_norm", "greatest"),
+    *("matmul_in_parts", "gated_matmul", "quantized_matmul"),
+)
 
 
 def step_cases() -> list[StepCase]:

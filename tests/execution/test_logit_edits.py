@@ -15,7 +15,7 @@ from jaxserve.execution.logit_edits import edit_logits
 from jaxserve.execution.sampling import sample
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 from tests.execution.test_sampling import batch
 from tests.support.oracle import edited_logits, kept_tokens
 from tests.support.workloads import random_edits
@@ -110,11 +110,10 @@ def test_a_row_without_a_token_left_is_not_ok() -> None:
     ]
     rows = table.batch(slots, [params] * SLOTS)
     logits = np.zeros((SLOTS, VOCAB), np.float32)
-    tokens, ok = jax.jit(sample)(logits, rows, table.state)
-    assert np.asarray(ok).tolist() == [True, False, False] and tokens[0] == 9
+    assert jax.jit(sample)(logits, rows, table.state).tolist() == [9, NO_TOKEN, NO_TOKEN]
     # Where a row only computes its prompt, what is excluded does not matter.
     object.__setattr__(rows, "sample_slots", np.full(SLOTS, SLOTS, np.int32))
-    assert np.asarray(jax.jit(sample)(logits, rows, table.state)[1]).all()
+    assert (jax.jit(sample)(logits, rows, table.state) != NO_TOKEN).all()
 
 
 def test_draws_under_penalties_and_truncation_have_the_right_distribution() -> None:
@@ -145,10 +144,10 @@ def test_draws_under_penalties_and_truncation_have_the_right_distribution() -> N
     table_rows = table.batch([slot] * draws, [params] * draws)
     for name in ("slots", "sample_slots", "penalties", "min_length"):
         object.__setattr__(rows, name, getattr(table_rows, name))
-    tokens, ok = jax.jit(partial(sample))(
+    tokens = jax.jit(partial(sample))(
         np.broadcast_to(logits, (draws, vocabulary)), rows, table.state
     )
-    assert np.all(ok)
+    assert np.all(tokens != NO_TOKEN)
     counts = np.bincount(np.asarray(tokens), minlength=vocabulary)
     assert np.all(counts[want == 0] == 0)
     kept = want > 0
@@ -174,8 +173,8 @@ def test_a_logit_beyond_float32_is_neither_excluded_nor_endless(
     logits[:, 5], logits[:, 6] = [1e38, -1e38, -3e38], [1e30, -1e30, -3.3e38]
     found = np.asarray(edit(logits, rows, table.state))
     assert np.isfinite(found[:, [5, 6]]).all() and (found[:, 7] == -np.inf).all()
-    tokens, ok = jax.jit(sample)(logits, rows, table.state)
-    assert np.all(ok)
+    tokens = jax.jit(sample)(logits, rows, table.state)
+    assert np.all(tokens != NO_TOKEN)
     want = edited_logits(logits[0].astype(np.float64), params, [5], [])
     assert int(tokens[0]) == (6 if want[6] > want[5] else 5)
     assert set(np.asarray(tokens).tolist()) <= {5, 6}

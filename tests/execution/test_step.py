@@ -47,7 +47,7 @@ def test_a_launch_returns_the_state_it_took_and_a_token_for_each_row(
     assert shapes(state) == shapes(given)
     steps = () if bucket.num_steps == 1 else (bucket.num_steps,)
     drawn = (*steps, bucket.num_rows)
-    assert shapes((output.token_ids, output.ok)) == [(drawn, jnp.int32), (drawn, jnp.bool)]
+    assert shapes(output.token_ids) == [(drawn, jnp.int32)]
     if bucket.greedy:
         assert output.logprobs is None
     else:

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +18,26 @@ from pallas_kernels.cpu import decode as cpu_decode
 from pallas_kernels.cpu import ragged as cpu_ragged
 from pallas_kernels.devices import DeviceLimits
 from pallas_kernels.gpu import triton_decode, triton_ragged, xla_attention
+from pallas_kernels.gpu.triton_plan import (
+    BLOCK,
+    COUNT,
+    FIRST,
+    LAST,
+    POSITION,
+    ROW,
+    SHARE,
+    SIZE,
+    START,
+    TOKEN,
+    SplitPlan,
+    split_lines,
+)
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
+from tests.kernels.test_tuning_table import compiling_for
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7
-DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_splits=2)
+DECODE = DecodeConfig(block_tokens=32, programs_per_sm=8, min_blocks=1, merge_numbers=256)
 RAGGED = RaggedConfig(tile_rows=32, block_tokens=32)
 TURNS = xla_attention.Sizes(
     chunk_tokens=32, turn_tokens=96, tile_chunk_tokens=64, tile_queries=4, scores_bytes=1 << 20
@@ -179,7 +195,7 @@ def test_full_tiles_and_long_rows(implementation: str) -> None:
     if implementation in modules:
         run = _compiled(modules[implementation].ragged_paged_attention, {})
     else:
-        config = dataclasses.replace(RAGGED, split_single=implementation == "triton")
+        config = dataclasses.replace(RAGGED, split_queries=16 * (implementation == "triton"))
         tiles = functools.partial(triton_ragged.ragged_paged_attention, interpret=True)
         run = _compiled(tiles, {}, config=config, decode_config=DECODE)
     assert_close(run(call.ragged, {}), expected, jnp.float32)
@@ -188,20 +204,92 @@ def test_full_tiles_and_long_rows(implementation: str) -> None:
 ONE_SM = DeviceLimits("gpu", "NVIDIA H200", (9, 0), num_sms=1)
 
 
-def test_work_is_divided_evenly_and_completely() -> None:
-    """The plan covers every block of every row once, and no item has more than its share."""
-    call = paged_call([(1, 1000), (1, 0), (1, 17), (1, 333)], head_dim=16)
-    case = triton_decode.attention_case(
-        "decode", ONE_SM, *call.decode[:4], None, call.decode[4], call.attention_options
-    )
+def plan_of(
+    lengths: list[int], queries: list[int] | None, *, tile: int = 1, window: int | None = None
+) -> tuple[SplitPlan, np.ndarray]:
+    """Return the plan and the lines of rows; decodes without `queries`."""
+    counts = queries or [1] * len(lengths)
+    call = paged_call(list(zip(counts, lengths, strict=True)), head_dim=16)
+    operands = call.ragged if queries else (*call.decode[:4], None, call.decode[4])
+    op = "ragged" if queries else "decode"
+    case = triton_decode.attention_case(op, ONE_SM, *operands, call.attention_options)
     config = DecodeConfig(block_tokens=16, programs_per_sm=24, min_blocks=2)
-    token, take = jnp.array([7, 5, 3, 9]), jnp.array([1, 0, 1, 1])
-    items, rows = triton_decode.split_plan(call.kv_len, token, take, case, None, config)
-    covered = [[] for _ in range(4)]
-    for row, first, last, at in items.tolist():
-        covered[row] += list(range(first, last))
-        assert at == token[row]
-        assert last - first <= -(-(63 + 2 + 21) // 12)
-    assert [sorted(blocks) for blocks in covered] == [list(range(n)) for n in (63, 0, 2, 21)]
-    assert rows[-1, 0] <= items.shape[0]
-    assert rows[:-1, 1].tolist() == token.tolist() and rows[:-1, 2].tolist() == take.tolist()
+    plan = SplitPlan.of(case, config, window, tile, 4 if queries else 1)
+    start = call.ragged[4] if queries else None
+    return plan, np.asarray(split_lines(plan, call.kv_len, start, interpret=True))
+
+
+def check_lines(plan: SplitPlan, lines: np.ndarray, lengths: list[int], counts: list[int]) -> None:
+    """Check that shares cover every block that a row's tiles see once, and are alike."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    wanted: dict[tuple[int, int], set[int]] = {}
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if 0 < count <= plan.few:
+            for first in range(0, count, plan.queries):
+                begin = length - count + first
+                end = begin + min(plan.queries, count - first)
+                least = 0 if plan.window is None else max(0, begin - plan.window + 1)
+                # A tile without positions has a turn all the same.
+                wanted[row, first] = set(range(least // 16, -(-end // 16)) if end > 0 else [0])
+    total = sum(map(len, wanted.values()))
+    assert lines[plan.programs, SHARE] == total
+    shares = max(1, min(plan.programs, -(-total // plan.min_blocks)))
+    found: dict[tuple[int, int], list[int]] = {}
+    for program in range(plan.programs):
+        begin, end = lines[program, SHARE], lines[program + 1, SHARE]
+        assert 0 <= end - begin <= -(-total // shares)
+        assert (end > begin) == (program < shares and total > 0)
+        seen = 0
+        for tile in range(
+            lines[program, FIRST], lines[program + 1, LAST] + 1 if end > begin else 0
+        ):
+            row, token, size, position = lines[tile, [ROW, TOKEN, SIZE, POSITION]]
+            first = token - starts[row]
+            low = max(lines[tile, START], begin) - lines[tile, START]
+            high = min(lines[tile, START] + lines[tile, COUNT], end) - lines[tile, START]
+            if low < high:
+                assert position == lengths[row] - counts[row] + first
+                assert size == min(plan.queries, counts[row] - first)
+                blocks = lines[tile, BLOCK] + np.arange(low, high)
+                found.setdefault((int(row), int(first)), []).extend(blocks.tolist())
+                seen += high - low
+        assert seen == end - begin
+    assert {tile: sorted(blocks) for tile, blocks in found.items()} == {
+        tile: sorted(blocks) for tile, blocks in wanted.items()
+    }
+
+
+def test_work_is_divided_evenly_and_completely() -> None:
+    lengths = [1000, 0, 17, 333]
+    for window in (None, 100):
+        plan, lines = plan_of(lengths, None, window=window)
+        check_lines(plan, lines, lengths, [1] * 4)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 20)), min_size=1, max_size=9),
+    tile=st.sampled_from([1, 2, 8]),
+    window=st.sampled_from([None, 1, 16, 50]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_rows_of_few_queries_are_divided_too(
+    rows: list[tuple[int, int]], tile: int, window: int | None
+) -> None:
+    lengths = [max(length, count) for length, count in rows]
+    counts = [count for _, count in rows]
+    if sum(counts):
+        plan, lines = plan_of(lengths, counts, tile=tile, window=window)
+        check_lines(plan, lines, lengths, counts)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_few_programs_for_many_rows_give_the_same(rows: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [int(n) for n in rng.integers(0, 300, rows)]
+    call = paged_call([(1, length) for length in lengths], head_dim=16)
+    expected = reference.paged_decode_attention(*call.decode)
+    config = DecodeConfig(block_tokens=16, programs_per_sm=5, merge_numbers=32)
+    with compiling_for(dataclasses.replace(ONE_SM, num_sms=2)):
+        run = functools.partial(triton_decode.paged_decode_attention, config=config, interpret=True)
+        got = jax.jit(run)(*call.decode)
+    assert_close(got, expected, jnp.float32)

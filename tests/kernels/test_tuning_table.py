@@ -129,7 +129,7 @@ def test_the_estimate_is_what_compiled_kernels_take(name: str) -> None:
         config = tuning.lookup(tuning.CONFIGS[op], case)
         rows = config.tile_rows if isinstance(config, tuning.RaggedConfig) else 16
         memory = tuning.attention_memory(case, rows, config.block_tokens, config.num_stages)
-        kind = "ragged_attention" if op == "ragged" else "paged_decode_split"
+        kind = "ragged_attention" if op == "ragged" else "split_attention"
         [taken] = [k["shared_memory"] for k in row["kernels"] if kind in k["name"]]
         # Warpgroups hold four blocks; what has tensor memory holds less here.
         slack = 1.25 if card.shared_memory > 200_000 else 1

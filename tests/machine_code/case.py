@@ -60,9 +60,8 @@ class Case(abc.ABC):
         On 10.0 products of many rows in 16 bits are `tcgen05`, which the interpreter lacks.
         """
         if capability == (10, 0):
-            return self.family in ("decode", "kv_write", "add_norm") or self.dtypes.startswith(
-                "f32"
-            )
+            rows = ("decode", "kv_write", "rope_kv_write", "add_norm", "greatest")
+            return self.family in rows or self.dtypes.startswith("f32")
         return capability >= (8, 0)
 
     def blocks(self, launch: Launch) -> Sequence[int] | None:

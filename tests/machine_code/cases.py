@@ -11,8 +11,11 @@ from typing import Any
 
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
+from tests.machine_code.few_row_cases import few_row_cases
+from tests.machine_code.greatest_cases import greatest_cases
 from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
+from tests.machine_code.qkv_cases import rope_kv_write_cases
 
 CARDS: dict[Capability, str] = {
     (8, 0): "NVIDIA A100-SXM4-80GB",
@@ -23,8 +26,8 @@ CARDS: dict[Capability, str] = {
 }
 """The card that each capability's programs are compiled for."""
 FAMILIES = (
-    *("decode", "ragged", "mosaic", "kv_write", "add_norm"),
-    *("grouped", "quantized", "quantized_grouped"),
+    *("decode", "ragged", "mosaic", "kv_write", "rope_kv_write", "add_norm"),
+    *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped"),
 )
 
 
@@ -35,7 +38,10 @@ def all_cases() -> list[Case]:
         *ragged_cases(),
         *mosaic_cases(),
         *kv_write_cases(),
+        *rope_kv_write_cases(),
         *add_norm_cases(),
+        *greatest_cases(),
+        *few_row_cases(),
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),

@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.machine_code.faults import Fault
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.publications import WORD, LaunchHistory
 
 Array = np.ndarray
 # Addresses and sizes of pieces of memory.
@@ -58,6 +59,7 @@ class GlobalMemory:
         # Arrays that modules bring along: their addresses by name and bytes.
         self.constants: dict[tuple[str, bytes], int] = {}
         self.readable = self.writable = self.padding = np.zeros((0, 2), np.int64)
+        self.launch_history: LaunchHistory | None = None
         # Words of `flags` with flags of this launch, by their size.
         self.marked: list[tuple[Array, int]] = []
 
@@ -98,10 +100,21 @@ class GlobalMemory:
             words = self.flags.view(UNSIGNED[width])
             words[index] &= repeated(KNOWN, width)
         self.marked = []
+        if self.launch_history is not None:
+            self.launch_history.published.clear()
         constants = [(place, len(raw)) for (_, raw), place in self.constants.items()]
         self.readable = spans([*reads, *constants])
         self.writable = spans(writes)
         self.padding = spans(padding)
+
+    def history(self) -> LaunchHistory:
+        """Return what is known of this launch's stores, by words of memory."""
+        if self.launch_history is None:
+            words = self.size // WORD
+            warps = untouched_zeros(words)
+            epochs = untouched_zeros(words * 4).view(np.int32)
+            self.launch_history = LaunchHistory(warps, epochs)
+        return self.launch_history
 
     def place_constant(self, name: str, raw: Array) -> int:
         """Return the address of a module's array, which every kernel may read."""

@@ -24,6 +24,7 @@ PARAMETER_ALIGNMENT = 64
 # Instructions after which another block begins. Waiting for an mbarrier may put a thread to sleep.
 BLOCK_ENDS = re.compile(r"(bra|ret|exit|trap)\b|bar\.(?!warp)|barrier\.|mbarrier\.(try|test)_wait")
 
+RELEASE = re.compile(r"(atom|red)\..*\b(release|acq_rel)\b")
 SHARED_ACCESS = re.compile(r"(?:ld|st|atom|red)\.(?:\w+\.)*shared")
 # Wider accesses are made of pieces of this size, which is how swizzled layouts move them.
 LARGEST_GRAIN = 16
@@ -99,6 +100,11 @@ class Kernel:
     @functools.cached_property
     def has_wgmma(self) -> bool:
         return self.has("wgmma")
+
+    @functools.cached_property
+    def releases(self) -> bool:
+        """Whether it has atomic operations that publish what was stored before them."""
+        return any(RELEASE.match(instruction.name) for instruction in self.instructions())
 
     @functools.cached_property
     def shared_grain(self) -> int:

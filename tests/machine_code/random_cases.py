@@ -8,8 +8,11 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
+from tests.machine_code.few_row_cases import FewRowsCase
+from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
+from tests.machine_code.qkv_cases import RopeKvWriteCase
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 PAGE_SIZES = (16, 16, 32, 64, 128)
@@ -48,7 +51,7 @@ def random_case(seed: int, number: int, capability: Capability) -> Case:
     """Draw a case that runs for a capability; the same seed and number give the same one."""
     draw = Draw(np.random.default_rng([seed, number]))
     kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
-    kinds += [_mosaic, _add_norm]
+    kinds += [_mosaic, _add_norm, _rope_kv_write, _few_rows, _greatest]
     while True:
         case: Case = draw.pick(*kinds)(f"random-{seed}-{number}", draw)
         if case.runs_on(capability):
@@ -115,6 +118,42 @@ def _add_norm(name: str, draw: Draw) -> Case:
         dtype=draw.pick("bf16", "bf16", "f16", "f32"),
         seed=draw.number(0, 2**30),
     )
+
+
+def _rope_kv_write(name: str, draw: Draw) -> Case:
+    dtype, page_dtype = draw.pick(*DTYPES)
+    head_dim, parts = draw.pick(*HEAD_DIMS), draw.pick(0, 0, 1, 2, 4, 8)
+    return RopeKvWriteCase(
+        *(name, draw.number(1, 5), draw.number(1, 16), head_dim),
+        pairs=draw.pick(None, head_dim // 2, head_dim // 2, draw.number(1, head_dim // 2)),
+        parts=parts,
+        norm=draw.pick("", "head", "own"),
+        offset=draw.pick(0.0, 1.0),
+        rounds_last=draw.truth(),
+        interleaved=draw.truth(),
+        has_bias=parts > 0 and draw.truth(),
+        is_scaled=page_dtype == "fp8" and draw.truth(),
+        dtype=dtype,
+        page_dtype=page_dtype,
+        page_size=draw.pick(*PAGE_SIZES),
+        seed=draw.number(0, 2**30),
+    )
+
+
+def _few_rows(name: str, draw: Draw) -> Case:
+    parts = draw.pick(0, 1, 2, 4)
+    return FewRowsCase(
+        *(name, draw.number(1, 200), 8 * draw.number(1, 40) * max(parts, 1)),
+        *(draw.pick(draw.number(1, 200), 8 * draw.number(1, 20)), parts),
+        activation=draw.pick("silu", "gelu_tanh"),
+        dtype=draw.pick("bf16", "bf16", "f16"),
+        seed=draw.number(0, 2**30),
+    )
+
+
+def _greatest(name: str, draw: Draw) -> Case:
+    columns = draw.pick(draw.number(1, 300), draw.near(4096, 8192), draw.number(1, 20_000))
+    return GreatestCase(name, draw.number(1, 20), max(columns, 1), draw.number(0, 2**30))
 
 
 def _groups(draw: Draw) -> tuple[tuple[int, ...], int]:

@@ -17,6 +17,7 @@ from tests.machine_code.specified_arithmetic import (
     THREADS,
     conversion_result,
     encode,
+    encode_signed,
     float_result,
     integer,
     integer_result,
@@ -35,6 +36,8 @@ def typed(name: str) -> list[str]:
     if parts[0] == "cvt":
         return [parts[-1]] * len(form.operands)
     kinds = [parts[-1]] * len(form.operands)
+    if is_mixed(parts):
+        kinds[-1] = "f32"
     if parts[0] in ("shl", "shr"):
         kinds[1] = "u32"
     elif parts[:2] == ["mad", "wide"]:
@@ -44,6 +47,11 @@ def typed(name: str) -> list[str]:
     elif parts[0] == "selp":
         kinds[2] = "pred"
     return kinds
+
+
+def is_mixed(parts: list[str]) -> bool:
+    """Return whether all operands but the last are floats of 16 bits, and the result is float32."""
+    return parts[0] != "cvt" and parts[-2] == "f32" and parts[-1] in ("f16", "bf16")
 
 
 def expected(name: str, raw: list[int]) -> tuple[int, float]:
@@ -60,6 +68,9 @@ def expected(name: str, raw: list[int]) -> tuple[int, float]:
             for shift in (size, 0)
         ]
         return halves[0][0] << size | halves[1][0], halves[0][1]
+    if is_mixed(parts):
+        widened = [encode_signed(number(bits, kind), "f32") for bits in raw[:-1]]
+        return float_result(parts[:-1], [*widened, raw[-1]], "f32")
     if is_float(kind) and parts[0] != "selp":
         return float_result(parts, raw, kind)
     return integer_result(parts, raw, kind), 0.0
@@ -68,7 +79,7 @@ def expected(name: str, raw: list[int]) -> tuple[int, float]:
 def result_kind(name: str) -> str:
     """Return the type of an instruction's result, as its description has it."""
     parts = name.split(".")
-    if parts[0] == "cvt":
+    if parts[0] == "cvt" or is_mixed(parts):
         return parts[-2]
     if parts[0] in ("popc", "clz"):
         return "u32"

@@ -43,7 +43,7 @@ def test_a_copy_is_as_fresh_as_the_source(copied: Path) -> None:
             "_IN_PROMPT, _GENERATED = 2, 4",
         ),
         ("jaxserve/scheduling/slot_table.py", "NO_TOKEN = -1", "NO_TOKEN = -2"),
-        ("jaxserve/models/attention.py", "def rotate", "@staticmethod\ndef rotate"),
+        ("jaxserve/models/attention.py", 'interleaved": self', 'interleaved": not self'),
         ("pallas_kernels/gpu/triton_decode.py", "def ", "async def "),
     ],
 )

@@ -81,7 +81,7 @@ def test_tokens_are_those_of_the_engine_on_the_cpu(
     # Of a step in flight when its row ended, tokens are compared that the engine drops.
     assert outcome.compared.tokens == tokens >= sum(map(len, recording.answers.values()))
     assert outcome.compared.logprobs < 1e-5 and outcome.compared.pages < 1e-5
-    kernels = {"kv_write", "paged_decode_split", "paged_decode_merge", "ragged_attention"}
+    kernels = {"rope_kv_write", "split_plan", "split_attention", "ragged_attention", "add_norm"}
     assert kernels <= outcome.kernels
 
 

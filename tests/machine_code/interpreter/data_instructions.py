@@ -161,7 +161,12 @@ def atomic(t: Translator, instruction: Instruction, found: Found) -> None:
     if NUMPY[kind] is NUMPY["f32"] and operation != "add":
         raise t.unknown()
     part = "global_access" if space == "global" else "shared"
-    arguments = (t.address(address), repr(operation), numpy_name(kind), t.values(values, kind))
+    arguments = [t.address(address), repr(operation), numpy_name(kind), t.values(values, kind)]
+    if space == "global":
+        # Without an order of its own it has none, and within a CTA it tells other CTAs nothing.
+        ordered = re.search(r"\.(acquire|release|acq_rel)\b", instruction.name)
+        tells = ordered is not None and ".cta" not in instruction.name
+        arguments.append(repr(ordered[1] if ordered is not None and tells else ""))
     results = None if target is None else [target]
     t.call(f"{part}.atomic", *arguments, results=results, kind=f"b{8 * SIZE[kind]}")
 

@@ -181,6 +181,21 @@ def paired_single_forms() -> Forms:
             yield f"{name}{flush}.f32x2", same("b64", count, joined)
 
 
+WIDENED = {"f16": ("f16", "{}.astype(float32)"), "bf16": ("b16", "from_bfloat16({})")}
+
+
+def mixed_forms() -> Forms:
+    """Yield sums of float32 with widened 16-bit floats, which capabilities from 10.0 on have."""
+    for half, (operand, widened) in WIDENED.items():
+        first, second = widened.format("{0}"), widened.format("{1}")
+        for rounding in ("", ".rn"):
+            for name, sign in (("add", "+"), ("sub", "-")):
+                form = Form("f32", (operand, "f32"), f"{first} {sign} {{1}}")
+                yield f"{name}{rounding}.f32.{half}", form
+        fused = f"fused({first}, {second}, {{2}})"
+        yield f"fma.rn.f32.{half}", Form("f32", (operand, operand, "f32"), fused)
+
+
 HALF_FLOATS = (
     # float32 has more than twice the bits of these types, so that rounding its result is exact.
     (("add", "add.rn"), 2, "{0} + {1}"),
@@ -296,7 +311,7 @@ def comparison(kind: str, name: str) -> str | None:
 FORMS: dict[str, Form] = {
     name: form
     for group in (
-        *(integer_forms, bit_forms, float_forms, paired_single_forms, half_forms),
+        *(integer_forms, bit_forms, float_forms, paired_single_forms, mixed_forms, half_forms),
         *(integer_conversions, float_conversions),
     )
     for name, form in group()

@@ -14,6 +14,7 @@ from tests.machine_code.global_memory import (
     repeated,
 )
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.publications import Publications
 from tests.machine_code.interpreter.threads import Array, Mask, Threads
 
 # The owner of bytes that several CTAs have read.
@@ -34,7 +35,8 @@ class GlobalAccess:
     """Global memory as the threads of a launch see it.
 
     `must_wait`: nothing may be touched before `griddepcontrol.wait`. `any_store_wins`: threads of
-    one instruction may store different values to one place.
+    one instruction may store different values to one place. `publications`: of a kernel whose CTAs
+    let each other know by atomic operations what they have written.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class GlobalAccess:
         order: np.random.Generator | None,
         must_wait: bool,
         any_store_wins: bool,
+        publications: Publications | None,
     ) -> None:
         self.threads, self.memory, self.order = threads, memory, order
+        self.publications = publications
         self.any_store_wins = any_store_wins
         self.waited = np.full(threads.count, not must_wait)
         self.all_waited = not must_wait
@@ -68,8 +72,10 @@ class GlobalAccess:
             threads.refuse(early, lanes, f"{verb} of global memory before griddepcontrol.wait")
         misaligned = (offsets & (size - 1)) != 0
         threads.refuse(misaligned, lanes, f"{verb} of {size} bytes at a misaligned address")
-        allowed = memory.writable if writes else memory.readable
-        self.refuse_place(~inside(offsets, size, allowed), lanes, offsets, f"{verb} not allowed")
+        bad = ~inside(offsets, size, memory.writable if writes else memory.readable)
+        if self.publications is not None and bad.any() and not writes:
+            bad[bad] = ~self.has_written(offsets[bad], size)
+        self.refuse_place(bad, lanes, offsets, f"{verb} not allowed")
         if must_be_known:
             width = min(size, 8)
             flags, wanted = memory.flags.view(UNSIGNED[width]), repeated(KNOWN, width)
@@ -77,6 +83,13 @@ class GlobalAccess:
                 unknown = (flags[offsets // width + part] & wanted) != wanted
                 self.refuse_place(unknown, lanes, offsets, f"{verb} of what was never written")
         return offsets
+
+    def has_written(self, offsets: Array, size: int) -> Array:
+        """Tell which places this launch may write, and has written all of."""
+        found = inside(offsets, size, self.memory.writable)
+        for byte in range(size):
+            found[found] = (self.memory.flags[offsets[found] + byte] & WRITTEN) != 0
+        return found
 
     def refuse_place(self, bad: Array, lanes: Array, offsets: Array, what: str) -> None:
         if bad.any():
@@ -119,6 +132,8 @@ class GlobalAccess:
                 what = "two CTAs write at once"
                 self.refuse_place(owners[index] != own, lanes, offsets, what)
             return
+        if self.publications is not None:  # who wrote a word stays known
+            index, own, flags = index[~touched], own[~touched], flags[~touched]
         shared = ((flags & repeated(READ, width)) != 0) & (owners[index] != own)
         memory.mark(index, width, READ)
         owners[index] = own
@@ -131,8 +146,13 @@ class GlobalAccess:
         watched = WRITTEN | READ if writes else WRITTEN
         for byte in range(width):
             marked = (self.memory.flags[starts + byte] & watched) != 0
-            other = marked & (self.memory.owner[starts + byte] != mine)
-            self.refuse_place(other, lanes, starts + byte, "two CTAs touch")
+            owners = self.memory.owner[starts + byte]
+            if self.publications is not None and not writes and marked.any():
+                places, readers = starts[marked] + byte, lanes[marked]
+                bad = self.publications.unordered(readers, places, 1, owners[marked])
+                self.refuse_place(bad, readers, places, "not ordered after the store, a load of")
+                continue
+            self.refuse_place(marked & (owners != mine), lanes, starts + byte, "two CTAs touch")
 
     def load(
         self,
@@ -187,6 +207,8 @@ class GlobalAccess:
         lanes, size = self.threads.lanes(mask), width * len(values)
         offsets = self.reach(lanes, address, size, "store", writes=True, must_be_known=False)
         self.check_other_ctas(lanes, offsets, size, writes=True)
+        if self.publications is not None:
+            self.publications.record(lanes, offsets, size)
         words = self.memory.data.view(UNSIGNED[width])
         for index, value in enumerate(values):
             stored = self.threads.pick(value, lanes)
@@ -196,19 +218,36 @@ class GlobalAccess:
                 self.refuse_place(lost, lanes, offsets, "threads store different values to")
 
     def atomic(
-        self, mask: Mask, address: Array, operation: str, kind: type, values: list[Array]
+        self,
+        mask: Mask,
+        address: Array,
+        operation: str,
+        kind: type,
+        values: list[Array],
+        order: str = "",
     ) -> list[Array]:
+        """Apply an atomic operation; `order`: what it does for the order of other accesses."""
         lanes = self.threads.lanes(mask)
         width = np.dtype(kind).itemsize
         offsets = self.reach(lanes, address, width, "atomic", writes=True, must_be_known=True)
-        return apply_atomics(
-            self.threads, self.order, self.memory.data.view(kind), lanes, offsets, operation, values
-        )
+        sequence = turns_of(len(lanes), self.order)
+        if self.publications is not None:
+            releases, acquires = (order in (kind, "acq_rel") for kind in ("release", "acquire"))
+            for turn in sequence:
+                lane, offset = int(lanes[turn]), int(offsets[turn])
+                self.publications.synchronize(lane, offset, releases, acquires)
+        words = self.memory.data.view(kind)
+        return apply_atomics(self.threads, sequence, words, lanes, offsets, operation, values)
+
+
+def turns_of(count: int, order: np.random.Generator | None) -> list[int]:
+    """Return the order in which threads of an instruction take their turns."""
+    return (np.arange(count) if order is None else order.permutation(count)).tolist()
 
 
 def apply_atomics(
     threads: Threads,
-    order: np.random.Generator | None,
+    sequence: list[int],
     words: Array,
     lanes: Array,
     offsets: Array,
@@ -219,8 +258,7 @@ def apply_atomics(
     width = words.dtype.itemsize
     operands = [threads.pick(value, lanes) for value in values]
     old = np.zeros(len(lanes), words.dtype)
-    sequence = np.arange(len(lanes)) if order is None else order.permutation(len(lanes))
-    for turn in sequence.tolist():
+    for turn in sequence:
         index = offsets[turn] // width
         old[turn] = words[index]
         if operation == "cas":

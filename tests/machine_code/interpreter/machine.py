@@ -19,6 +19,7 @@ from tests.machine_code.interpreter.matrices import Matrices
 from tests.machine_code.interpreter.mbarriers import Mbarriers
 from tests.machine_code.interpreter.named_barriers import NamedBarriers
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
+from tests.machine_code.interpreter.publications import Publications
 from tests.machine_code.interpreter.shared_memory import SharedMemory
 from tests.machine_code.interpreter.tensor_copies import TensorCopies, TensorMap
 from tests.machine_code.interpreter.threads import DONE, Array, Mask, Progress, Threads
@@ -83,7 +84,12 @@ class Machine:
         self.warps = Warps(threads, clocks)
         self.local = LocalMemory(threads, kernel.local)
         must_wait = kernel.has_grid_wait or options.must_wait
-        self.global_access = GlobalAccess(threads, memory, order, must_wait, options.any_store_wins)
+        publications = None
+        if kernel.releases:
+            publications = Publications(threads, clocks, memory.history())
+        self.global_access = GlobalAccess(
+            threads, memory, order, must_wait, options.any_store_wins, publications
+        )
         self.shared = SharedMemory(
             threads,
             clocks,

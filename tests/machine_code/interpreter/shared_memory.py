@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.machine_code.interpreter.clocks import Clocks
-from tests.machine_code.interpreter.global_access import apply_atomics
+from tests.machine_code.interpreter.global_access import apply_atomics, turns_of
 from tests.machine_code.interpreter.lane_shadow import LaneShadow
 from tests.machine_code.interpreter.ptx_types import UNSIGNED
 from tests.machine_code.interpreter.threads import WARP, Array, Mask, Threads
@@ -201,9 +201,8 @@ class SharedMemory:
             self.threads.refuse(unseen.any(1), lanes, what)
             busy = ((self.incoming[cells] > 0) | (self.outgoing[cells] > 0)).any(1)
             self.threads.refuse(busy, lanes, "race: an atomic while a copy is at its place")
-        return apply_atomics(
-            self.threads, self.order, self.data.view(kind), lanes, offsets, operation, values
-        )
+        sequence, words = turns_of(len(lanes), self.order), self.data.view(kind)
+        return apply_atomics(self.threads, sequence, words, lanes, offsets, operation, values)
 
     def fence(self, mask: Mask) -> None:
         """Let the asynchronous proxy see what the active warps have written or seen written."""

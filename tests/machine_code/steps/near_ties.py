@@ -130,7 +130,7 @@ class NearTies:
             logits = self._logits(self._leaves, kv, batch, bucket.decode_only)
             own = np.asarray(logits[row])
             moves = noise * own.std() * rng.standard_normal((TRIES, len(own)), np.float32)
-            drawn = self._sample(own + moves, repeated(batch, row), sampler)[0].tolist()
+            drawn = self._sample(own + moves, repeated(batch, row), sampler).tolist()
             token, wanted = int(token_ids[step, row]), int(expected[step, row])
             gap = float(own[wanted] - own[token])
             share = drawn.count(token) / TRIES

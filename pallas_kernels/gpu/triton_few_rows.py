@@ -1,0 +1,147 @@
+"""Products of few rows in Pallas-Triton: in sums over parts of the inputs, or gated.
+
+With few rows a product takes as long as reading its weights does, if enough programs read them:
+so the inputs are divided over programs too. XLA chooses its tiles by timing them at every start;
+these are always the same, and with them the results.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.gpu.tuning import ProductConfig, product_config
+from pallas_kernels.product_arguments import Activation, ProductCase
+
+
+def _kernel(
+    x_ref: Any,
+    w_ref: Any,
+    out_ref: Any,
+    *,
+    case: ProductCase,
+    config: ProductConfig,
+    activation: Activation | None,
+) -> None:
+    """Compute a block of columns for a block of rows, over one part of the inputs."""
+    rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
+    part, size = pl.program_id(2), case.D // case.parts
+    column = pl.program_id(0) * columns + jnp.arange(columns)
+    row = pl.program_id(1) * rows + jnp.arange(rows)
+    last = (part + 1) * size
+
+    def weights(k: jax.Array, *which: int) -> jax.Array:
+        """Load inputs k of the block's columns: [inner, columns]."""
+        shape = (inner, columns)
+        down = jnp.broadcast_to(k[:, None], shape)
+        across = jnp.broadcast_to(column[None, :], shape)
+        mask = across < case.F
+        if size % inner:
+            mask &= down < last
+        index = (down, *(jnp.full_like(down, number) for number in which), across)
+        return plt.load(w_ref.at[index], mask=mask, other=0.0)
+
+    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Add the products of a step's inputs to sums [rows, columns]."""
+        k = part * size + i * inner + jnp.arange(inner)
+        shape = (rows, inner)
+        across = jnp.broadcast_to(k[None, :], shape)
+        down = jnp.broadcast_to(row[:, None], shape)
+        mask = down < case.T
+        if size % inner:
+            mask &= across < last
+        x = plt.load(x_ref.at[down, across], mask=mask, other=0.0)
+        which = ((0,), (1,)) if case.is_gated else ((),)
+        return tuple(
+            acc + plt.dot(x, weights(k, *index)) for acc, index in zip(accs, which, strict=True)
+        )
+
+    accs = tuple(jnp.zeros((rows, columns), jnp.float32) for _ in range(1 + case.is_gated))
+    accs = lax.fori_loop(0, -(-size // inner), step, accs)
+    shape = (rows, columns)
+    down = jnp.broadcast_to(row[:, None], shape)
+    across = jnp.broadcast_to(column[None, :], shape)
+    mask = (down < case.T) & (across < case.F)
+    if activation is None:
+        address = out_ref.at[jnp.broadcast_to(part, shape), down, across]
+        plt.store(address, accs[0], mask=mask)
+    else:
+        # The product's results are rounded before the activation, as every product's are.
+        gate, up = (acc.astype(case.dtype).astype(jnp.float32) for acc in accs)
+        hidden = (_active(gate, activation) * up).astype(case.dtype)
+        plt.store(out_ref.at[down, across], hidden, mask=mask)
+
+
+def _active(gate: jax.Array, activation: Activation) -> jax.Array:
+    if activation == "silu":
+        return gate / (1.0 + jnp.exp(-gate))
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    # 1 + tanh(x) = 2 - 2 / (1 + e^2x), which saturates cleanly at both ends.
+    return gate * (1.0 - 1.0 / (1.0 + jnp.exp(2.0 * inner)))
+
+
+def _product(
+    x: jax.Array,
+    w: jax.Array,
+    case: ProductCase,
+    activation: Activation | None,
+    config: ProductConfig | None,
+    interpret: bool,
+) -> jax.Array:
+    config = config or product_config(case)
+    if activation is None:
+        out = jax.ShapeDtypeStruct((case.parts, case.T, case.F), jnp.float32)
+    else:
+        out = jax.ShapeDtypeStruct((case.T, case.F), case.dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, case=case, config=config, activation=activation),
+        # Blocks of rows follow each other, so that they share the weights in the cache.
+        grid=(-(-case.F // config.block_columns), -(-case.T // config.block_rows), case.parts),
+        out_shape=out,
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name=case.op,
+    )(x, w)
+
+
+def matmul_in_parts(
+    x: jax.Array,
+    w: jax.Array,
+    case: ProductCase,
+    *,
+    config: ProductConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute ``pallas_kernels.matmul_in_parts``: f32[parts,T,F].
+
+    Args:
+        config: block sizes; None reads the tuning table.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    return _product(x, w, case, None, config, interpret)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    case: ProductCase,
+    activation: Activation,
+    *,
+    config: ProductConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute ``pallas_kernels.gated_matmul``: [T,F].
+
+    Args:
+        config: block sizes; None reads the tuning table.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    return _product(x, w, case, activation, config, interpret)

@@ -1,0 +1,86 @@
+"""The greatest number of each row and whether all are finite, in Pallas-Triton, in one reading.
+
+A row of logits is long and there may be a single one, so programs take pieces of rows, and a second
+kernel, which has little to read, takes the best of a row's pieces. XLA reads the logits three
+times, in as many launches, and then needs some more for the index.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.gpu.triton_tile import power_of_two
+
+PIECE = 4096
+"""Numbers that a program reads."""
+LARGEST = float(np.finfo(np.float32).max)
+NOT_FINITE = -1
+"""Index of the greatest of numbers that are not all finite."""
+
+
+def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the greatest of the values and the first index that has it."""
+    greatest = jnp.max(values)
+    none = jnp.full_like(index, jnp.iinfo(jnp.int32).max)
+    return greatest, jnp.min(jnp.where(values == greatest, index, none))
+
+
+def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
+    """Reduce a piece of a row to its greatest number and where it is."""
+    piece, row = pl.program_id(0), pl.program_id(1)
+    column = piece * PIECE + jnp.arange(PIECE)
+    exists = column < x_ref.shape[1]
+    x = plt.load(x_ref.at[jnp.broadcast_to(row, column.shape), column], mask=exists, other=-LARGEST)
+    is_bad = ~(jnp.abs(x) <= LARGEST)  # which holds for a NaN
+    x = jnp.where(exists & ~is_bad, x, -jnp.inf)
+    greatest, index = _first_greatest(x, column)
+    index = jnp.where(jnp.sum(is_bad.astype(jnp.int32), dtype=jnp.int32) > 0, NOT_FINITE, index)
+    value_ref[row, piece] = greatest
+    index_ref[row, piece] = index
+
+
+def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
+    """Reduce the pieces of a row."""
+    row, pieces = pl.program_id(0), value_ref.shape[1]
+    piece = jnp.arange(power_of_two(pieces))
+    index = jnp.broadcast_to(row, piece.shape), piece
+    values = plt.load(value_ref.at[index], mask=piece < pieces, other=-jnp.inf)
+    indices = plt.load(index_ref.at[index], mask=piece < pieces, other=jnp.iinfo(jnp.int32).max)
+    found = _first_greatest(values, indices)[1]
+    out_ref[row] = jnp.where(jnp.min(indices) < 0, NOT_FINITE, found)
+
+
+def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Compute ``pallas_kernels.greatest``: i32[R].
+
+    Args:
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    rows, columns = x.shape
+    pieces = -(-columns // PIECE)
+    shape = (rows, pieces)
+    call = functools.partial(pl.pallas_call, interpret=interpret)
+    found = call(
+        _piece_kernel,
+        grid=(pieces, rows),
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+        ),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        name="greatest_of_pieces",
+    )(x)
+    return call(
+        _row_kernel,
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        name="greatest_of_rows",
+    )(*found)

@@ -1,0 +1,228 @@
+"""Norms and rotation of queries and keys and the write of K and V, in Pallas-Triton, in one launch.
+
+A program takes one kv head of one token: its G queries, its key and its value. XLA makes three
+launches of the rotations and of a copy of the values, and two more of the norms; each reads the
+projection's result again, and so does the write of keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.arguments import ARRIVALS, Case
+from pallas_kernels.gpu.triton_kv_write import cast_to_store
+from pallas_kernels.gpu.triton_tile import power_of_two
+from pallas_kernels.qkv_arguments import QkvOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Columns of a head: ``first``, and ``size`` of them ``step`` apart."""
+
+    first: int
+    step: int
+    size: int
+
+    @property
+    def index(self) -> jax.Array:
+        """The place of each column within the piece; a power of two of them."""
+        return jnp.arange(power_of_two(self.size))
+
+    @property
+    def columns(self) -> jax.Array:
+        return self.first + self.step * self.index
+
+    @property
+    def mask(self) -> jax.Array:
+        return self.index < self.size
+
+
+def _pieces(head_dim: int, pairs: int, interleaved: bool) -> list[_Piece]:
+    """Divide a head into the left numbers of pairs, the right ones, and the rest."""
+    step = 2 if interleaved else 1
+    found = [_Piece(0, step, pairs), _Piece(1 if interleaved else pairs, step, pairs)]
+    found = found if pairs else []
+    if head_dim > 2 * pairs:
+        found.append(_Piece(2 * pairs, 1, head_dim - 2 * pairs))
+    return found
+
+
+def _loaded(
+    refs: dict[str, Any], heads: jax.Array, piece: _Piece, valid: jax.Array, dtype: Any
+) -> jax.Array:
+    """Load columns of heads of this program's token and kv head: f32[heads, columns], rounded."""
+    token, kv_head = pl.program_id(0), pl.program_id(1)
+    shape = (heads.shape[0], piece.index.shape[0])
+    mask = jnp.broadcast_to(valid[:, None], shape) & jnp.broadcast_to(piece.mask, shape)
+    head = jnp.broadcast_to(heads[:, None], shape)
+    column = jnp.broadcast_to(piece.columns, shape)
+
+    def load(ref: Any, *index: Any) -> jax.Array:
+        index = tuple(jnp.broadcast_to(i, shape) for i in (*index, kv_head))
+        return plt.load(ref.at[(*index, head, column)], mask=mask, other=0.0).astype(jnp.float32)
+
+    qkv = refs["qkv"]
+    if qkv.ndim == 4:
+        return load(qkv, token)
+    parts = [load(qkv, part, token) for part in range(qkv.shape[0])]
+    if "bias" in refs:
+        parts.append(load(refs["bias"]))
+    return functools.reduce(jnp.add, parts).astype(dtype).astype(jnp.float32)
+
+
+def _normed(
+    refs: dict[str, Any],
+    tile: list[jax.Array],
+    name: str,
+    heads: jax.Array,
+    pieces: list[_Piece],
+    options: QkvOptions,
+    dtype: Any,
+) -> list[jax.Array]:
+    """Compute the norm of every head of a tile.
+
+    Args:
+        name: of the scales, in which ``heads`` are these heads.
+    """
+    ref, norm = refs[name], options.norm
+    width = sum(piece.size for piece in pieces)
+    squares = functools.reduce(jnp.add, [jnp.sum(part * part, axis=1) for part in tile])
+    shrink = lax.rsqrt(squares / width + norm.eps)
+    results = []
+    for part, piece in zip(tile, pieces, strict=True):
+        owner = jnp.broadcast_to(pl.program_id(1), part.shape)
+        index = (owner, jnp.broadcast_to(heads[:, None], part.shape))
+        index = (*index[: ref.ndim - 1], jnp.broadcast_to(piece.columns, part.shape))
+        mask = jnp.broadcast_to(piece.mask, part.shape)
+        if ref.ndim == 3:
+            mask &= index[1] < ref.shape[1]
+        scales = plt.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
+        part = part * shrink[:, None]
+        if norm.rounds_last:
+            part = part * (scales + norm.offset)
+        else:
+            part = scales * part.astype(dtype).astype(jnp.float32)
+        results.append(part.astype(dtype).astype(jnp.float32))
+    return results
+
+
+def _rotated(refs: dict[str, Any], tile: list[jax.Array], pieces: list[_Piece]) -> list[jax.Array]:
+    """Rotate the first two pieces of a tile."""
+    token, piece = pl.program_id(0), pieces[0]
+    index = jnp.broadcast_to(token, piece.index.shape), piece.index
+    cos, sin = (
+        plt.load(refs[name].at[index], mask=piece.mask, other=0.0)[None] for name in ("cos", "sin")
+    )
+    left, right = tile[:2]
+    return [left * cos - right * sin, right * cos + left * sin, *tile[2:]]
+
+
+def _kernel(
+    *arrays: Any, names: tuple[str, ...], case: Case, options: QkvOptions, pairs: int
+) -> None:
+    """Compute one kv head of one token. ``arrays``: those with names, in order."""
+    refs = dict(zip(names, arrays, strict=True))
+    token, kv_head = pl.program_id(0), pl.program_id(1)
+    group, dtype = case.group, case.query_dtype
+    pieces = _pieces(case.H, pairs, options.interleaved)
+    # Halves of a head leave side by side, whatever the order of pairs was.
+    places = _pieces(case.H, pairs, interleaved=False)
+
+    def turned(name: str, heads: jax.Array, valid: jax.Array) -> list[tuple[jax.Array, _Piece]]:
+        """Compute queries or the key: parts [heads, columns] and where they go."""
+        tile = [_loaded(refs, heads, piece, valid, dtype) for piece in pieces]
+        if name in refs:
+            tile = _normed(refs, tile, name, heads, pieces, options, dtype)
+        tile = _rotated(refs, tile, pieces) if pairs else tile
+        return [(part.astype(dtype), place) for part, place in zip(tile, places, strict=True)]
+
+    heads = jnp.arange(power_of_two(group))
+    for part, place in turned("query_norm", heads, heads < group):
+        head = jnp.broadcast_to(heads[:, None], part.shape)
+        index = jnp.broadcast_to(token, part.shape), kv_head * group + head
+        column = jnp.broadcast_to(place.columns, part.shape)
+        mask = jnp.broadcast_to(place.mask, part.shape) & (head < group)
+        plt.store(refs["query"].at[(*index, column)], part, mask=mask)
+    _clear(refs["arrivals"], token * case.K + kv_head, case.T * case.K)
+
+    slot = refs["slots"][token]
+    in_range = (slot >= 0) & (slot < case.P * case.S)
+    slot = jnp.where(in_range, slot, 0)
+    page = lax.shift_right_logical(slot, case.S.bit_length() - 1)
+    offset = lax.bitwise_and(slot, case.S - 1)
+    only, whole = jnp.arange(1), _Piece(0, 1, case.H)
+    value = _loaded(refs, only + group + 1, whole, only == 0, dtype).astype(dtype)
+    found = [("k", *key) for key in turned("key_norm", only + group, only == 0)]
+    for name, numbers, place in [*found, ("v", value, whole)]:
+        target, scale = refs[f"{name}_pages"], refs.get(f"{name}_scale")
+        stored = cast_to_store(
+            numbers,
+            None if scale is None else scale[kv_head],
+            target.dtype,
+            rounds_to_fp8=case.device.rounds_to_fp8,
+        )
+        index = (jnp.broadcast_to(i, stored.shape) for i in (page, kv_head, offset))
+        column = jnp.broadcast_to(place.columns, stored.shape)
+        mask = jnp.broadcast_to(place.mask, stored.shape) & in_range
+        plt.store(target.at[(*index, column)], stored, mask=mask)
+
+
+def _clear(counters: Any, program: jax.Array, programs: int) -> None:
+    """Write this program's share of the zeros."""
+    share = power_of_two(-(-ARRIVALS // programs))
+    index = program * share + jnp.arange(share)
+    plt.store(counters.at[index], jnp.zeros_like(index), mask=index < ARRIVALS)
+
+
+def rope_kv_write(
+    qkv: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array] | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slot_mapping: jax.Array,
+    options: QkvOptions,
+    case: Case,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.rope_kv_write``: queries, the new pages, and counters.
+
+    Args:
+        case: what ``check_qkv`` returned.
+        interpret: run on any device, slowly, as plain JAX operations.
+    """
+    given = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
+    given |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
+    given |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
+    given |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    operands = {name: array for name, array in given.items() if array is not None}
+    first = len(operands)
+    pairs = 0 if cos_sin is None else cos_sin[0].shape[1]
+    static = dataclasses.replace(
+        options, bias=None, query_norm=None, key_norm=None, k_scale=None, v_scale=None
+    )
+    names = (*operands, "k_before", "v_before", "query", "k_pages", "v_pages", "arrivals")
+    elements = power_of_two(case.group) * power_of_two(max(pairs, case.H - 2 * pairs))
+    results = pl.pallas_call(
+        functools.partial(_kernel, names=names, case=case, options=static, pairs=pairs),
+        grid=(case.T, case.K),
+        out_shape=(
+            jax.ShapeDtypeStruct((case.T, case.N, case.H), case.query_dtype),
+            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
+            jax.ShapeDtypeStruct((ARRIVALS,), jnp.int32),
+        ),
+        input_output_aliases={first: 1, first + 1: 2},
+        compiler_params=plt.CompilerParams(num_warps=min(max(elements // 256, 1), 8), num_stages=1),
+        interpret=interpret,
+        name="rope_kv_write",
+    )(*operands.values(), k_pages, v_pages)
+    return results[0], results[1], results[2], results[3]
