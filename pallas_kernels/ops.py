@@ -448,7 +448,7 @@ def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str
 
     One that is named and cannot compute a call is not refused here: products have no other name.
     """
-    case = ProductCase(op, target_device(), jnp.dtype(x.dtype), *x.shape, outputs)
+    case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
     named = implementation in ("triton", "triton_interpret")
     return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
 
@@ -482,7 +482,7 @@ def has_greatest(x: jax.Array, implementation: str) -> bool:
 
 
 def _greatest_case(x: jax.Array) -> RowsCase:
-    return RowsCase("greatest", target_device(), jnp.dtype(x.dtype), *x.shape)
+    return RowsCase("greatest", target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1])
 
 
 def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -179,6 +180,7 @@ class StepCase:
     draws: bool = False
     num_steps: int = 1
     context: int = 1024
+    model: str = "8b"
 
     @property
     def name(self) -> str:
@@ -190,7 +192,7 @@ class StepCase:
         about += [f"{self.page_dtype} pages"] if self.page_dtype else []
         about += [f"{self.layers} layers"] if self.layers else []
         about += ["drawn"] if self.draws and decodes and self.num_steps == 1 else []
-        return ", ".join([f"{launch} 8b {size}", *about])
+        return ", ".join([f"{launch} {self.model} {size}", *about])
 
 
 STEP_KERNELS = (
@@ -253,10 +255,36 @@ def card_steps(dtype: str, layers: int) -> list[StepCase]:
     return [*found, mixed, dataclasses.replace(mixed, form="int4")]
 
 
+LAUNCHES = "launches: "
+LAUNCH_ROWS, LAUNCH_LAYERS = (1, 32, 256), (2, 3)
+
+
+def launch_case(model: str, rows: int, layers: int) -> StepCase:
+    """Return the greedy decode of a model with few layers: two of them tell what one adds."""
+    return StepCase(rows, rows, layers=layers, model=model)
+
+
+def launch_cases(models: Iterable[str]) -> list[StepCase]:
+    """List the decodes by which launches are counted."""
+    return [
+        launch_case(model, rows, layers)
+        for model in models
+        for rows in LAUNCH_ROWS
+        for layers in LAUNCH_LAYERS
+    ]
+
+
 def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
-    """List the cases of a name: "long", "card", "full" (with all layers) or "short"."""
+    """List the cases of a name.
+
+    Args:
+        which: "long", "card", "full" (with all layers) or "short"; or models' names after
+            "launches: ", divided by "; ".
+    """
     if which == "long":
         return long_cases()
+    if which.startswith(LAUNCHES):
+        return launch_cases(which.removeprefix(LAUNCHES).split("; "))
     layers = 0 if which == "full" else 2
     if capability < (8, 0):  # XLA alone: steps in the dtype that is native there
         return card_steps("float16", layers)

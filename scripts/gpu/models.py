@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class ModelShape:
     F: int
     V: int
     tied: bool = False
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json, besides
 
     @property
     def step_weights(self) -> int:
@@ -69,7 +70,7 @@ class ModelShape:
 
     def config(self) -> dict[str, Any]:
         """Make the contents of a config.json."""
-        return {
+        found: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
             "hidden_size": self.D,
@@ -86,8 +87,12 @@ class ModelShape:
             "hidden_act": "silu",
             "torch_dtype": "bfloat16",
         }
+        found |= self.fields
+        return {name: value for name, value in found.items() if value is not ABSENT}
 
 
+ABSENT = object()
+"""Value of a field that a config.json does not have."""
 LLAMA, QWEN = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODELS = {
     "8b": ModelShape(LLAMA, 32, 4096, 32, 8, 128, 14336, 128256),

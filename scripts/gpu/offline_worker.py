@@ -29,6 +29,7 @@ from scripts.gpu.cases import (
     StepCase,
     case_lists,
 )
+from scripts.gpu.families import FAMILIES
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.progress import interruptible
 from scripts.gpu.targets import Target
@@ -134,8 +135,8 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) ->
 
 
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile the engine's whole step for Llama-3.1-8B."""
-    model = gpu_models.MODELS["8b"]
+    """Compile the engine's whole step for a model."""
+    model = (gpu_models.MODELS | FAMILIES)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
     step, shapes = gpu_models.step_call(
         model,
