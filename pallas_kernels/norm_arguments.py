@@ -29,17 +29,19 @@ class RowsCase:
 
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
-    """Options of an RMSNorm; static, not arrays.
+    """Options of an RMSNorm, and of a sum before it; static, not arrays.
 
     Attributes:
         eps: added to the mean of squares.
         offset: added to the scale.
         rounds_last: round once, after the scale, as Gemma does; else before it and after it.
+        factor: of what is added, which is rounded after it.
     """
 
     eps: float
     offset: float = 0.0
     rounds_last: bool = False
+    factor: float = 1.0
 
 
 NO_NORM = NormOptions(0.0)
@@ -49,7 +51,8 @@ def norm_case(
     device: DeviceLimits,
     x: jax.Array,
     delta: jax.Array | None,
-    scale: jax.Array,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> RowsCase:
     """Check an ``add_norm`` call and describe it.
@@ -63,8 +66,12 @@ def norm_case(
         allowed = ", ".join(map(str, QUERY_DTYPES))
         raise ValueError(f"x has dtype {x.dtype}; allowed: {allowed}")
     tokens, width = x.shape
-    kinds: dict[str, tuple[jax.Array, tuple[int, ...], jnp.dtype]]
-    kinds = {"scale": (scale, (width,), x.dtype)}
+    kinds: dict[str, tuple[jax.Array, tuple[int, ...], jnp.dtype]] = {}
+    for name, array in (("scale", scale), ("delta_scale", delta_scale)):
+        if array is not None:
+            kinds[name] = array, (width,), x.dtype
+    if delta is None and (scale is None or delta_scale is not None):
+        raise ValueError("delta is None; expected one, where scale is None or delta_scale is not")
     if delta is not None and delta.ndim == 3:
         rows = (max(delta.shape[0], 1), max(delta.shape[1], tokens), width)
         kinds["delta"] = delta, rows, jnp.promote_types(x.dtype, jnp.float32)

@@ -334,11 +334,13 @@ def grouped_matmul(
 def add_norm(
     x: jax.Array,
     delta: jax.Array | None,
-    scale: jax.Array,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None = None,
     *,
     eps: float,
     offset: float = 0.0,
     rounds_last: bool = False,
+    factor: float = 1.0,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Add a block's result to the residual stream, and norm the sum for the block that follows.
@@ -350,10 +352,12 @@ def add_norm(
         delta: [T,D] of x's dtype; or [parts,T,D], float32 at least, whose sum over the parts is
             rounded to x's dtype and then added, and which may have more rows than x; or None, and x
             is the sum.
-        scale: [D] of x's dtype.
+        scale: [D] of x's dtype, or None for no norm of the sum, which then is returned twice.
+        delta_scale: [D] of x's dtype; delta is normed before it is added. None for no norm.
         eps: added to the mean of squares.
         offset: added to the scale.
         rounds_last: round once, after the scale, as Gemma does; else before it and after it.
+        factor: of delta, whose product with it is rounded.
         implementation: "auto", or one of ``IMPLEMENTATIONS`` which is then used or refused.
 
     Returns:
@@ -362,11 +366,12 @@ def add_norm(
     Raises:
         ValueError: naming the argument at fault and what is allowed.
     """
-    x, scale = jnp.asarray(x), jnp.asarray(scale)
-    options = NormOptions(eps, offset, rounds_last)
-    name = choose(implementation, norm_case(target_device(), x, delta, scale, options))
+    x = jnp.asarray(x)
+    options = NormOptions(eps, offset, rounds_last, factor)
+    operands = x, delta, scale, delta_scale
+    name = choose(implementation, norm_case(target_device(), *operands, options))
     run = _plain_add_norm if name == "xla" else ADD_NORM[name]
-    return run(x, delta, scale, options)
+    return run(*operands, options)
 
 
 def has_add_norm(x: jax.Array, implementation: str) -> bool:
@@ -376,16 +381,30 @@ def has_add_norm(x: jax.Array, implementation: str) -> bool:
 
 
 def _plain_add_norm(
-    x: jax.Array, delta: jax.Array | None, scale: jax.Array, options: NormOptions
+    x: jax.Array,
+    delta: jax.Array | None,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None,
+    options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
     if delta is not None:
-        x = x + (delta.sum(axis=0)[: len(x)].astype(x.dtype) if delta.ndim == 3 else delta)
+        delta = delta.sum(axis=0)[: len(x)].astype(x.dtype) if delta.ndim == 3 else delta
+        if delta_scale is not None:
+            delta = _plain_norm(delta, delta_scale, options)
+        if options.factor != 1.0:
+            exact = jnp.promote_types(x.dtype, jnp.float32)
+            delta = (delta.astype(exact) * options.factor).astype(x.dtype)
+        x = x + delta
+    return x, x if scale is None else _plain_norm(x, scale, options)
+
+
+def _plain_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Array:
     exact = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(exact)
     y = y * jax.lax.rsqrt(row_sums(x, "squares")[:, None] / x.shape[1] + options.eps)
     if options.rounds_last:
-        return x, (y * (scale.astype(exact) + options.offset)).astype(x.dtype)
-    return x, scale * y.astype(x.dtype)
+        return (y * (scale.astype(exact) + options.offset)).astype(x.dtype)
+    return scale * y.astype(x.dtype)
 
 
 def matmul_in_parts(

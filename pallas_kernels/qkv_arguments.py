@@ -22,6 +22,8 @@ class QkvOptions:
         query_norm: [H] or [K,G,H] scales of the RMSNorm over each query head, or None for no norm.
         key_norm: [H] or [K,H] scales of that over each key; given together with query_norm.
         norm: eps, offset and rounding of both norms.
+        mean_squares: f32[T,2] of all queries and of all keys of each token, where norms are over
+            all heads together; None where each head has its own.
         interleaved: neighbours are pairs, not halves of a head; halves leave all the same.
         k_scale: f32[K]; what is stored is the key divided by this. Given together with v_scale.
         v_scale: f32[K], likewise for values.
@@ -31,6 +33,7 @@ class QkvOptions:
     query_norm: jax.Array | None = None
     key_norm: jax.Array | None = None
     norm: NormOptions = NO_NORM
+    mean_squares: jax.Array | None = None
     interleaved: bool = False
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
@@ -108,6 +111,8 @@ def check_qkv(
     for name, (array, shapes) in alike.items():
         if array is not None:
             _check(array, name, shapes, dtype)
+    if options.mean_squares is not None:
+        _check(options.mean_squares, "mean_squares", ((tokens, 2),), exact)
     if cos_sin is not None:
         cos, sin = cos_sin
         most = head_dim // 2

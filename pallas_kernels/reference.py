@@ -159,22 +159,34 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     return jnp.where((group < w.shape[0])[:, None], y, 0).astype(x.dtype)
 
 
-def add_norm(
-    x: jax.Array, delta: jax.Array | None, scale: jax.Array, options: NormOptions
-) -> tuple[jax.Array, jax.Array]:
-    """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
+def rms_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Array:
+    """Compute RMSNorm over the rows of [T,D]."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    if delta is not None:
-        parts = delta[None] if delta.ndim == 2 else delta
-        x = (x.astype(exact) + parts.sum(axis=0)[: len(x)].astype(x.dtype).astype(exact)).astype(
-            x.dtype
-        )
     wide = x.astype(exact)
     y = wide / jnp.sqrt((wide * wide).mean(axis=1, keepdims=True) + options.eps)
     factor = scale.astype(exact) + (options.offset if options.rounds_last else 0.0)
     if not options.rounds_last:
         y = y.astype(x.dtype).astype(exact)
-    return x, (y * factor).astype(x.dtype)
+    return (y * factor).astype(x.dtype)
+
+
+def add_norm(
+    x: jax.Array,
+    delta: jax.Array | None,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None,
+    options: NormOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``pallas_kernels.add_norm``: the sum and its norm."""
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    if delta is not None:
+        parts = delta[None] if delta.ndim == 2 else delta
+        delta = parts.sum(axis=0)[: len(x)].astype(x.dtype)
+        if delta_scale is not None:
+            delta = rms_norm(delta, delta_scale, options)
+        delta = (delta.astype(exact) * options.factor).astype(x.dtype)
+        x = (x.astype(exact) + delta.astype(exact)).astype(x.dtype)
+    return x, x if scale is None else rms_norm(x, scale, options)
 
 
 def rope_kv_write(
@@ -199,14 +211,16 @@ def rope_kv_write(
     def normed(x: jax.Array, scale: jax.Array | None) -> jax.Array:
         if scale is None:
             return x
-        rows = x.reshape(-1, x.shape[-1])
-        ones = jnp.ones(rows.shape[1], dtype)
-        if options.norm.rounds_last:
-            wide = rows.astype(exact)
-            mean = (wide * wide).mean(axis=1, keepdims=True)
-            y = (wide / jnp.sqrt(mean + options.norm.eps)).reshape(x.shape)
-            return (y * (scale.astype(exact) + options.norm.offset)).astype(dtype)
-        return scale * add_norm(rows, None, ones, options.norm)[1].reshape(x.shape)
+        wide, norm = x.astype(exact), options.norm
+        if options.mean_squares is None:
+            mean = (wide * wide).mean(axis=-1, keepdims=True)
+        else:
+            mean = options.mean_squares[:, 0 if x.ndim == 4 else 1]
+            mean = mean.reshape(-1, *(1,) * (x.ndim - 1))
+        y = wide / jnp.sqrt(mean + norm.eps)
+        if norm.rounds_last:
+            return (y * (scale.astype(exact) + norm.offset)).astype(dtype)
+        return (scale.astype(exact) * y.astype(dtype).astype(exact)).astype(dtype)
 
     def rotated(x: jax.Array) -> jax.Array:
         if cos_sin is None:

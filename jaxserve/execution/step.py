@@ -47,6 +47,16 @@ def slot_mapping(batch: StepBatch[Array], page_size: int) -> Int32[Array, " T"]:
     return jnp.where(real, cell, -1)
 
 
+def known_tokens(
+    batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
+) -> Int32[Array, " T"]:
+    """Return the step's tokens, those that only the device knows among them."""
+    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
+    # A row that could draw nothing may be in flight once more; what it computes is dropped.
+    drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)
+    return jnp.where(batch.tokens >= 0, batch.tokens, drawn)
+
+
 def model_step(
     graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
@@ -74,10 +84,6 @@ def model_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
-    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
-    # A row that could draw nothing may be in flight once more; what it computes is dropped.
-    drawn = jnp.maximum(state.last_token.at[owner].get(mode="clip"), 0)
-    tokens = jnp.where(batch.tokens >= 0, batch.tokens, drawn)
     step = PagedStep(
         positions=batch.positions,
         slot_mapping=slot_mapping(batch, state.kv[0][0].shape[2]),
@@ -87,7 +93,7 @@ def model_step(
         decode_only=decode_only,
         implementation=implementation,
     )
-    hidden, kv = model(tokens, step, state.kv)
+    hidden, kv = model(known_tokens(batch, state.last_token), step, state.kv)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     # Not by kv_len: a row that has ended within a launch lies before others that have not.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)

@@ -119,8 +119,7 @@ class Attention(nnx.Module):
 
         Attention's counters come with them where a kernel has made some.
         """
-        norms = self.query_norm, self.key_norm
-        can = self.growth is None and all(norm is None or norm.is_per_head for norm in norms)
+        can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
         if can and has_rope_kv_write(x.dtype, kv[0], len(x), self.group, step.others):
             return self._placed_at_once(x, cos_sin, step, kv)
         group = self.group
@@ -144,16 +143,18 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
         """Do the same with one kernel for all that follows the projection."""
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales()}
+        weights, bias = self.qkv[...], value_of(self.qkv_bias)
+        if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
+            qkv = matmul_in_parts(x, weights, implementation=step.others)
+            options["bias"] = bias
+        else:
+            qkv, bias = matmul(x, weights, bias=bias), None
         if self.query_norm is not None and self.key_norm is not None:
             options["query_norm"] = self.query_norm.scale[...]
             options["key_norm"] = self.key_norm.scale[...]
             options["norm"] = self.query_norm.options
-        weights = self.qkv[...]
-        if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
-            qkv = matmul_in_parts(x, weights, implementation=step.others)
-            options["bias"] = value_of(self.qkv_bias)
-        else:
-            qkv = matmul(x, weights, bias=value_of(self.qkv_bias))
+            if not self.query_norm.is_per_head:
+                options["mean_squares"] = _mean_squares(qkv, bias, x.shape[0], x.dtype)
         query, keys, values, arrivals = rope_kv_write(
             *(qkv, cos_sin, *kv, step.slot_mapping, QkvOptions(**options)),
             dtype=x.dtype,
@@ -188,6 +189,22 @@ class Attention(nnx.Module):
             return {}
         key, value = self.kv_scales[...]
         return {"k_scale": key, "v_scale": value}
+
+
+def _mean_squares(
+    qkv: Float[Array, "*parts T K G_plus_2 H"],
+    bias: Float[Array, "K G_plus_2 H"] | None,
+    num_tokens: int,
+    dtype: DTypeLike,
+) -> Float[Array, "T 2"]:
+    """Return the mean squares of each token's queries, and of its keys, of all heads together."""
+    exact = accumulator(dtype)
+    if qkv.ndim == 5:
+        qkv = qkv.sum(axis=0)[:num_tokens]
+        qkv = qkv if bias is None else qkv + bias.astype(exact)
+    squares = jnp.square(qkv.astype(dtype).astype(exact))
+    parts = squares[:, :, :-2], squares[:, :, -2]
+    return jnp.stack([part.reshape(num_tokens, -1).mean(axis=1) for part in parts], axis=1)
 
 
 def _growth(

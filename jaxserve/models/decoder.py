@@ -16,10 +16,11 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.experts import SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import Embedding, GatedMLP, Norm
-from jaxserve.models.linear import accumulator
+from jaxserve.models.layers import Delta, Embedding, GatedMLP, Norm, add, norm_options
+from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
+from pallas_kernels import has_add_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -46,8 +47,9 @@ class DecoderLayer(nnx.Module):
         def norm() -> Norm:
             return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
+        self.norm_options = norm_options(config.rms_norm_eps, traits)
         before, after = traits.norms != "after", traits.norms != "before"
-        self.residual = config.scales.residual
+        self.residual, self.is_centered = config.scales.residual, traits.norm_centered
         self.attention_norm = norm() if before else None
         if config.latent is None:
             window = config.layers.windows[index]
@@ -66,11 +68,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        delta: Float[Array, "*parts T D"] | None,
+        delta: Delta | None,
         cos_sin: CosSin | None,
         step: PagedStep,
         kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
+    ) -> tuple[Float[Array, "T D"], Delta, KVPages]:
         """Compute the two blocks.
 
         Args:
@@ -80,31 +82,36 @@ class DecoderLayer(nnx.Module):
         Returns:
             The same two after this layer, and its pages with this step's K and V.
         """
-        in_parts = self._in_parts(x, step)
+        joins = self._joins(x, step)
         with jax.named_scope("attention"):
-            x, normed = _add(self.attention_norm, x, delta, step)
+            x, normed = add(x, delta, self.attention_norm, self.norm_options, step.others)
             if isinstance(self.attention, LatentAttention):
                 y, kv = self.attention(normed, cos_sin, step, kv)
             else:
-                y, kv = self.attention(normed, cos_sin, step, kv, in_parts)
-            delta = scaled(_normed(self.attention_out_norm, y), self.residual)
+                y, kv = self.attention(normed, cos_sin, step, kv, joins)
+            delta = self._delta(y, self.attention_out_norm, joins)
         with jax.named_scope("mlp"):
             if self.parallel:
-                x = x + delta
+                x = x + delta.value
             else:
-                x, normed = _add(self.mlp_norm, x, delta, step)
+                x, normed = add(x, delta, self.mlp_norm, self.norm_options, step.others)
             if isinstance(self.mlp, SparseMLP):
                 y = self.mlp(normed, step)
             else:
-                y = self.mlp(normed, in_parts, step.others)
-            delta = scaled(_normed(self.mlp_out_norm, y), self.residual)
+                y = self.mlp(normed, joins, step.others)
+            delta = self._delta(y, self.mlp_out_norm, joins)
         return x, delta, kv
 
-    def _in_parts(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
-        """Return whether the blocks' results go from their products to norms as they are."""
-        plain = self.attention_out_norm is None and self.residual == 1.0 and not self.parallel
-        norm = self.mlp_norm
-        return plain and norm is not None and norm.adds_parts(x, step.others)
+    def _joins(self, x: Float[Array, "T D"], step: PagedStep) -> bool:
+        """Return whether one kernel adds a block's result as its product left it, and norms it."""
+        few = x.shape[0] <= MOST_ROWS_IN_PARTS and not self.parallel
+        return few and not self.is_centered and has_add_norm(x, step.others)
+
+    def _delta(self, y: Float[Array, "*parts T D"], norm: Norm | None, joins: bool) -> Delta:
+        """Return what a block's result adds, after its norm and the residual factor."""
+        if joins:
+            return Delta(y, None if norm is None else norm.scale[...], self.residual)
+        return Delta(scaled(y if norm is None else norm(y), self.residual))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -112,34 +119,17 @@ def run_layer(
     graphdef: nnx.GraphDef[DecoderLayer],
     parameters: nnx.State,
     x: Float[Array, "T D"],
-    delta: Float[Array, "*parts T D"] | None,
+    delta: Delta | None,
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], Float[Array, "*parts T D"], KVPages]:
+) -> tuple[Float[Array, "T D"], Delta, KVPages]:
     """Call a layer that `nnx.split` took apart.
 
     Within a larger program, layers alike are traced and lowered once, and the compiler puts them
     in line again. In a model of 32 layers that is a ninth of the time before XLA begins.
     """
     return nnx.merge(graphdef, parameters)(x, delta, cos_sin, step, kv)
-
-
-def _normed(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    return x if norm is None else norm(x)
-
-
-def _add(
-    norm: Norm | None,
-    x: Float[Array, "T D"],
-    delta: Float[Array, "*parts T D"] | None,
-    step: PagedStep,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return x + delta, and what a block takes of it."""
-    if norm is not None:
-        return norm.add(x, delta, step.others)
-    x = x if delta is None else x + delta
-    return x, x
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
@@ -202,7 +192,7 @@ class Decoder(nnx.Module):
                 cos_sin = None if rope is None else angles[rope]
                 x, delta, pages = run_layer(*nnx.split(layer), x, delta, cos_sin, step, pages)
             written.append(pages)
-        return _add(self.norm, x, delta, step)[1], written
+        return add(x, delta, self.norm, self.norm.options, step.others)[1], written
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None

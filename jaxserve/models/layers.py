@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import (
-    MOST_ROWS_IN_PARTS,
     accumulator,
     constant,
     matmul,
@@ -29,13 +29,17 @@ from pallas_kernels import (
     NormOptions,
     add_norm,
     gated_matmul,
-    has_add_norm,
     has_few_row_product,
     row_sums,
 )
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
+
+
+def norm_options(eps: float, traits: FamilyTraits) -> NormOptions:
+    """Return a family's norms as kernels compute them."""
+    return NormOptions(eps, traits.norm_offset, traits.norm_rounds_last)
 
 
 class Norm(nnx.Module):
@@ -71,31 +75,20 @@ class Norm(nnx.Module):
             return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
 
-    def adds_parts(self, x: Float[Array, "T D"], implementation: str) -> bool:
-        """Return whether `add` takes a delta as `matmul_in_parts` computes it."""
-        few = x.shape[0] <= MOST_ROWS_IN_PARTS
-        return few and not self.traits.norm_centered and has_add_norm(x, implementation)
-
-    def add(
-        self, x: Float[Array, "T D"], delta: Float[Array, "*parts T D"] | None, implementation: str
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Return x + delta and its norm, which one kernel computes where there is one."""
-        if self.traits.norm_centered:
-            x = x if delta is None else x + delta
-            return x, self(x)
-        options = dataclasses.asdict(self.options)
-        return add_norm(x, delta, self.scale[...], implementation=implementation, **options)
-
     @property
     def options(self) -> NormOptions:
         """The norm as kernels compute it, which center nothing."""
-        traits = self.traits
-        return NormOptions(self.eps, traits.norm_offset, traits.norm_rounds_last)
+        return norm_options(self.eps, self.traits)
 
     @property
     def is_per_head(self) -> bool:
-        """Whether it is an RMSNorm over the last dimension alone."""
-        return self.over == 1 and not self.traits.norm_centered
+        """Whether it is a norm over the last dimension alone."""
+        return self.over == 1
+
+    @property
+    def is_centered(self) -> bool:
+        """Whether the mean is subtracted."""
+        return self.traits.norm_centered
 
     def _mean(
         self, x: Float[Array, "... D"], kind: Literal["numbers", "squares"] = "numbers"
@@ -104,6 +97,50 @@ class Norm(nnx.Module):
         size = prod(x.shape[-self.over :])
         sums = row_sums(x.reshape(*x.shape[: -self.over], size), kind)
         return sums.reshape(*sums.shape, *(1,) * self.over) / size
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Delta:
+    """Result of a block, for the residual stream: as it is, or as its product computed it.
+
+    Attributes:
+        value: what is added, perhaps in parts; see `linear.matmul_in_parts`.
+        norm_scale: scale of a norm over the value that is yet to be computed; None for no norm.
+        factor: factor of the value that is yet to be applied.
+    """
+
+    value: Float[Array, "*parts T D"]
+    norm_scale: Float[Array, " D"] | None = None
+    factor: float = field(default=1.0, metadata={"static": True})
+
+
+def add(
+    x: Float[Array, "T D"],
+    delta: Delta | None,
+    norm: Norm | None,
+    options: NormOptions,
+    implementation: str,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Return x + delta and its norm, which one kernel computes where there is one.
+
+    Without a norm the sum is returned twice.
+
+    Args:
+        options: of the norm, and of that over delta.
+        implementation: as in `pallas_kernels`.
+    """
+    is_plain = delta is None or (delta.norm_scale is None and delta.value.ndim == 2)
+    if (norm is None and is_plain) or (norm is not None and norm.traits.norm_centered):
+        x = x if delta is None else x + delta.value
+        return x, x if norm is None else norm(x)
+    scale = None if norm is None else norm.scale[...]
+    named: dict[str, Any] = dataclasses.asdict(options)
+    named["implementation"] = implementation
+    if delta is None:
+        return add_norm(x, None, scale, **named)
+    named["factor"] = delta.factor
+    return add_norm(x, delta.value, scale, delta.norm_scale, **named)
 
 
 class Embedding(nnx.Module):

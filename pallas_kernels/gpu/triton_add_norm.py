@@ -19,10 +19,10 @@ from pallas_kernels.gpu.triton_tile import power_of_two
 from pallas_kernels.norm_arguments import NormOptions
 
 
-def _norm_kernel(*refs: Any, has_delta: bool, options: NormOptions) -> None:
-    """Compute one row. ``refs``: x, delta if there is one, scale; then the sum if there is, y."""
-    x_ref, scale_ref = refs[0], refs[1 + has_delta]
-    _, width = x_ref.shape
+def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> None:
+    """Compute one row. ``arrays``: those with names, in order."""
+    refs = dict(zip(names, arrays, strict=True))
+    _, width = refs["x"].shape
     row = pl.program_id(0)
     column = jnp.arange(power_of_two(width))
     mask = column < width
@@ -31,9 +31,19 @@ def _norm_kernel(*refs: Any, has_delta: bool, options: NormOptions) -> None:
     def load(ref: Any, *index: Any) -> jax.Array:
         return plt.load(ref.at[(*index, rows, column)], mask=mask, other=0.0)
 
-    x = load(x_ref)
-    if has_delta:
-        delta_ref, sum_ref = refs[1], refs[3]
+    def normed(numbers: jax.Array, name: str) -> jax.Array:
+        """Compute a row's norm: f32 that is to be rounded to x's dtype."""
+        dtype = refs["x"].dtype
+        scale = plt.load(refs[name].at[column], mask=mask, other=0.0).astype(jnp.float32)
+        wide = numbers.astype(jnp.float32)
+        y = wide * lax.rsqrt(jnp.sum(wide * wide) / width + options.eps)
+        if options.rounds_last:
+            return y * (scale + options.offset)
+        return scale * y.astype(dtype).astype(jnp.float32)
+
+    x = load(refs["x"])
+    if "delta" in refs:
+        delta_ref = refs["delta"]
         if delta_ref.ndim == 2:
             delta = load(delta_ref)
         else:
@@ -41,22 +51,21 @@ def _norm_kernel(*refs: Any, has_delta: bool, options: NormOptions) -> None:
                 load(delta_ref, jnp.full_like(column, part)) for part in range(delta_ref.shape[0])
             ]
             delta = functools.reduce(jnp.add, parts).astype(x.dtype)
+        if "delta_scale" in refs:
+            delta = normed(delta, "delta_scale").astype(x.dtype)
+        if options.factor != 1.0:
+            delta = (delta.astype(jnp.float32) * options.factor).astype(x.dtype)
         x = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
-        plt.store(sum_ref.at[rows, column], x, mask=mask)
-    wide = x.astype(jnp.float32)
-    scale = plt.load(scale_ref.at[column], mask=mask, other=0.0)
-    y = wide * lax.rsqrt(jnp.sum(wide * wide) / width + options.eps)
-    if options.rounds_last:
-        y = y * (scale.astype(jnp.float32) + options.offset)
-    else:
-        y = scale.astype(jnp.float32) * y.astype(x.dtype).astype(jnp.float32)
-    plt.store(refs[-1].at[rows, column], y.astype(x.dtype), mask=mask)
+        plt.store(refs["sum"].at[rows, column], x, mask=mask)
+    if "scale" in refs:
+        plt.store(refs["y"].at[rows, column], normed(x, "scale").astype(x.dtype), mask=mask)
 
 
 def add_norm(
     x: jax.Array,
     delta: jax.Array | None,
-    scale: jax.Array,
+    scale: jax.Array | None,
+    delta_scale: jax.Array | None,
     options: NormOptions,
     *,
     interpret: bool = False,
@@ -67,16 +76,19 @@ def add_norm(
         interpret: run on any device, slowly, as plain JAX operations.
     """
     tokens, width = x.shape
-    row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    operands = [x, scale] if delta is None else [x, delta, scale]
+    given = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
+    operands = {name: array for name, array in given.items() if array is not None}
+    outputs = ["sum"] * (delta is not None) + ["y"] * (scale is not None)
     # From 8 to 32 numbers a thread.
     num_warps = min(max(power_of_two(width) // 512, 1), 16)
     results = pl.pallas_call(
-        functools.partial(_norm_kernel, has_delta=delta is not None, options=options),
+        functools.partial(_norm_kernel, names=(*operands, *outputs), options=options),
         grid=(tokens,),
-        out_shape=(row,) if delta is None else (row, row),
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * len(outputs),
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="add_norm",
-    )(*operands)
-    return (x if delta is None else results[0]), results[-1]
+    )(*operands.values())
+    found = dict(zip(outputs, results, strict=True))
+    total = found.get("sum", x)
+    return total, found.get("y", total)

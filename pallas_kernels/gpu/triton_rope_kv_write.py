@@ -22,6 +22,9 @@ from pallas_kernels.gpu.triton_kv_write import cast_to_store
 from pallas_kernels.gpu.triton_tile import power_of_two
 from pallas_kernels.qkv_arguments import QkvOptions
 
+ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale")
+"""Options that are arrays."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
@@ -93,9 +96,14 @@ def _normed(
         name: of the scales, in which ``heads`` are these heads.
     """
     ref, norm = refs[name], options.norm
-    width = sum(piece.size for piece in pieces)
-    squares = functools.reduce(jnp.add, [jnp.sum(part * part, axis=1) for part in tile])
-    shrink = lax.rsqrt(squares / width + norm.eps)
+    if "mean_squares" in refs:
+        squares = refs["mean_squares"][pl.program_id(0), 0 if name == "query_norm" else 1]
+        mean = jnp.broadcast_to(squares, heads.shape)
+    else:
+        width = sum(piece.size for piece in pieces)
+        squares = functools.reduce(jnp.add, [jnp.sum(part * part, axis=1) for part in tile])
+        mean = squares / width
+    shrink = lax.rsqrt(mean + norm.eps)
     results = []
     for part, piece in zip(tile, pieces, strict=True):
         owner = jnp.broadcast_to(pl.program_id(1), part.shape)
@@ -201,14 +209,13 @@ def rope_kv_write(
     """
     given = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
     given |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
+    given |= {"mean_squares": options.mean_squares}
     given |= dict(zip(("cos", "sin"), cos_sin or (), strict=False))
     given |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
     operands = {name: array for name, array in given.items() if array is not None}
     first = len(operands)
     pairs = 0 if cos_sin is None else cos_sin[0].shape[1]
-    static = dataclasses.replace(
-        options, bias=None, query_norm=None, key_norm=None, k_scale=None, v_scale=None
-    )
+    static = dataclasses.replace(options, **dict.fromkeys(ARRAYS))
     names = (*operands, "k_before", "v_before", "query", "k_pages", "v_pages", "arrivals")
     elements = power_of_two(case.group) * power_of_two(max(pairs, case.H - 2 * pairs))
     results = pl.pallas_call(

@@ -34,6 +34,8 @@ COPY = 4.3e12
 """Bytes a second that a copy reaches on an H200, of 4.8e12 on its data sheet."""
 MATMUL = 650e12
 """Operations a second of products of 256 rows in bfloat16."""
+BEST_MATMUL = 790e12
+"""The most that such products reach."""
 LAUNCH = 2.2e-6
 """Seconds of a small launch within a graph, its edge included."""
 RAMP = 1.5e-6
@@ -57,11 +59,13 @@ GOALS = {("8b", 1): 3.92, ("8b", 32): 5.1, ("8b", 256): 13.5, ("1b", 1): 0.80, (
 
 HEAD = """# Decode steps on an H200, predicted
 
-`{command}`, {date}. No GPU was at hand: launches are those of compiled programs, times are
-predictions. Products: bytes at {COPY:.1f} TB/s or operations at {MATMUL:.0f} TFLOP/s, and
-{RAMP:.1f} us each; attention: its bytes, at least 1 us; 2.2 us for each launch that is no product.
+`{command}`, {date}. No GPU was at hand: launches are those of
+compiled programs, times are predictions. Products: bytes at {COPY:.1f} TB/s or operations at
+{MATMUL:.0f} TFLOP/s, and {RAMP:.1f} us each; attention: its bytes, at least 1 us; 2.2 us for each
+launch that is no product.
 Sums over parts of a product stay in the second-level cache and are not counted. bfloat16, 1,024
-positions a row, greedy. The floor adds weights and KV, which are not read at the same time.
+positions a row, greedy. The floor adds weights (at 790 TFLOP/s) and KV, which are not read at the
+same time.
 
 | model | rows | launches a layer, before | now | once | before, ms | now, ms | goal | floor |
 |---|---|---|---|---|---|---|---|---|"""
@@ -99,7 +103,7 @@ def floor(model: ModelShape, rows: int) -> float:
 
     It is a sum over both: attention's bytes are not read while products compute.
     """
-    weights = max(2 * model.step_weights / COPY, 2 * model.step_weights * rows / MATMUL)
+    weights = max(2 * model.step_weights / COPY, 2 * model.step_weights * rows / BEST_MATMUL)
     return weights + rows * CONTEXT * model.kv_bytes / COPY
 
 

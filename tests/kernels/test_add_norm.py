@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) 
     for parts, offset, rounds_last in KINDS:
         x, delta, scale = inputs(dtype, rows, width, parts, seed=width)
         options = NormOptions(1e-5, offset, rounds_last)
-        want = reference.add_norm(x, delta, scale, options)
+        want = reference.add_norm(x, delta, scale, None, options)
         got = add_norm(
             x,
             delta,
@@ -82,11 +83,36 @@ def test_sums_and_norms(implementation: str, dtype: Any, rows: int, width: int) 
         assert np.isfinite(np.asarray(got[1], np.float32)[finite]).all()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [0, 1])
+def test_what_is_added_is_normed_and_scaled(implementation: str, dtype: Any, parts: int) -> None:
+    for has_norm, has_delta_norm, factor, offset in (
+        *((True, True, 1.0, 1.0), (True, True, 0.3, 0.0), (True, False, 0.3, 0.0)),
+        *((False, True, 1.0, 0.0), (False, False, 1.0, 0.0)),
+    ):
+        x, delta, scale = inputs(dtype, 5, 80, parts)
+        scales = scale if has_norm else None, 1 + scale[::-1] if has_delta_norm else None
+        options = NormOptions(1e-5, offset, offset > 0, factor)
+        want = reference.add_norm(x, delta, *scales, options)
+        named = dataclasses.asdict(options)
+        got = add_norm(x, delta, *scales, implementation=implementation, **named)
+        rows = [0, 1, 3, 4]  # without the one that is not a number
+        step = float(jnp.finfo(dtype).eps)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.dtype == dtype
+            pair = [np.asarray(array, np.float64)[rows] for array in (mine, theirs)]
+            largest = np.abs(pair[1]).max(axis=1, keepdims=True)
+            assert (np.abs(pair[0] - pair[1]) <= 4 * step * largest).all()
+        if not has_norm:
+            np.testing.assert_array_equal(*(np.asarray(array, np.float32) for array in got))
+
+
 def test_float64_stays_float64() -> None:
     with jax.enable_x64(True):
         x, delta, scale = inputs(jnp.float64, 3, 24, 0)
         got = add_norm(x, delta, scale, eps=1e-6)
-        want = reference.add_norm(x, delta, scale, NormOptions(1e-6))
+        want = reference.add_norm(x, delta, scale, None, NormOptions(1e-6))
         np.testing.assert_allclose(got[1], want[1], rtol=1e-14)
         with pytest.raises(ValueError, match="x has dtype float64; allowed: bfloat16, float16 or"):
             add_norm(x, delta, scale, eps=1e-6, implementation="triton_interpret")
@@ -102,6 +128,9 @@ def test_float64_stays_float64() -> None:
         ({"delta": jnp.zeros((3, 2, 4), jnp.bfloat16)}, "delta has dtype bfloat16"),
         ({"scale": jnp.zeros(5)}, "scale"),
         ({"scale": jnp.zeros(4, jnp.float16)}, "scale has dtype float16"),
+        ({"scale": None}, "delta is None; expected one"),
+        ({"delta_scale": jnp.ones(4)}, "delta is None; expected one"),
+        ({"delta": jnp.zeros((2, 4)), "delta_scale": jnp.ones(3)}, "delta_scale has shape"),
         ({"eps": -1.0}, "eps is -1.0; allowed: 0 or more"),
         ({"implementation": "llvm"}, "no llvm kernel for add_norm"),
         ({"implementation": "mosaic_gpu"}, "mosaic_gpu needs a GPU"),

@@ -7,7 +7,8 @@ nothing may read is NaN: rows of padding that parts of a sum have.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -31,7 +32,8 @@ class AddNormCase(Case):
         name: unique among all cases.
         rows, width: T, D.
         parts: of what is added; 0 for an array that is not in parts, None for nothing.
-        offset, rounds_last: as in the operation.
+        offset, rounds_last, factor: as in the operation.
+        has_norm, has_delta_norm: whether the sum is normed, and what is added before it.
         dtype: of everything but parts.
         seed: of all numbers.
     """
@@ -44,6 +46,9 @@ class AddNormCase(Case):
     rounds_last: bool = False
     dtype: str = "bf16"
     seed: int = 0
+    factor: float = 1.0
+    has_norm: bool = True
+    has_delta_norm: bool = False
 
     family: ClassVar[str] = "add_norm"
     kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_add_norm"
@@ -54,9 +59,13 @@ class AddNormCase(Case):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """The sum to the bit; a norm that is rounded once or twice."""
+        """The sum to the bit, if nothing is normed first; a norm that is rounded once or twice."""
         roundings = 1 if self.rounds_last else 2
-        return [Tolerance.exact(), Tolerance(roundings * ROUNDING[self.dtype] + 2e-6, 0.0)]
+        norm = Tolerance(roundings * ROUNDING[self.dtype] + 2e-6, 0.0)
+        if not self.has_delta_norm:
+            return [Tolerance.exact(), norm if self.has_norm else Tolerance.exact()]
+        rounding = ROUNDING[self.dtype] + 2e-6
+        return [Tolerance(2 * rounding, rounding), Tolerance(6 * rounding, 2 * rounding)]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -73,41 +82,61 @@ class AddNormCase(Case):
         x = draw()
         if self.rows > 2:
             x[2, self.width // 2] = np.nan
-        scale = rng.standard_normal(self.width).astype(dtype)
+        scales = [rng.standard_normal(self.width).astype(dtype) for _ in range(2)]
+        scales = [
+            scale
+            for scale, is_there in zip(scales, (self.has_norm, self.has_delta_norm), strict=True)
+            if is_there
+        ]
         if self.parts is None:
-            return [x.astype(dtype), scale]
+            return [x.astype(dtype), *scales]
         if not self.parts:
-            return [x.astype(dtype), draw().astype(dtype), scale]
+            return [x.astype(dtype), draw().astype(dtype), *scales]
         missing = np.full((self.parts, PADDING, self.width), np.nan)
         delta = np.concatenate([draw(self.parts), missing], axis=1)
-        return [x.astype(dtype), delta.astype(np.float32), scale]
+        return [x.astype(dtype), delta.astype(np.float32), *scales]
+
+    def operands(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        there = (True, self.parts is not None, self.has_norm, self.has_delta_norm)
+        names = ("x", "delta", "scale", "delta_scale")
+        given = iter(arrays)
+        return {
+            name: next(given) if is_there else None
+            for name, is_there in zip(names, there, strict=True)
+        }
 
     def call(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Call the kernel."""
-        x, *delta, scale = arrays
         return pallas_kernels.add_norm(
-            *(x, delta[0] if delta else None, scale),
+            **self.operands(arrays),
             eps=EPS,
             offset=self.offset,
             rounds_last=self.rounds_last,
+            factor=self.factor,
             implementation="triton",
         )
 
     def expected(self) -> list[np.ndarray]:
         """Compute the sum, rounded as it is there, and its norm in float64."""
-        x, *rest, scale = self.arguments()
-        total = x
-        if rest:
-            [delta] = rest
+        given = self.operands(self.arguments())
+        total, delta = given["x"], given["delta"]
+        dtype = total.dtype
+        if delta is not None:
             if delta.ndim == 3:  # parts are added one after the other, in float32
                 added = delta[0, : self.rows]
                 for part in delta[1:]:
                     added = added + part[: self.rows]
-                delta = added.astype(x.dtype)
-            total = (x.astype(np.float32) + delta.astype(np.float32)).astype(x.dtype)
-        wide = total.astype(np.float64)
+                delta = added.astype(dtype)
+            if self.has_delta_norm:
+                delta = self._normed(delta, given["delta_scale"]).astype(dtype)
+            delta = (delta.astype(np.float32) * np.float32(self.factor)).astype(dtype)
+            total = (total.astype(np.float32) + delta.astype(np.float32)).astype(dtype)
+        return [total, self._normed(total, given["scale"]) if self.has_norm else total]
+
+    def _normed(self, numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        wide = numbers.astype(np.float64)
         norm = wide / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + EPS)
-        return [total, norm * (scale.astype(np.float64) + self.offset)]
+        return norm * (scale.astype(np.float64) + self.offset)
 
 
 def add_norm_cases() -> list[Case]:
@@ -125,4 +154,11 @@ def add_norm_cases() -> list[Case]:
         AddNormCase("add_norm-bf16-narrow", 3, 16),
         AddNormCase("add_norm-bf16-one-number", 2, 1),
         AddNormCase("add_norm-bf16-wide", 3, 12288, 2),
+        AddNormCase("add_norm-bf16-factor", 3, 128, 4, factor=0.22),
+        AddNormCase("add_norm-bf16-around", 3, 640, 2, 1.0, True, has_delta_norm=True),
+        AddNormCase(
+            "add_norm-f32-around-factor", 3, 96, 0, dtype="f32", factor=0.3, has_delta_norm=True
+        ),
+        AddNormCase("add_norm-bf16-after", 3, 320, 8, has_norm=False, has_delta_norm=True),
+        AddNormCase("add_norm-f16-sum-alone", 3, 72, 4, dtype="f16", has_norm=False),
     ]

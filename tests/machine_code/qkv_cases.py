@@ -35,7 +35,7 @@ class RopeKvWriteCase(Case):
         kv_heads, group, head_dim: K, G, H.
         pairs: how many are rotated; None for no rotation.
         parts: of the projection; 0 for an array that is not in parts.
-        norm: "head" or "own" scales, or "" for no norms.
+        norm: "head" or "own" scales, "all" for own ones and a norm of all heads, or "" for none.
         offset, rounds_last, interleaved: as in the operation's options.
         has_bias, is_scaled: whether there is a bias, and scales of what is stored.
         dtype, page_dtype: of queries, and of pages.
@@ -73,6 +73,7 @@ class RopeKvWriteCase(Case):
         found = ["qkv", "k_pages", "v_pages", "slots"]
         found += [] if self.pairs is None else ["cos", "sin"]
         found += ["query_norm", "key_norm"] if self.norm else []
+        found += ["mean_squares"] if self.norm == "all" else []
         found += ["bias"] if self.has_bias else []
         return found + (["k_scale", "v_scale"] if self.is_scaled else [])
 
@@ -117,8 +118,9 @@ class RopeKvWriteCase(Case):
             given |= {"cos": np.cos(angles), "sin": np.sin(angles)}
         own = (heads, group), (heads,)
         for name, before in zip(("query_norm", "key_norm"), own, strict=True):
-            before = before if self.norm == "own" else ()
+            before = () if self.norm == "head" else before
             given[name] = rng.uniform(0.5, 2, (*before, width)).astype(dtype)
+        given["mean_squares"] = rng.uniform(0.5, 9, (len(mapping), 2))
         given["bias"] = rng.standard_normal(shape[1:]).astype(dtype)
         for name in ("k_scale", "v_scale"):
             given[name] = rng.uniform(0.5, 1.5, heads)
@@ -173,5 +175,6 @@ def rope_kv_write_cases() -> list[Case]:
     gemma = {"offset": 1.0, "rounds_last": True, "norm": "head"}
     more("bf16-h256-offset", head_dim=256, pairs=128, kv_heads=1, **gemma)
     more("f32-h16-offset-g16", head_dim=16, pairs=8, group=16, dtype="f32", parts=8, **gemma)
+    more("bf16-h64-all-parts", norm="all", parts=2, kv_heads=3)
     more("bf16-h128-p128", head_dim=128, pairs=64, page_size=128, parts=8)
     return found

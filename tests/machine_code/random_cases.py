@@ -110,12 +110,17 @@ def _kv_write(name: str, draw: Draw) -> Case:
 
 
 def _add_norm(name: str, draw: Draw) -> Case:
+    parts = draw.pick(None, 0, 1, 2, 4, 8)
+    has_norm = parts is None or draw.truth()
     return AddNormCase(
         *(name, draw.number(1, 40), draw.pick(1, 16, draw.number(1, 600), 8 * draw.number(1, 700))),
-        parts=draw.pick(None, 0, 1, 2, 4, 8),
+        parts=parts,
         offset=draw.pick(0.0, 1.0),
         rounds_last=draw.truth(),
         dtype=draw.pick("bf16", "bf16", "f16", "f32"),
+        factor=1.0 if parts is None else draw.pick(1.0, 1.0, 0.3),
+        has_norm=has_norm,
+        has_delta_norm=parts is not None and draw.truth(),
         seed=draw.number(0, 2**30),
     )
 

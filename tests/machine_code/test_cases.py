@@ -58,13 +58,16 @@ def test_a_plain_weight_is_the_specification(name: str) -> None:
     np.testing.assert_allclose(whole_weight(values, scales, zeros, case.form), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["add_norm-bf16-parts", "add_norm-f32-alone-offset"])
+@pytest.mark.parametrize(
+    "name",
+    ["add_norm-bf16-parts", "add_norm-f32-alone-offset", "add_norm-f32-around-factor"],
+)
 def test_a_plain_norm_is_the_specification(name: str) -> None:
     case = CASES[name]
     assert isinstance(case, AddNormCase)
-    x, *delta, scale = map(jnp.asarray, case.arguments())
-    options = NormOptions(EPS, case.offset, case.rounds_last)
-    wanted = reference.add_norm(x, delta[0] if delta else None, scale, options)
+    options = NormOptions(EPS, case.offset, case.rounds_last, case.factor)
+    operands = case.operands([jnp.asarray(array) for array in case.arguments()])
+    wanted = reference.add_norm(**operands, options=options)
     got = case.expected()
     assert differences(list(map(np.asarray, wanted)), got, case.tolerances) == []
 
