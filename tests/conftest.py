@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import sys
@@ -53,6 +54,8 @@ def make_folder() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    # PyTorch's threads wait for each other by spinning: among tiny matrices that is most of a test.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def remove_folder() -> None:
@@ -133,6 +136,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         choose_platform(config)
         config.add_cleanup(remove_folder)
+    # A process of tests holds millions of objects, which Python would look through at every turn.
+    gc.set_threshold(10_000, 20, 20)
     for key, name in ((DOOR, "door"), (TURNS, "turns")):
         file = config.stash[key] = (Path(os.environ[FOLDER]) / name).open("a")
         config.add_cleanup(file.close)

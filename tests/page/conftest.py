@@ -96,9 +96,13 @@ def load(server: Server) -> Iterator[Callable[..., None]]:
 
 
 class Endless:
-    """Makes answers long, by a field that the page has no control for; keeps what was sent."""
+    """Makes answers long, by a field that the page has no control for; keeps what was sent.
 
-    def __init__(self, page: Page) -> None:
+    They end after `most` tokens, or where the model's positions do.
+    """
+
+    def __init__(self, page: Page, most: int | None = None) -> None:
+        self._fields = {"ignore_eos": True} | ({} if most is None else {"max_tokens": most})
         self.sent: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         page.route("**/v1/chat/completions", self._pass_on)
@@ -107,4 +111,4 @@ class Endless:
         body = json.loads(route.request.post_data or "")
         self.sent.append(body)
         self.headers.append(route.request.headers)
-        route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
+        route.continue_(post_data=json.dumps(body | self._fields))

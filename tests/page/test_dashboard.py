@@ -80,13 +80,13 @@ def test_snapshots_agree_with_the_engine_through_a_load(
         assert response.headers["content-type"].startswith("text/event-stream")
         stream = snapshots(response)
         before = next(stream)
-        load(24, 300)
+        load(24, 150)
         for one in stream:
             check(one)
             seen_waiting |= bool(one["waiting"])
             seen_shared |= one["pages"]["shared"] > 0
             drawn = one["stats"]["generation_tokens"] - before["stats"]["generation_tokens"]
-            if drawn == 24 * 300 and one["stats"]["num_running"] == 0:
+            if drawn == 24 * 150 and one["stats"]["num_running"] == 0:
                 break
         assert one["at"] > before["at"]
         assert b"Anna" not in json.dumps(one).encode()

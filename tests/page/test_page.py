@@ -96,11 +96,11 @@ def test_the_dashboard_shows_the_engine_at_work(
     expect(page.locator("#running")).to_have_text("0 of 8")
     expect(page.locator("#rows tr.runs")).to_have_count(0)
     idle = page.locator("#map").evaluate(picture)
-    load(24, 500)
+    load(24, 300)
     expect(page.locator("#running")).to_have_text("8 of 8")
     expect(page.locator("#rows tr.runs")).to_have_count(8)
     expect(page.locator("#waiting")).not_to_have_text("0")
-    expect(page.locator("#rows tr.waits").first).to_contain_text("/500")
+    expect(page.locator("#rows tr.waits").first).to_contain_text("/300")
     expect(page.locator("#shared")).not_to_have_text("0")
     expect(page.locator("#rate-now")).not_to_have_text("0")
     busy = page.locator("#map").evaluate(picture)
@@ -122,7 +122,7 @@ def test_nothing_moves_while_an_answer_streams(
     open_page: OpenPage, load: Callable[..., None]
 ) -> None:
     page = open_page(viewport=LOW)
-    Endless(page)
+    Endless(page, most=500)
     expect(page.locator("#running")).to_have_text("0 of 8")
     page.evaluate(
         """() => {
@@ -150,8 +150,8 @@ def test_a_reader_who_scrolled_up_is_left_there(
     open_page: OpenPage, load: Callable[..., None]
 ) -> None:
     page = open_page(viewport=LOW)
-    Endless(page)
-    load(7, 700)
+    Endless(page, most=500)
+    load(7, 500)
     send(page, QUESTION)
     scroller = page.locator("#scroller")
     while not scroller.evaluate("at => at.scrollTop > 90"):

@@ -54,16 +54,25 @@ class Oracle:
     def __init__(self, config: ModelConfig, model: Decoder, kv_cache_dtype: str = "auto") -> None:
         self._fp8 = kv_cache_dtype == "fp8"
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        self._weights = {
+        self._weights = w = {
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
         }
         self._config = config
+        starts = [f"layers.{index}." for index in range(config.num_hidden_layers)]
+        self._layers = [
+            {name.removeprefix(start): value for name, value in w.items() if name.startswith(start)}
+            for start in starts
+        ]
         self._logits: dict[tuple[int, ...], Array] = {}
 
     def logits(self, tokens: tuple[int, ...]) -> Array:
-        """float64[V] after `tokens`; remembered, since workloads repeat prefixes on purpose."""
+        """float64[V] after `tokens`; remembered, since workloads repeat prefixes on purpose.
+
+        What reads a sequence says what follows each of its beginnings too.
+        """
         if tokens not in self._logits:
-            self._logits[tokens] = self._forward(np.array(tokens))
+            for count, logits in enumerate(self._forward(np.array(tokens)), 1):
+                self._logits.setdefault(tokens[:count], logits)
         return self._logits[tokens]
 
     def _forward(self, tokens: Array) -> Array:
@@ -71,20 +80,15 @@ class Oracle:
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
         angles = np.arange(len(tokens))[:, None] * rope_frequencies(config.rope, config.head_dim)
-        for index in range(config.num_hidden_layers):
-            layer = {
-                name.removeprefix(f"layers.{index}."): value
-                for name, value in w.items()
-                if name.startswith(f"layers.{index}.")
-            }
-            normed = self._norm(x, layer["attention_norm.scale"])
-            x = x + self._attention(normed, layer, np.cos(angles), np.sin(angles))
+        cos, sin = np.cos(angles), np.sin(angles)
+        for layer in self._layers:
+            x = x + self._attention(self._norm(x, layer["attention_norm.scale"]), layer, cos, sin)
             normed = self._norm(x, layer["mlp_norm.scale"])
             if "mlp.router" in layer:
                 x = x + self._experts(normed, layer)
             else:
                 x = x + _gated(normed, layer["mlp.gate_up"], layer["mlp.down"])
-        return self._norm(x[-1], w["norm.scale"]) @ project
+        return self._norm(x, w["norm.scale"]) @ project
 
     def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
         """Qwen3's experts, one token and one expert at a time."""
@@ -106,7 +110,7 @@ class Oracle:
         return x / np.sqrt(mean + self._config.rms_norm_eps) * scale
 
     def _attention(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
-        qkv = np.einsum("td,dkgh->tkgh", x, layer["attention.qkv"])
+        qkv = np.tensordot(x, layer["attention.qkv"], 1)
         query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if "attention.query_norm.scale" in layer:
             query = self._norm(query, layer["attention.query_norm.scale"])
@@ -115,13 +119,15 @@ class Oracle:
         key = _rotated(key, cos[:, None], sin[:, None])
         if self._fp8:
             key, value = _through_fp8(key), _through_fp8(value)
-        scores = np.einsum("tkgh,skh->kgts", query, key) / np.sqrt(self._config.head_dim)
-        length = len(x)
-        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
+        query = query.transpose(1, 2, 0, 3)
+        key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
+        scores = query @ key.swapaxes(-1, -2) / np.sqrt(self._config.head_dim)
+        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = np.einsum("kgts,skh->tkgh", weights, value)
-        return np.einsum("tkgh,kghd->td", mixed, layer["attention.out"])
+        mixed = weights @ value
+        return np.tensordot(mixed.transpose(2, 0, 1, 3), layer["attention.out"], 3)
 
     def answer(
         self,
@@ -192,7 +198,7 @@ def _through_fp8(x: Array) -> Array:
 
 
 def _gated(x: Array, gate_up: Array, down: Array) -> Array:
-    gate, up = np.einsum("td,dcf->ctf", x, gate_up)
+    gate, up = x @ gate_up.swapaxes(0, 1)
     return (gate / (1 + np.exp(-gate)) * up) @ down
 
 
@@ -283,6 +289,10 @@ def choose(logits: Array, sampling: SamplingParams, seed: int, position: int) ->
 
 def uniform(seed: int, position: int) -> float:
     """The engine's random number for a position: fold_in(key(seed), position)."""
-    words: Any = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    return float(_uniform(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), position))
+
+
+@jax.jit
+def _uniform(words: Any, position: Any) -> jax.Array:
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
-    return float(jax.random.uniform(jax.random.fold_in(key, position), dtype=np.float32))
+    return jax.random.uniform(jax.random.fold_in(key, position), dtype=np.float32)
