@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CheckpointError, SamplingParams
@@ -48,8 +48,10 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shown = (token for token in ids if token not in tokenizer.special_ids)
     decoder.decode(b"".join(map(tokenizer.token_bytes, shown)))
-    text = tokenizer.decode(ids)
-    return text[:-1] if decoder.getstate()[0] else text
+    text, rest = tokenizer.decode(ids), decoder.getstate()[0]
+    # A surrogate's two bytes begin no character, although Python waits for a third one.
+    begins = rest and not (rest[0] == 0xED and len(rest) == 2 and rest[1] >= 0xA0)
+    return text[:-1] if begins else text
 
 
 @settings(max_examples=300)
@@ -61,8 +63,9 @@ def test_text_comes_back_whole(tokenizer: Tokenizer, text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 
 
+@example(ids=[173, 258])
 @settings(max_examples=300)
-@given(st.lists(st.integers(0, 259), min_size=1, max_size=40))
+@given(ids=st.lists(st.integers(0, 259), min_size=1, max_size=40))
 def test_any_ids_equal_decoding_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
     pieces, final = stream(tokenizer, ids, SamplingParams())
     context = tokenizer.decode([5, 6])

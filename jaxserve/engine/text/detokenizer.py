@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
@@ -12,6 +13,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.request import SamplingParams
 
 _CONTEXT_TOKENS = 8
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class Detokenizer:
@@ -71,6 +73,9 @@ class Detokenizer:
             context = self._bytes(self._context if self._repeats_context else ())
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             whole = decoder.decode(context + self._bytes(self._waiting))
+            # Python waits for a third byte of what would be a surrogate, which begins no character.
+            if SURROGATE.fullmatch(decoder.getstate()[0]):
+                whole += 2 * "\ufffd"
             self._extend(_after(context.decode(errors="replace"), whole))
         self._longest_stop = 0
 
