@@ -40,6 +40,8 @@ _CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+# Loops become nodes of CUDA graphs, so that a launch of several steps is one of them.
+GPU_FLAGS = ("--xla_gpu_enable_command_buffer=+WHILE",)
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,17 @@ def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[N
                 os.environ[name] = value
 
 
+def with_gpu_flags(flags: str) -> str:
+    """Return XLA's flags with those that a GPU needs, but for any that is among them already.
+
+    So the user's word is the last: `XLA_FLAGS=--xla_gpu_enable_pdl=false` also switches off
+    launches that begin before the one before them has ended.
+    """
+    named = {flag.partition("=")[0] for flag in flags.split()}
+    added = [flag for flag in GPU_FLAGS if flag.partition("=")[0] not in named]
+    return " ".join([*flags.split(), *added])
+
+
 def _runs_on_cpu() -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms:
@@ -378,7 +391,9 @@ def prepare_process(**environment: Any) -> None:
     """
     if "jax" in sys.modules:
         return
-    if sys.platform == "linux" and _runs_on_cpu():
+    if not _runs_on_cpu():
+        os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+    elif sys.platform == "linux":
         _allocate_from_heap()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -164,5 +164,15 @@ def test_the_heap_is_tuned_only_where_jax_runs_on_cpu(
     for name in ("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "error")
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
     config.prepare_process()
     assert bool(calls) == tuned
+    added = "" if tuned else " --xla_gpu_enable_command_buffer=+WHILE"
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=here{added}"
+
+
+def test_flags_that_the_user_gave_win() -> None:
+    [flag] = config.GPU_FLAGS
+    assert config.with_gpu_flags("") == flag
+    given = "--xla_gpu_enable_command_buffer=FUSION --xla_gpu_enable_pdl=false"
+    assert config.with_gpu_flags(given) == given

@@ -27,6 +27,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+from jaxserve.config import with_gpu_flags
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.offline_environment import (
     NoEnvironment,
@@ -114,6 +115,7 @@ def compile_cases(
         partial = pathlib.Path(work) / "rows.json"
         partial.write_text("[]")
         environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
+        environment["XLA_FLAGS"] = with_gpu_flags(environment["XLA_FLAGS"])
         inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
         while True:
             before = partial.read_text()
