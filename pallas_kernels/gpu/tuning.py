@@ -48,7 +48,7 @@ class DecodeConfig:
     num_stages: int = 3
     programs_per_sm: int = 2
     min_blocks: int = 1
-    merge_numbers: int = 4096
+    merge_numbers: int = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,9 @@ def defaults(kind: type[Config], case: Case) -> Any:
     wide = case.H > 128
     narrow = case.page_dtype.itemsize == 1
     if kind is DecodeConfig:
-        config = DecodeConfig(32 if wide and narrow else 64, num_stages=2 if wide else 3)
+        # Widening takes registers: more of them for tiles of several queries.
+        is_tight = narrow and (wide or case.op == "ragged")
+        config = DecodeConfig(32 if is_tight else 64, num_stages=2 if wide else 3)
         if exact:
             config = DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
         return fitted(config, case, rows=16)
@@ -180,7 +182,9 @@ def defaults(kind: type[Config], case: Case) -> Any:
         # Widening by integers takes registers of its own.
         by_integers = narrow and not case.device.widens_fp8
         block = 32 if by_integers and case.H > 64 else 64
-        config = RaggedConfig(tile_rows=64 if short else 128, block_tokens=block)
+        # Wide heads and those that are widened leave registers for 16 rows of a split tile.
+        split_rows = 16 if wide or narrow else 32
+        config = RaggedConfig(64 if short else 128, block, split_rows=split_rows)
         if exact:
             config = RaggedConfig(tile_rows=16, block_tokens=32, split_rows=16)
         return fitted(config, case, config.tile_rows)
