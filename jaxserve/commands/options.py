@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import types
@@ -36,8 +37,10 @@ class CommandError(Exception):
 
 def field_help(cls: type) -> dict[str, str]:
     """Return each field's text in the Args section of a dataclass's docstring."""
-    section = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    # From 3.13 on Python itself leaves out the indentation that all lines share.
+    text = inspect.cleandoc(cls.__doc__ or "")
+    section = text.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
