@@ -9,8 +9,10 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.case import Case
+from tests.machine_code.greatest_cases import GreatestCase, PlacedGreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
+from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
 
 # Positions that kernels take at a time; pages larger than this are taken in parts.
 BLOCK = 64
@@ -22,11 +24,17 @@ def more_inputs(case: Case) -> list[Case]:
         found: list[Case] = list(other_rows(case))
     elif isinstance(case, GroupedCase | QuantizedGroupedCase):
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
+    elif isinstance(case, GreatestCase):
+        found = [
+            PlacedGreatestCase(case.name, case.rows, case.columns, seed) for seed in range(101, 125)
+        ]
     else:
         # The numbers of a norm are large or small row by row.
         is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
         seeds = range(101, 141) if is_norm_of_one else (101, 102)
         found = [changed(case, seed=seed) for seed in seeds]
+        if isinstance(case, RopeKvWriteCase) and case.norm:
+            found.append(SmallHeadsCase(**vars(case)))
     for other in found:
         assert other.shapes() == case.shapes(), f"{other} is compiled to other code than {case}"
     return found
