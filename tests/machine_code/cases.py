@@ -85,6 +85,9 @@ def decode_cases() -> list[Case]:
     more("bf16-h64-g16-window", (1, 33, 70, 300, 700), **window)
     # More splits than the merging kernel reads at a time.
     more("bf16-h16-long", (2048, 8500, 1, 5000), head_dim=16, kv_heads=1, table_width=540)
+    # More blocks than programs of a kv head, so that a program has several, of several rows too.
+    many_heads = {"head_dim": 16, "group": 1, "kv_heads": 33, "table_width": 20}
+    more("bf16-h16-many-heads", (5, 130, 0, 64, 300, 17), **many_heads)
     more("bf16-h48-shared", (70, 64, 200), head_dim=48, is_shared=True, table_width=20)
     more("bf16-h80", (0, 1, 33, 290), head_dim=80, table_width=20)
     more("bf16-h96-g1", (5, 130), head_dim=96, group=1, table_width=20)

@@ -67,6 +67,31 @@ class GreatestCase(Case):
         return [np.where(np.isfinite(x).all(axis=1), x.argmax(axis=1), -1).astype(np.int32)]
 
 
+@dataclasses.dataclass(frozen=True)
+class PlacedGreatestCase(GreatestCase):
+    """Call of `greatest` in which what counts may be anywhere: more inputs for a case's code."""
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make rows of one greatest number, of equals from some place on, and of one not finite.
+
+        Seeds that follow each other have them at each of a thread's 16 numbers in turn.
+        """
+        rng = np.random.default_rng(self.seed)
+        x = rng.integers(-9, 9, (self.rows, self.columns)).astype(np.float32)
+        for row, numbers in enumerate(x):
+            number, kind = divmod(self.seed * self.rows + row, 4)
+            quarter, within = divmod(number % 16, 4)
+            start = 4096 * rng.integers(-(-self.columns // 4096)) + 1024 * quarter
+            place = (start + 4 * rng.integers(256) + within) % self.columns
+            if kind < 2:
+                numbers[place] = 10.0
+            elif kind == 2:
+                numbers[place:] = 10.0
+            else:
+                numbers[place] = rng.choice([np.nan, np.inf, -np.inf])
+        return [x]
+
+
 def greatest_cases() -> list[Case]:
     """List rows of one number, of about a piece, and of several."""
     sizes = ((1, 1), (6, 4096), (12, 4097), (7, 12000))

@@ -9,11 +9,15 @@ import numpy as np
 
 from tests.machine_code.attention_cases import AttentionCase
 from tests.machine_code.case import Case
+from tests.machine_code.greatest_cases import GreatestCase, PlacedGreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
+from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
 
 # Positions that kernels take at a time; pages larger than this are taken in parts.
 BLOCK = 64
+# Factor of scores that overflow if a maximum is not one.
+LOUD = 60.0
 
 
 def more_inputs(case: Case) -> list[Case]:
@@ -22,11 +26,17 @@ def more_inputs(case: Case) -> list[Case]:
         found: list[Case] = list(other_rows(case))
     elif isinstance(case, GroupedCase | QuantizedGroupedCase):
         found = [changed(case, seed=101, sizes=case.sizes[::-1]), changed(case, seed=102)]
+    elif isinstance(case, GreatestCase):
+        found = [
+            PlacedGreatestCase(case.name, case.rows, case.columns, seed) for seed in range(101, 125)
+        ]
     else:
         # The numbers of a norm are large or small row by row.
         is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
         seeds = range(101, 141) if is_norm_of_one else (101, 102)
         found = [changed(case, seed=seed) for seed in seeds]
+        if isinstance(case, RopeKvWriteCase) and case.norm:
+            found.append(SmallHeadsCase(**vars(case)))
     for other in found:
         assert other.shapes() == case.shapes(), f"{other} is compiled to other code than {case}"
     return found
@@ -39,8 +49,9 @@ def changed(case: Any, **fields: Any) -> Case:
 def other_rows(case: AttentionCase) -> list[AttentionCase]:
     """Return rows in the other order, and rows among which the pages are dealt out anew.
 
-    Scores that are far apart make one position count, so that a wrong one shows. The last row of
-    one deal fills its line of the table, so that reading beyond it leaves the table.
+    Scores that are far apart make one position count, so that a wrong one shows; if they are very
+    far apart, so do maxima. The last row of one deal fills its line of the table, so that reading
+    beyond it leaves the table.
     """
     far = 1.0 if case.dtype == "f32" else 4.0
     rows = case.lengths[::-1], case.counts[::-1]
@@ -55,7 +66,26 @@ def other_rows(case: AttentionCase) -> list[AttentionCase]:
         for seed in (102, 103, 104):
             lengths = deal(case, seed, fills_last=seed == 104)
             found.append(dataclasses.replace(case, lengths=lengths, seed=seed))
+        for seed in () if case.is_decode else (106, 107):
+            counts = few_queries(case, seed)
+            other = dataclasses.replace(case, counts=counts, seed=seed)
+            found.append(dataclasses.replace(other, lengths=deal(other, seed, fills_last=False)))
+    # A sink that is far above all scores would leave nothing of them.
+    if case.dtype != "f32" and case.soft_cap is None and not case.has_sinks:
+        found.append(dataclasses.replace(case, seed=108, spread=LOUD * case.spread))
     return found
+
+
+def few_queries(case: AttentionCase, seed: int) -> tuple[int, ...]:
+    """Deal the queries of a case out anew: few to every row but one, about as many as are split."""
+    rng, left = np.random.default_rng(seed), sum(case.queries)
+    counts = np.zeros(len(case.queries), int)
+    order = rng.permutation(len(counts))
+    for row in order[1:]:
+        counts[row] = min(rng.integers(1, 18), left)
+        left -= counts[row]
+    counts[order[0]] = left
+    return tuple(counts.tolist())
 
 
 def nearly_whole_blocks(case: AttentionCase) -> tuple[int, ...]:

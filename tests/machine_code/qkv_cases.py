@@ -154,6 +154,17 @@ class RopeKvWriteCase(Case):
         return [np.asarray(array) for array in reference.rope_kv_write(*operands, dtype)]
 
 
+@dataclasses.dataclass(frozen=True)
+class SmallHeadsCase(RopeKvWriteCase):
+    """Call of `rope_kv_write` whose heads are so small that a norm's eps counts."""
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments, with means of squares about eps."""
+        small = {"qkv": 1e-2, "bias": 1e-3, "mean_squares": 1e-5}
+        given = zip(self.names, super().arguments(), strict=True)
+        return [(array * small.get(name, 1)).astype(array.dtype) for name, array in given]
+
+
 def rope_kv_write_cases() -> list[Case]:
     """List calls with and without every option, and heads of every size."""
     found: list[Case] = []

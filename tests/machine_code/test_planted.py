@@ -31,6 +31,9 @@ CASES = (
     "quantized-int4-bf16",
     "quantized_grouped-int8-bf16",
     "add_norm-bf16-parts",
+    "rope_kv_write-bf16-h64",
+    "greatest-12x4097",
+    "few_rows-bf16-silu",
 )
 
 
