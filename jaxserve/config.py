@@ -369,8 +369,7 @@ def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[N
 def with_gpu_flags(flags: str) -> str:
     """Return XLA's flags with those that a GPU needs, but for any that is among them already.
 
-    So the user's word is the last: `XLA_FLAGS=--xla_gpu_enable_pdl=false` also switches off
-    launches that begin before the one before them has ended.
+    So the user's word is the last; `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
     """
     named = {flag.partition("=")[0] for flag in flags.split()}
     added = [flag for flag in GPU_FLAGS if flag.partition("=")[0] not in named]

@@ -48,7 +48,7 @@ class DecodeConfig:
     num_stages: int = 3
     programs_per_sm: int = 2
     min_blocks: int = 1
-    merge_numbers: int = 2048
+    merge_numbers: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,10 @@ def defaults(kind: type[Config], case: Case) -> Any:
     if kind is DecodeConfig:
         # Widening takes registers: more of them for tiles of several queries.
         is_tight = narrow and (wide or case.op == "ragged")
-        config = DecodeConfig(32 if is_tight else 64, num_stages=2 if wide else 3)
+        merged = 2048 if narrow or (case.op == "decode" and not wide) else 4096
+        config = DecodeConfig(
+            32 if is_tight else 64, num_stages=2 if wide else 3, merge_numbers=merged
+        )
         if exact:
             config = DecodeConfig(block_tokens=32, num_warps=8, num_stages=2)
         return fitted(config, case, rows=16)
