@@ -68,7 +68,7 @@ def test_lookup_takes_the_first_entry_that_fits(
             found = tuning.lookup(tuning.DecodeConfig, case)
             assert (found.block_tokens, found.num_warps) == (block, warps)
     case = case_of("decode", "bfloat16", 128, 8, find_card("B200").limits)
-    assert tuning.lookup(tuning.DecodeConfig, case) == tuning.DecodeConfig()
+    assert tuning.lookup(tuning.DecodeConfig, case) == tuning.defaults(tuning.DecodeConfig, case)
 
 
 FITTING = [
