@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -110,7 +111,13 @@ def test_the_specification_is_what_runs_where_there_is_no_kernel() -> None:
 def check(kind: Kind, tokens: int, implementation: str) -> None:
     """Compare queries and pages with the reference's."""
     operands, dtype = call(kind, tokens, seed=tokens)
-    got = rope_kv_write(*operands, dtype=dtype, implementation=implementation)
+    options = {"xla_backend_optimization_level": "0"}  # compiling is most of what this costs
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def run() -> tuple[jax.Array, ...]:
+        return rope_kv_write(*operands, dtype=dtype, implementation=implementation)
+
+    got = run()
     want = reference.rope_kv_write(*operands, dtype)
     assert not np.asarray(got[3]).any() and got[3].shape == want[3].shape
     for mine, theirs, name in zip(got[:3], want, ("query", "key", "value"), strict=False):
