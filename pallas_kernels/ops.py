@@ -24,6 +24,7 @@ from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
 from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
 
+NO_QKV_OPTIONS = QkvOptions()
 RAGGED: Mapping[str, Callable[..., jax.Array]] = {
     "mosaic_gpu": deferred("pallas_kernels.gpu.hopper_ragged", "ragged_paged_attention"),
     "triton": deferred("pallas_kernels.gpu.triton_ragged", "ragged_paged_attention"),
@@ -258,7 +259,7 @@ def rope_kv_write(
     k_pages: jax.Array,
     v_pages: jax.Array,
     slot_mapping: jax.Array,
-    options: QkvOptions = QkvOptions(),  # noqa: B008
+    options: QkvOptions = NO_QKV_OPTIONS,
     *,
     dtype: DTypeLike | None = None,
     implementation: str = "auto",
@@ -468,6 +469,11 @@ def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str
     One that is named and cannot compute a call is not refused here: products have no other name.
     """
     case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
+    return _kernel_runs(implementation, case)
+
+
+def _kernel_runs(implementation: str, case: ProductCase | RowsCase) -> bool:
+    """Return whether a kernel computes a call, under a name that may be another operation's."""
     named = implementation in ("triton", "triton_interpret")
     return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
 
@@ -495,9 +501,7 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
 
 def has_greatest(x: jax.Array, implementation: str) -> bool:
     """Return whether a kernel computes ``greatest`` of rows like x, [R,V]."""
-    case = _greatest_case(x)
-    named = implementation in ("triton", "triton_interpret")
-    return limit(implementation, case) is None if named else choose(implementation, case) != "xla"
+    return _kernel_runs(implementation, _greatest_case(x))
 
 
 def _greatest_case(x: jax.Array) -> RowsCase:

@@ -208,7 +208,7 @@ def sample(
     Returns:
         Token ids; NO_TOKEN where the row's logits were not all finite, or left it no token to draw.
     """
-    if greedy_only and has_greatest(logits, implementation):
+    if greedy_only and has_greatest(logits, implementation):  # whose -1 is NO_TOKEN
         return greatest(logits, implementation=implementation)
     # NaN and infinity are the greatest of a row; XLA on CPU vectorizes a maximum, no conjunction.
     ok = jnp.isfinite(jnp.abs(logits).max(axis=1))

@@ -100,8 +100,8 @@ def model_step(
     logits = model.logits(last, num_rows)
     with jax.named_scope("sample"):
         token_ids = sample(logits, batch, state.sampler, greedy, step.others)
-        # Where every row is greedy none counts its tokens. A row without one ends; the index of
-        # its token must be one all the same.
+        # Where every row is greedy none counts its tokens. A row that drew nothing ends, but what
+        # it counts until then must lie in the vocabulary.
         indices = token_ids if greedy else jnp.maximum(token_ids, 0)
         sampler = state.sampler if greedy else record(state.sampler, batch, indices)
     last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
@@ -112,7 +112,7 @@ def model_step(
                 logprobs = draw_logprobs(logits, indices, batch)
             else:
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
-                logprobs = position_logprobs(model.logits, hidden, logits, token_ids, draws, batch)
+                logprobs = position_logprobs(model.logits, hidden, logits, indices, draws, batch)
     state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
     return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
 

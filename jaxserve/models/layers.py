@@ -131,7 +131,7 @@ def add(
         implementation: as in `pallas_kernels`.
     """
     is_plain = delta is None or (delta.norm_scale is None and delta.value.ndim == 2)
-    if (norm is None and is_plain) or (norm is not None and norm.traits.norm_centered):
+    if (norm is None and is_plain) or (norm is not None and norm.is_centered):
         x = x if delta is None else x + delta.value
         return x, x if norm is None else norm(x)
     scale = None if norm is None else norm.scale[...]

@@ -1,8 +1,8 @@
 """The greatest number of each row and whether all are finite, in Pallas-Triton, in one reading.
 
 A row of logits is long and there may be a single one, so programs take pieces of rows, and a second
-kernel, which has little to read, takes the best of a row's pieces. XLA reads the logits three
-times, in as many launches, and then needs some more for the index.
+kernel, which has little to read, takes the best of a row's pieces. XLA reads the logits
+twice.
 """
 
 from __future__ import annotations

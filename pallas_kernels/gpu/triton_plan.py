@@ -1,7 +1,7 @@
 """Division of a step's attention over programs, by one small kernel.
 
 The KV blocks that the rows' queries see, one row after the other, are cut into equal shares, one
-for each program of a kv head: whatever the rows' lengths are, all programs end together. A share
+for each program of a kv head: whatever the rows' lengths are, all have the same work. A share
 may hold many short rows and parts of two others, and a long row takes many shares (Stream-K, Osama
 et al. 2023).
 

@@ -1,8 +1,8 @@
 """Norms and rotation of queries and keys and the write of K and V, in Pallas-Triton, in one launch.
 
 A program takes one kv head of one token: its G queries, its key and its value. XLA makes three
-launches of the rotations and of a copy of the values, and two more of the norms; each reads the
-projection's result again, and so does the write of keys and values.
+launches of the rotations and of a copy of the values, each of which reads the projection's result
+again, before those of the norms and of the write.
 """
 
 from __future__ import annotations

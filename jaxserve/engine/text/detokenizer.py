@@ -13,7 +13,7 @@ from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.request import SamplingParams
 
 _CONTEXT_TOKENS = 8
-SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class Detokenizer:
@@ -74,7 +74,7 @@ class Detokenizer:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             whole = decoder.decode(context + self._bytes(self._waiting))
             # Python waits for a third byte of what would be a surrogate, which begins no character.
-            if SURROGATE.fullmatch(decoder.getstate()[0]):
+            if _SURROGATE.fullmatch(decoder.getstate()[0]):
                 whole += 2 * "\ufffd"
             self._extend(_after(context.decode(errors="replace"), whole))
         self._longest_stop = 0
