@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.page_table import lay_new_pages, most_new_pages
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
@@ -25,7 +26,7 @@ class StepBatch(Generic[AnyArray]):
     """The inputs of one step, as `unpack` finds them.
 
     Rows and tokens past the plan's are padding: their slot is the null slot, their kv_len 0,
-    their pages the null page, and no cell of the cache is written for them.
+    and no cell of the cache is written for them.
     """
 
     # NO_TOKEN where the device knows the token and the host does not.
@@ -41,7 +42,11 @@ class StepBatch(Generic[AnyArray]):
     sample_slots: Int32[AnyArray, " R"]
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, ""]  # decode steps to take; read where the bucket has several
-    page_table: Int32[AnyArray, "R M"]
+    # Pages that the rows' slots got since their last launch: page_ids[i] is the page at column
+    # page_columns[i] of slot page_slots[i]. Unused entries have a slot past the null slot.
+    page_slots: Int32[AnyArray, " C"]
+    page_columns: Int32[AnyArray, " C"]
+    page_ids: Int32[AnyArray, " C"]
     # The rest as in `Settings`.
     stop_length: Int32[AnyArray, " R"]
     min_length: Int32[AnyArray, " R"]
@@ -69,15 +74,21 @@ class _Parts(Generic[AnyArray]):
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
-    page_table: Int32[AnyArray, "R M"]
+    pages: Int32[AnyArray, "3 C"]
 
 
-def _size(bucket: Bucket, max_pages: int) -> int:
-    return 4 * bucket.num_tokens + bucket.num_rows * (5 + WIDTH + max_pages) + 2
+def room_for_pages(bucket: Bucket, page_size: int) -> int:
+    """Return how many new pages a launch of a bucket can bring."""
+    return most_new_pages(bucket.num_rows, bucket.num_tokens * bucket.num_steps, page_size)
+
+
+def _size(bucket: Bucket, page_size: int) -> int:
+    rows = bucket.num_rows * (5 + WIDTH) + 2
+    return 4 * bucket.num_tokens + rows + 3 * room_for_pages(bucket, page_size)
 
 
 def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Parts[AnyArray]:
-    """Return the parts of a batch, whose length says how many pages a row has."""
+    """Return the parts of a batch, whose length says how many new pages it has room for."""
     T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
@@ -88,7 +99,7 @@ def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Par
         words[starts : settings - 1],
         words[settings - 1 : settings],
         words[settings:pages].reshape(R, W),
-        words[pages:].reshape(R, -1),
+        words[pages:].reshape(3, -1),
     )
 
 
@@ -104,6 +115,7 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
 
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
+    page_slots, page_columns, page_ids = parts.pages
     return StepBatch(
         tokens=tokens,
         positions=positions,
@@ -115,7 +127,9 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
         sample_slots=sample_slots,
         query_start=parts.query_start,
         num_steps=parts.num_steps[0, ...],
-        page_table=parts.page_table,
+        page_slots=page_slots,
+        page_columns=page_columns,
+        page_ids=page_ids,
         **Settings[AnyArray].of(read)._asdict(),
     )
 
@@ -125,9 +139,11 @@ def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> Int32[np.ndarray
 
     One argument of a compiled program costs the host a tenth of what twenty do. It is new each
     time: XLA on CPU may read a numpy argument in place, long after the call that passed it.
+
+    New pages count as sent from now on; there is room for them after `page_table.whole_rows`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
-    words = np.empty(_size(bucket, slots.max_pages), np.int32)
+    words = np.empty(_size(bucket, slots.page_size), np.int32)
     parts = _parts(words, bucket.num_tokens, bucket.num_rows)
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, padded, sample_index, sample_slots = parts.rows
@@ -161,7 +177,7 @@ def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> Int32[np.ndarray
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
     # With another mode than clip numpy would copy once more.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
-    slots.page_table.take(rows, axis=0, out=parts.page_table, mode="clip")
+    lay_new_pages(plan, slots, parts.pages)
     targets[:] = NO_TOKEN
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.batch import pack
+from jaxserve.execution.batch import pack, room_for_pages
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.page_table import whole_rows
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 OnProgress = Callable[[str, int, int], None]
 Step = Callable[[list[jax.Array], DeviceState, np.ndarray], tuple[DeviceState, StepOutput]]
 LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
+SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -65,6 +67,7 @@ class Programs:
         steps: the launches, by their padded shape: (leaves, state, words) to (state, output).
         make_state: the empty device state.
         load_slot: (sampler, load) to the sampler state with one slot's settings replaced.
+        set_rows: (page table, slots, rows) to the page table with rows replaced.
         set_allowed: by how many slots' masks they replace, (sampler, slots, words) to the sampler
             state.
     """
@@ -72,6 +75,7 @@ class Programs:
     steps: Mapping[Bucket, Step]
     make_state: Callable[[], DeviceState]
     load_slot: LoadSlot
+    set_rows: SetRows
     set_allowed: Mapping[int, SetAllowed]
 
 
@@ -135,6 +139,7 @@ class Runner:
         self._steps: Mapping[Bucket, Step] = programs.steps
         self._make_state = programs.make_state
         self._load_slot = programs.load_slot
+        self._set_rows = programs.set_rows
         self._set_allowed: Mapping[int, SetAllowed] = programs.set_allowed
         self._state: DeviceState | None = state
         self._counter = counter
@@ -158,9 +163,11 @@ class Runner:
         )
         greedy = not any_features and is_greedy(plan, slots)
         bucket = self.buckets.pick(plan, greedy, lacks_prompt_logprobs)
-        batch = pack(plan, slots, bucket)
         state, self._state = self._state, None
         assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
+        for owners, rows in whole_rows(plan, slots, room_for_pages(bucket, slots.page_size)):
+            state = replace(state, page_table=self._set_rows(state.page_table, owners, rows))
+        batch = pack(plan, slots, bucket)
         if any_features & SamplerFeature.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
         if any_features & SamplerFeature.ALLOWED:
@@ -223,7 +230,7 @@ class Runner:
         self._counter.close()
         self._state = None
         self._leaves, self._steps, self._set_allowed = [], {}, {}
-        self._load_slot = self._make_state = _closed
+        self._load_slot = self._set_rows = self._make_state = _closed
 
 
 def _closed(*_: Any) -> Any:

@@ -33,6 +33,7 @@ class DeviceState:
     """
 
     kv: list[KVPages]  # one (k_pages, v_pages) a layer
+    page_table: Int32[Array, "slots_plus_1 M"]  # as far as it was sent (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest token drawn for each slot
     sampler: SamplerState
 
@@ -82,15 +83,29 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platfo
 
 
 def make_state(
-    config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: DTypeLike
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    num_slots: int,
+    dtype: DTypeLike,
+    *,
+    max_pages: int,
 ) -> DeviceState:
-    """Make a cache of zeros for every layer; `dtype` is that of its pages."""
+    """Make a cache of zeros for every layer, and tables without entries.
+
+    Args:
+        config: of the model.
+        num_pages, page_size, dtype: of the cache.
+        num_slots: beside the null slot.
+        max_pages: most pages of a slot.
+    """
     shape = (num_pages, config.num_key_value_heads, page_size, config.head_dim)
     return DeviceState(
         kv=[
             (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
             for _ in range(config.num_hidden_layers)
         ],
+        page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
         last_token=jnp.zeros(num_slots + 1, np.int32),
         sampler=make_sampler_state(num_slots, config.vocab_size),
     )

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
+from jaxserve.execution.page_table import put_pages
 from jaxserve.execution.sampler_state import record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     ]
 
 
-def slot_mapping(batch: StepBatch[Array], page_size: int) -> Int32[Array, " T"]:
+def slot_mapping(
+    batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
+) -> Int32[Array, " T"]:
     """Return the cell of the cache for each token's K and V; -1 for padding."""
     column = batch.positions // page_size
-    page = batch.page_table.at[batch.row_of_token, column].get(mode="clip")
+    page = page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
     real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
     # A row that has ended within the launch takes no part any more.
@@ -63,10 +66,7 @@ def model_step(
     leaves: list[Array],
     state: DeviceState,
     batch: StepBatch[Array],
-    *,
-    decode_only: bool,
-    greedy: bool,
-    implementation: str,
+    **options: Any,
 ) -> tuple[DeviceState, StepOutput]:
     """Compute a step's tokens, write their K and V, and draw the next token of each row.
 
@@ -80,14 +80,38 @@ def model_step(
         greedy: static; every row takes its most likely token (see `is_greedy`).
         implementation: static; which attention and which products run.
     """
+    state, page_table = with_new_pages(state, batch)
+    return _take_step(graphdef, treedef, leaves, state, batch, page_table=page_table, **options)
+
+
+def with_new_pages(
+    state: DeviceState, batch: StepBatch[Array]
+) -> tuple[DeviceState, Int32[Array, "R M"]]:
+    """Put a launch's new pages into the page table; return it with the rows of the launch."""
+    table = put_pages(state.page_table, batch.page_slots, batch.page_columns, batch.page_ids)
+    return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
+
+
+def _take_step(
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    leaves: list[Array],
+    state: DeviceState,
+    batch: StepBatch[Array],
+    *,
+    page_table: Int32[Array, "R M"],
+    decode_only: bool,
+    greedy: bool,
+    implementation: str,
+) -> tuple[DeviceState, StepOutput]:
     # Real rows come first in tokens and batch; a block of positions has no more of them.
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
     step = PagedStep(
         positions=batch.positions,
-        slot_mapping=slot_mapping(batch, state.kv[0][0].shape[2]),
-        page_table=batch.page_table,
+        slot_mapping=slot_mapping(batch, page_table, state.kv[0][0].shape[2]),
+        page_table=page_table,
         query_start=batch.query_start,
         kv_len=batch.kv_len,
         decode_only=decode_only,
@@ -113,7 +137,7 @@ def model_step(
             else:
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
                 logprobs = position_logprobs(model.logits, hidden, logits, indices, draws, batch)
-    state = DeviceState(kv=kv, last_token=last_token, sampler=sampler)
+    state = replace(state, kv=kv, last_token=last_token, sampler=sampler)
     return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
 
 
@@ -142,7 +166,9 @@ def decode_steps(
         token_ids are [most, R], defined for the steps that a row took part in; scores are
         those of the last step.
     """
-    step = partial(model_step, graphdef, treedef, leaves, decode_only=True, **options)
+    state, page_table = with_new_pages(state, batch)
+    options |= {"page_table": page_table, "decode_only": True}
+    step = partial(_take_step, graphdef, treedef, leaves, **options)
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, state, batch)[1]
     none = jnp.full((most, *shapes.token_ids.shape), NO_TOKEN, jnp.int32)

@@ -29,6 +29,7 @@ class SlotTable:
 
     Columns (i32 unless said):
         page_table [slots + 1, M], num_pages: the pages, in the order of their tokens.
+        num_sent: of those, the ones that the device's page table has.
         first_page: the first one held; those before it were given back, their place is null.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
@@ -65,6 +66,7 @@ class SlotTable:
         self.tokens = column(max_model_len)
         self._flat_tokens = self.tokens.reshape(-1)
         self.num_pages = column()
+        self.num_sent = column()
         self.first_page = column()
         self.num_known = column()
         self.length = column()
@@ -114,7 +116,7 @@ class SlotTable:
         num_known = len(sequence.token_ids)
         self.tokens[slot, :num_known] = sequence.token_ids
         self.num_known[slot] = num_known
-        self.num_pages[slot] = self.first_page[slot] = 0
+        self.num_pages[slot] = self.first_page[slot] = self.num_sent[slot] = 0
         self.length[slot] = num_known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0

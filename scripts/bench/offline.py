@@ -261,7 +261,8 @@ def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, 
     pages = rng.permutation(loaded.runner.num_pages - 1) + 1
     for slot, length in enumerate(lengths):
         count = -(-int(length + 1) // config.block_size)
-        slots.page_table[slot, :count], pages = pages[:count], pages[count:]
+        slots.append_pages(slot, pages[:count])
+        pages = pages[count:]
     slots.num_known[:batch] = lengths + 1
     return slots, LaunchPlan(
         slots=np.arange(batch, dtype=np.int32),

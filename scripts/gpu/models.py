@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.execution.batch import StepBatch, pack, unpack
+from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.compiler import product_precision
 from jaxserve.execution.state import make_state
@@ -106,19 +106,16 @@ MODELS = {
 }
 
 
-def empty_batch(T: int, R: int, context: int) -> StepBatch:
-    """Make a batch of padding with the shapes of a bucket.
-
-    Tables for ``context`` positions a row.
-    """
+def empty_words(T: int, R: int, context: int, num_steps: int = 1) -> np.ndarray:
+    """Pack a batch of padding in the shapes of a bucket, for ``context`` positions a row."""
     none = np.zeros(0, np.int32)
     plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
-    words = pack(plan, SlotTable(R, context, PAGE_SIZE), Bucket(T, R, decode_only=T == R))
-    return unpack(words, T, R)
+    bucket = Bucket(T, R, decode_only=T == R, num_steps=num_steps)
+    return pack(plan, SlotTable(R, context, PAGE_SIZE), bucket)
 
 
-def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> StepBatch:
-    """Make a batch of R rows of T / R tokens each.
+def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> np.ndarray:
+    """Pack a batch of R rows of T / R tokens each, whose pages were sent before.
 
     Args:
         context: tokens of each row after the last step.
@@ -126,27 +123,29 @@ def full_batch(T: int, R: int, context: int, draws: bool = False, num_steps: int
         num_steps: of a launch.
     """
     each, rng = T // R, np.random.default_rng(0)
-    batch = empty_batch(T, R, context)
-    pages = batch.page_table.shape[1]
+    words = empty_words(T, R, context, num_steps)
+    batch = unpack(words, T, R)  # views, through which the words are written
     length = context - num_steps + 1
-    start = length - each + np.tile(np.arange(each, dtype=np.int32), R)
-    return dataclasses.replace(
-        batch,
-        tokens=rng.integers(0, 200, T, dtype=np.int32),
-        positions=start.astype(np.int32),
-        row_of_token=np.repeat(np.arange(R, dtype=np.int32), each),
-        query_start=(np.arange(R + 1) * each).astype(np.int32),
-        kv_len=np.full(R, length, np.int32),
-        page_table=1 + rng.permutation(R * pages).astype(np.int32).reshape(R, pages),
-        slots=np.arange(R, dtype=np.int32),
-        sample_index=((np.arange(R) + 1) * each - 1).astype(np.int32),
-        sample_slots=np.arange(R, dtype=np.int32),
-        temperature=np.full(R, 1.0 if draws else 0.0, np.float32),
-        top_k=np.full(R, 50 if draws else 0, np.int32),
-        top_p=np.full(R, 0.9 if draws else 1.0, np.float32),
-        stop_length=np.full(R, 2 * context, np.int32),
-        num_steps=np.int32(num_steps),
-    )
+    batch.tokens[:] = rng.integers(0, 200, T)
+    batch.positions[:] = length - each + np.tile(np.arange(each), R)
+    batch.row_of_token[:] = np.repeat(np.arange(R), each)
+    batch.query_start[:] = np.arange(R + 1) * each
+    batch.kv_len[:] = length
+    batch.slots[:] = batch.sample_slots[:] = np.arange(R)
+    batch.sample_index[:] = (np.arange(R) + 1) * each - 1
+    batch.temperature[:] = 1.0 if draws else 0.0
+    batch.top_k[:] = 50 if draws else 0
+    batch.top_p[:] = 0.9 if draws else 1.0
+    batch.stop_length[:] = 2 * context
+    batch.num_steps[...] = num_steps
+    return words
+
+
+def scattered_pages(R: int, context: int) -> np.ndarray:
+    """Make a page table for R slots of `context` tokens and the null slot, in random order."""
+    pages = -(-context // PAGE_SIZE)
+    order = 1 + np.random.default_rng(0).permutation(R * pages)
+    return np.concatenate([order, np.zeros(pages)]).astype(np.int32).reshape(R + 1, pages)
 
 
 def quantize_shapes(described: nnx.Module, form: str, output_rows: bool = False) -> None:
@@ -199,7 +198,7 @@ def step_call(
         output_rows: lay their codes out as an engine does on a card without Triton.
 
     Returns:
-        (step, (state, weights, batch)) where step(state, weights, batch) -> (state, output) should
+        (step, (state, weights, words)) where step(state, weights, words) -> (state, output) should
         donate its first argument, and the rest are shapes of its arguments.
     """
     config = parse_model_config(model.config())
@@ -209,12 +208,14 @@ def step_call(
     graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_batch(T, R, context)
-    )
+    words = jax.ShapeDtypeStruct(empty_words(T, R, context, num_steps).shape, np.int32)
     pages = R * -(-context // PAGE_SIZE) + 1
     state = jax.eval_shape(
-        functools.partial(make_state, config, pages, PAGE_SIZE, R, page_dtype or dtype)
+        functools.partial(
+            make_state,
+            *(config, pages, PAGE_SIZE, R, page_dtype or dtype),
+            max_pages=-(-context // PAGE_SIZE),
+        )
     )
 
     options = {"greedy": T == R and not draws, "implementation": implementation}
@@ -223,11 +224,11 @@ def step_call(
     else:
         program = functools.partial(decode_steps, most=num_steps, **options)
 
-    def step(state, leaves, batch):
+    def step(state, leaves, words):
         with product_precision("highest", dtype):
-            return program(graphdef, treedef, leaves, state, batch)
+            return program(graphdef, treedef, leaves, state, unpack(words, T, R))
 
-    return step, (state, leaves, batch)
+    return step, (state, leaves, words)
 
 
 def random_arrays(shapes: Any, scale: float = 0.02) -> Any:

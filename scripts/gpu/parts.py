@@ -337,15 +337,17 @@ def _time_step(
         model, T, R, context, jnp.bfloat16, setting.auto, bool(sampler), num_steps
     )
     state, leaves = gpu_models.random_arrays(shapes[:2])
-    batch = jax.device_put(gpu_models.full_batch(T, R, context, sampler == "drawing", num_steps))
+    table = jax.device_put(gpu_models.scattered_pages(R, context))
+    state = dataclasses.replace(state, page_table=table)
+    words = jax.device_put(gpu_models.full_words(T, R, context, sampler == "drawing", num_steps))
     program = jax.jit(step, donate_argnums=0)
 
     def repeat(times: int) -> Callable[[], Any]:
         def run() -> Any:
             nonlocal state
             for _ in range(times - 1):
-                state, _ = program(state, leaves, batch)
-            state, output = program(state, leaves, batch)
+                state, _ = program(state, leaves, words)
+            state, output = program(state, leaves, words)
             return output.token_ids
 
         return run
@@ -353,7 +355,7 @@ def _time_step(
     times = 2 if setting.dry_run else (20 if T == R else 5)
     spread = gpu_timing.measure(repeat(times), (), rounds=5, budget=0)
     times *= num_steps
-    if (program(state, leaves, batch)[1].token_ids < 0).any():
+    if (program(state, leaves, words)[1].token_ids < 0).any():
         raise RuntimeError("a row ended before its last step, or its logits were not finite")
     seconds = spread["median_s"] / times
     floor = model.floor(

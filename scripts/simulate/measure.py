@@ -74,6 +74,7 @@ class _Steps:
         pages = np.arange(self.slots.num_slots * self.slots.max_pages)
         table = 1 + pages % (self.runner.num_pages - 1)
         self.slots.page_table[:-1] = table.reshape(self.slots.num_slots, -1)
+        self.slots.num_pages[:-1] = self.slots.max_pages
         self.slots.num_known[:] = self.slots.stop_length[:] = self.setting.max_model_len
         self.slots.tokens[:] = 7
 

@@ -83,6 +83,9 @@ def test_packing_lays_rows_out() -> None:
     slots.tokens[:] = np.arange(32)
     slots.num_known[:] = [10, 6, 0, 8, 0]
     slots.page_table[:, 0] = [7, 8, 9, 5, 0]
+    slots.page_table[:, 1] = [0, 6, 0, 4, 0]
+    slots.num_pages[:] = [1, 2, 1, 2, 0]
+    slots.num_sent[:] = [1, 0, 0, 1, 0]
     plan = plan_of([3, 0, 1], [8, 6, 2], [1, 4, 3])
     plan.samples[2] = False
     batch = unpack(pack(plan, slots, BucketSet(4, 12, token_sizes=[12]).pick(plan)), 12, 4)
@@ -94,7 +97,11 @@ def test_packing_lays_rows_out() -> None:
     assert batch.kv_len.tolist() == [9, 10, 5, 0]
     assert batch.slots.tolist() == [3, 0, 1, 4] and batch.sample_slots.tolist() == [3, 0, 4, 4]
     assert batch.sample_index.tolist()[:3] == [0, 4, 7]
-    assert batch.page_table[:, 0].tolist() == [5, 7, 8, 0]
+    # Slot 0 has no new page, and slot 2 is not in the plan. Unused entries lie past the table.
+    assert batch.page_slots.tolist() == [3, 1, 1, 5, 5, 5, 5]
+    assert batch.page_columns.tolist()[:3] == [1, 0, 1]
+    assert batch.page_ids.tolist()[:3] == [4, 8, 6]
+    assert slots.num_sent.tolist() == [1, 2, 0, 2, 0]
 
 
 def test_a_batch_shares_no_memory_with_the_tables() -> None:

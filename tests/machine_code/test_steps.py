@@ -124,7 +124,8 @@ def test_a_launch_that_is_left_out_is_noticed(
     recording, state = before_decode
     program = executables((8, 0))[DECODE].program
     assert faults_of_decode(program, recording, state, recording.weights) == []
-    for left_out in (0, len(program.commands) // 2, len(program.commands) - 1):
+    # The first puts new pages into the page table, and this step brings none.
+    for left_out in (1, len(program.commands) // 2, len(program.commands) - 1):
         commands = [c for number, c in enumerate(program.commands) if number != left_out]
         lacking = dataclasses.replace(program, commands=tuple(commands))
         assert faults_of_decode(lacking, recording, state, recording.weights), left_out

@@ -12,14 +12,16 @@ from zlib import crc32
 
 import numpy as np
 
-from jaxserve.execution.batch import StepBatch, pack, unpack
-from jaxserve.execution.buckets import BucketSet
+from jaxserve.execution.batch import StepBatch, pack, room_for_pages, unpack
+from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.page_table import whole_rows
 from jaxserve.request import Request
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
 EMPTY = 0
 GARBAGE = 1
+NO_PAGE = -1
 ALPHABET = (0, 1)
 
 
@@ -101,14 +103,15 @@ class GhostRunner:
         """Lose everything."""
         self._cells = np.full(self.num_cells, EMPTY, np.int64)
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
+        self._table = np.full_like(self.slots.page_table, NO_PAGE)
+        self._table[-1] = 0
         self._poisoned: set[tuple[int, int]] = set()
 
     def submit(self, plan: LaunchPlan, poison: int | None = None) -> GhostStep:
         """Run a step, or a launch of several; `poison` is a row whose values become NaN from this
         step on, or from one of the launch's."""
         bucket = self.buckets.pick(plan)
-        words = pack(plan, self.slots, bucket)
-        batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+        batch = self._pack(plan, bucket)
         assert len(batch.tokens) == bucket.num_tokens and len(batch.slots) == bucket.num_rows
         owners = list(zip(plan.slots.tolist(), plan.generations.tolist(), strict=True))
         _check_padding(batch, len(plan), self.slots.num_slots, bucket.decode_only)
@@ -132,10 +135,23 @@ class GhostRunner:
         token_ids, ok = map(np.array, zip(*results, strict=True))
         return GhostStep(plan, *((token_ids, ok) if plan.num_steps > 1 else results[0]))
 
+    def _pack(self, plan: LaunchPlan, bucket: Bucket) -> StepBatch:
+        """Pack a plan, and put its new pages into the page table."""
+        room = room_for_pages(bucket, self.slots.page_size)
+        for owners, rows in whole_rows(plan, self.slots, room):
+            used = owners < len(self._table)
+            self._table[owners[used]] = rows[used]
+        words = pack(plan, self.slots, bucket)
+        batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+        used = batch.page_slots < len(self._table)
+        self._table[batch.page_slots[used], batch.page_columns[used]] = batch.page_ids[used]
+        assert not self._table[-1].any(), "the null slot got a page"
+        return batch
+
     def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
         """The cells of a row's positions, int32[len(positions)], through its page table."""
         size = self.slots.page_size
-        pages = batch.page_table[row, positions // size]
+        pages = self._table[batch.slots[row], positions // size]
         null = batch.slots[row] == self.slots.num_slots
         assert np.all((pages == 0) == null), "a real row uses the null page, or a null row another"
         return pages * size + positions % size
@@ -223,7 +239,6 @@ def _check_padding(batch: StepBatch, num_rows: int, null_slot: int, decode_only:
     assert np.all(batch.slots[num_rows:] == null_slot)
     assert np.all(batch.sample_slots[num_rows:] == null_slot)
     assert np.all(batch.kv_len[num_rows:] == 0)
-    assert not batch.page_table[num_rows:].any()
     assert np.array_equal(batch.sample_index[:num_rows], batch.query_start[1 : num_rows + 1] - 1)
     if decode_only:
         assert np.array_equal(batch.query_start[:num_rows], np.arange(num_rows))

@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool = PagePool(setup.num_pages, setup.page_size)
         self.slots = SlotTable(setup.num_slots, MAX_MODEL_LEN, setup.page_size, setup.window)
         self.scheduler = setup.scheduler(self.pool, self.slots)
-        buckets = BucketSet(setup.num_slots, setup.budget)
+        buckets = BucketSet(setup.num_slots, setup.budget, num_steps=setup.num_steps)
         self.scheduler.token_sizes = buckets.token_sizes
         self.runner = GhostRunner(self.slots, buckets, setup.num_pages)
         self.in_flight: GhostStep | None = None

@@ -31,8 +31,39 @@ SLOTS = "jaxserve/scheduling/slot_table.py"
 WAITING = "jaxserve/scheduling/waiting.py"
 STATIC = "scripts/lib/static_scheduler.py"
 BATCH = "jaxserve/execution/batch.py"
+PAGE_TABLE = "jaxserve/execution/page_table.py"
 
 POOL_BUGS = (
+    Bug(
+        "new pages: those of the slot's last sequence count as sent",
+        SLOTS,
+        "self.num_pages[slot] = self.first_page[slot] = self.num_sent[slot] = 0",
+        "self.num_pages[slot] = self.first_page[slot] = 0",
+    ),
+    Bug(
+        "new pages: of several, only the first is sent",
+        PAGE_TABLE,
+        "flat_ranges(plan.slots[rows], sent[rows], held[rows])",
+        "flat_ranges(plan.slots[rows], sent[rows], sent[rows] + 1)",
+    ),
+    Bug(
+        "new pages: rows to be sent whole count as sent, and are not",
+        PAGE_TABLE,
+        "for first in range(0, len(whole), ROWS):",
+        "for first in range(ROWS, len(whole), ROWS):",
+    ),
+    Bug(
+        "new pages: there is less room than tokens can take",
+        PAGE_TABLE,
+        "max(2, num_rows + num_tokens // page_size)",
+        "max(2, 1 + num_tokens // page_size)",
+    ),
+    Bug(
+        "new pages: those of the first row count as sent, and are not",
+        PAGE_TABLE,
+        "rows = (held > sent).nonzero()[0]",
+        "rows = (held > sent).nonzero()[0][1:]",
+    ),
     Bug(
         "the null page is handed out",
         POOL,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.execution.batch import pack, unpack
+from jaxserve.execution.batch import pack, room_for_pages, unpack
 from jaxserve.execution.buckets import BucketSet
+from jaxserve.execution.page_table import whole_rows
 from jaxserve.request import FinishReason
 from scripts.lib.static_scheduler import StaticScheduler
 from tests.scheduling.harness import DRAWN, Served, prompt
@@ -87,10 +88,11 @@ def test_padding_rows_pack_within_the_model_length_and_write_to_the_null_page():
         null = plan.slots == 3
         num_padding += int(null.sum())
         bucket = buckets.pick(plan)
+        list(whole_rows(plan, served.slots, room_for_pages(bucket, served.slots.page_size)))
         words = pack(plan, served.slots, bucket)
         batch = unpack(words, bucket.num_tokens, bucket.num_rows)
         assert batch.kv_len.max() <= 256 and batch.positions.max() < 256
-        assert not batch.page_table[: len(plan)][null].any()
+        assert 3 not in batch.page_slots
         assert np.all(batch.sample_slots[: len(plan)][null] == 3)
     assert num_padding > 240
     served.run()

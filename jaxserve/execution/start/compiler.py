@@ -16,6 +16,7 @@ from jax.stages import Compiled, Lowered
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.page_table import null_rows, set_rows
 from jaxserve.execution.sampler_state import (
     SamplerState,
     SlotLoad,
@@ -88,6 +89,10 @@ class Compiler:
         """Return the settings of a request without any, for the null slot."""
         return null_load(self._null_slots, self.model_config.vocab_size)
 
+    def null_rows(self) -> tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]:
+        """Return slots and rows that change nothing in the page table."""
+        return null_rows(self._null_slots)
+
     def state_maker(self, num_pages: int) -> Callable[[], DeviceState]:
         """Return the maker of an empty device state."""
         return partial(
@@ -97,6 +102,7 @@ class Compiler:
             self.config.block_size,
             self.config.max_num_seqs or 1,
             self.kv_dtype,
+            max_pages=self._null_slots.max_pages,
         )
 
     def _shapes(self, num_pages: int) -> DeviceState:
@@ -105,6 +111,10 @@ class Compiler:
     def sampler_shapes(self) -> SamplerState:
         """Return the shapes of what the sampler keeps on the device."""
         return self._shapes(num_pages=2).sampler
+
+    def table_shape(self) -> Any:
+        """Return the shape of the page table on the device."""
+        return self._shapes(num_pages=2).page_table
 
     def step(self, bucket: Bucket, num_pages: int) -> Compiled:
         """Compile the launches of a bucket, over a cache of so many pages."""
@@ -150,6 +160,13 @@ class Compiler:
         load, shapes = self.null_load(), self.sampler_shapes()
         return self.store.get(
             "load slot", lambda: jax.jit(load_slot, donate_argnums=0).lower(shapes, load)
+        )
+
+    def set_rows(self) -> Compiled:
+        """Compile what replaces whole rows of the page table."""
+        table, rows = self.table_shape(), self.null_rows()
+        return self.store.get(
+            "set rows", lambda: jax.jit(set_rows, donate_argnums=0).lower(table, *rows)
         )
 
     def set_allowed(self, count: int) -> Compiled:

@@ -173,6 +173,7 @@ class WarmUp:
         try:
             make_state = self._make_state = self.compiler.make_state(self.num_pages)
             loading = pool.submit(self.compiler.load_slot)
+            rows = pool.submit(self.compiler.set_rows)
             masks = pool.map(self.compiler.set_allowed, counts)
             if not (self.config.decode_sizes or self.config.token_sizes):
                 self._choose_sizes(pool)
@@ -181,6 +182,7 @@ class WarmUp:
                 self._steps,
                 make_state,
                 loading.result(),
+                rows.result(),
                 dict(zip(counts, masks, strict=True)),
             )
         finally:
@@ -192,7 +194,8 @@ class WarmUp:
         state, self._state = self._state, None
         assert state is not None
         sampler = programs.load_slot(state.sampler, self.compiler.null_load())
-        state = replace(state, sampler=sampler)
+        page_table = programs.set_rows(state.page_table, *self.compiler.null_rows())
+        state = replace(state, sampler=sampler, page_table=page_table)
         jax.block_until_ready(state)
         self.report.stages["warm_up"] = time.perf_counter() - started
         return Runner(

@@ -74,6 +74,7 @@ class RecordedEngine:
             {bucket: self._compiler.step(bucket, pages) for bucket in self._buckets},
             self._compiler.make_state(pages),
             self._compiler.load_slot(),
+            self._compiler.set_rows(),
             {count: self._compiler.set_allowed(count) for count in setup.mask_counts()},
         )
         self._programs = self._recorder.watch(programs)
@@ -101,7 +102,8 @@ class RecordedEngine:
         for bucket, step in self._programs.steps.items():
             state, _ = step(compiler.leaves, state, compiler.null_batch(bucket))
         sampler = self._programs.load_slot(state.sampler, compiler.null_load())
-        return dataclasses.replace(state, sampler=sampler)
+        page_table = self._programs.set_rows(state.page_table, *compiler.null_rows())
+        return dataclasses.replace(state, sampler=sampler, page_table=page_table)
 
     def _runner(self, state: DeviceState) -> Runner:
         config, compiler = self._compiler.config, self._compiler

@@ -99,7 +99,7 @@ class Execution:
                 self._call(replay, call)
                 if outcome.compared.faults:
                     break
-                self._before[len(self._before) - len(call.state) :] = call.state
+                self._before[call.part] = call.state
         except Fault as fault:
             outcome.compared.faults.append(str(fault))
         where = f"call {outcome.calls}, {self._program}"
@@ -110,7 +110,7 @@ class Execution:
     def _call(self, replay: Replay, call: Call) -> None:
         output, compared = replay.run(call), self.outcome.compared
         if call.output is None:
-            compared.add(compare_state(call.state, replay.state))
+            compared.add(compare_state(call.state, replay.state[call.part]))
             return
         bucket, num_slots = self._steps[call.program], self._recording.setup.num_slots
         differs, count = differing_tokens(call, bucket, output, num_slots)

@@ -80,14 +80,17 @@ class NearTies:
         graphdef, state = nnx.split(decoder)
         self._leaves, treedef = jax.tree.flatten(state)
 
-        def logits(leaves: Any, kv: Any, batch: StepBatch[Any], decode_only: bool) -> Any:
+        def logits(
+            leaves: Any, kv: Any, table: Any, batch: StepBatch[Any], decode_only: bool
+        ) -> Any:
             num_tokens = batch.query_start[-1]
             parameters = with_implementation(jax.tree.unflatten(treedef, leaves), "auto")
             model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
+            rows = table[batch.slots]
             step = PagedStep(
                 positions=batch.positions,
-                slot_mapping=slot_mapping(batch, kv[0][0].shape[2]),
-                page_table=batch.page_table,
+                slot_mapping=slot_mapping(batch, rows, kv[0][0].shape[2]),
+                page_table=rows,
                 query_start=batch.query_start,
                 kv_len=batch.kv_len,
                 decode_only=decode_only,
@@ -97,7 +100,7 @@ class NearTies:
             last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
             return model.logits(last)
 
-        self._logits = jax.jit(logits, static_argnums=3)
+        self._logits = jax.jit(logits, static_argnums=4)
         self._sample = jax.jit(sample)
 
     def judge(
@@ -125,9 +128,9 @@ class NearTies:
         for row in np.flatnonzero(differs.any(axis=0)).tolist():
             step = int(differs[:, row].argmax())
             batch, sampler = self._at_step(call, bucket, before, step)
-            pages = call.state[: len(before) - len(jax.tree.leaves(sampler)) - 1]
+            *pages, table, _ = call.state[: len(before) - len(jax.tree.leaves(sampler))]
             kv = list(zip(pages[::2], pages[1::2], strict=True))
-            logits = self._logits(self._leaves, kv, batch, bucket.decode_only)
+            logits = self._logits(self._leaves, kv, table, batch, bucket.decode_only)
             own = np.asarray(logits[row])
             moves = noise * own.std() * rng.standard_normal((TRIES, len(own)), np.float32)
             drawn = self._sample(own + moves, repeated(batch, row), sampler).tolist()

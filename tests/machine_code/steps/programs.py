@@ -15,12 +15,14 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.page_table import set_rows
 from jaxserve.execution.sampler_state import load_slot, set_allowed
 from jaxserve.execution.start.compiler import Compiler
 from tests.machine_code.steps.models import MODELS
 
 STATE = "make state"
 LOAD_SLOT = "load slot"
+SET_ROWS = "set rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Setup:
     def programs(self) -> list[str]:
         """Return the names of all programs."""
         masks = [mask_program(count) for count in self.mask_counts()]
-        return [STATE, LOAD_SLOT, *masks, *self.steps()]
+        return [STATE, LOAD_SLOT, SET_ROWS, *masks, *self.steps()]
 
 
 def mask_program(count: int) -> str:
@@ -149,6 +151,8 @@ class StepProgram:
                 return Traced.of(compiler.state_maker(setup.num_pages), (), -1)
             if self.program == LOAD_SLOT:
                 return Traced.of(load_slot, (sampler, compiler.null_load()), 0)
+            if self.program == SET_ROWS:
+                return Traced.of(set_rows, (compiler.table_shape(), *compiler.null_rows()), 0)
             for count in setup.mask_counts():
                 if self.program == mask_program(count):
                     words = jax.ShapeDtypeStruct((count, sampler.allowed.shape[1]), np.uint32)

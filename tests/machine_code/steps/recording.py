@@ -12,7 +12,13 @@ import numpy as np
 from jaxserve.execution.runner import Programs
 from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.execution.state import DeviceState, StepOutput
-from tests.machine_code.steps.programs import LOAD_SLOT, mask_program
+from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, mask_program
+
+SAMPLER_ARRAYS = len(dataclasses.fields(SamplerState))
+# Parts of the state, whose last arrays are the page table, the last tokens and the sampler's.
+WHOLE = slice(None)
+TABLE = slice(-SAMPLER_ARRAYS - 2, -SAMPLER_ARRAYS - 1)
+SAMPLER = slice(-SAMPLER_ARRAYS, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +28,14 @@ class Call:
     Attributes:
         program: its name.
         arguments: what the host gave: neither weights nor state.
-        state: arrays of the state after the call: the whole of it, or the sampler's part if the
-            program takes no more.
+        part: of the state that the program takes and replaces.
+        state: arrays of that part after the call.
         output: of a step; None of another program.
     """
 
     program: str
     arguments: list[np.ndarray]
+    part: slice
     state: list[np.ndarray]
     output: StepOutput | None = None
 
@@ -50,9 +57,10 @@ class Recorder:
                 bucket: self._step(str(bucket), step) for bucket, step in programs.steps.items()
             },
             make_state=programs.make_state,
-            load_slot=self._edit(LOAD_SLOT, programs.load_slot),
+            load_slot=self._edit(LOAD_SLOT, SAMPLER, programs.load_slot),
+            set_rows=self._edit(SET_ROWS, TABLE, programs.set_rows),
             set_allowed={
-                count: self._edit(mask_program(count), edit)
+                count: self._edit(mask_program(count), SAMPLER, edit)
                 for count, edit in programs.set_allowed.items()
             },
         )
@@ -64,16 +72,16 @@ class Recorder:
             words = words.copy()
             state, output = step(leaves, state, words)
             kept = jax.tree.map(np.array, output)
-            self.calls.append(Call(name, [words], arrays(state), kept))
+            self.calls.append(Call(name, [words], WHOLE, arrays(state), kept))
             return state, output
 
         return run
 
-    def _edit(self, name: str, edit: Callable[..., SamplerState]) -> Callable[..., SamplerState]:
-        def run(state: SamplerState, *host: Any) -> SamplerState:
+    def _edit(self, name: str, part: slice, edit: Callable[..., Any]) -> Callable[..., Any]:
+        def run(state: Any, *host: Any) -> Any:
             given = arrays(host)
             state = edit(state, *host)
-            self.calls.append(Call(name, given, arrays(state)))
+            self.calls.append(Call(name, given, part, arrays(state)))
             return state
 
         return run

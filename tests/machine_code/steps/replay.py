@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.execution.sampler_state import SamplerState
 from tests.machine_code.steps.programs import STATE
 from tests.machine_code.steps.recording import Call
 from tests.machine_code.xla_programs import Executable, Options, run_program
-
-SAMPLER_ARRAYS = len(dataclasses.fields(SamplerState))
 
 
 class Replay:
@@ -51,10 +47,8 @@ class Replay:
         """Execute a call; return a step's output, as a tree like that of the call."""
         size = len(self.state)
         if call.output is None:
-            others = self.state[: size - SAMPLER_ARRAYS]
-            sampler = self.state[size - SAMPLER_ARRAYS :]
-            results = self._run(call.program, [*sampler, *call.arguments])
-            self.state = [*others, *results]
+            part = self.state[call.part]
+            self.state[call.part] = self._run(call.program, [*part, *call.arguments])
             return None
         results = self._run(call.program, [*self._weights, *self.state, *call.arguments])
         self.state = results[:size]
