@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.slot_table import SlotTable
 
 if TYPE_CHECKING:
@@ -38,14 +37,10 @@ def most_new_pages(num_rows: int, num_tokens: int, page_size: int) -> int:
 def lay_new_pages(plan: LaunchPlan, slots: SlotTable, pages: Int32[np.ndarray, "3 C"]) -> None:
     """Lay out the new pages of a plan's rows as slots, columns and pages; they count as sent."""
     pages[0] = slots.num_slots + 1  # past the table: for entries that stay unused
-    held, sent = slots.num_pages[plan.slots], slots.num_sent[plan.slots]
-    rows = (held > sent).nonzero()[0]
-    if not len(rows):
-        return
-    owner, column = flat_ranges(plan.slots[rows], sent[rows], held[rows])
-    new = pages[:, : len(owner)]
-    new[0], new[1], new[2] = owner, column, slots.page_table[owner, column]
-    slots.num_sent[plan.slots] = held
+    owners, columns = slots.take_unsent(plan.slots)
+    if count := len(owners):
+        pages[0, :count], pages[1, :count] = owners, columns
+        pages[2, :count] = slots.page_table[owners, columns]
 
 
 def whole_rows(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
+from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -206,6 +207,18 @@ class SlotTable:
     def pages(self, slot: int) -> np.ndarray:
         """Return the pages that a slot holds, in order; a view."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
+
+    def take_unsent(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return slots and columns of the pages that the device does not know yet.
+
+        They count as sent from now on.
+        """
+        held, sent = self.num_pages[slots], self.num_sent[slots]
+        rows = (held > sent).nonzero()[0]
+        if not len(rows):
+            return rows, rows
+        self.num_sent[slots] = held
+        return flat_ranges(slots[rows], sent[rows], held[rows])
 
     def num_outside(self, computed: Any) -> Any:
         """Count the pages that no token after the first `computed` sees, by the widest window."""

@@ -1,4 +1,4 @@
-"""What a call of a compiled program costs the host, by how many arrays go in and come out.
+"""Cost of a call of a compiled program on the host, by how many arrays go in and come out.
 
     python -m scripts.bench.dispatch
     python -m scripts.bench.dispatch --json scripts/results/bench_dispatch.json

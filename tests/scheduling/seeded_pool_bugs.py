@@ -42,9 +42,9 @@ POOL_BUGS = (
     ),
     Bug(
         "new pages: of several, only the first is sent",
-        PAGE_TABLE,
-        "flat_ranges(plan.slots[rows], sent[rows], held[rows])",
-        "flat_ranges(plan.slots[rows], sent[rows], sent[rows] + 1)",
+        SLOTS,
+        "flat_ranges(slots[rows], sent[rows], held[rows])",
+        "flat_ranges(slots[rows], sent[rows], sent[rows] + 1)",
     ),
     Bug(
         "new pages: rows to be sent whole count as sent, and are not",
@@ -60,7 +60,7 @@ POOL_BUGS = (
     ),
     Bug(
         "new pages: those of the first row count as sent, and are not",
-        PAGE_TABLE,
+        SLOTS,
         "rows = (held > sent).nonzero()[0]",
         "rows = (held > sent).nonzero()[0][1:]",
     ),
