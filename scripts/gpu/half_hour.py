@@ -15,7 +15,8 @@
 
 Each command may be on another machine of the same kind: it takes over what the folder of an earlier
 one has (its own, if it was killed), does what that lacks of its number and of those before it, and
-leaves report.json, page.html, log.txt, two traces and what XLA found while it tuned products. No
+leaves report.json, page.html, log.txt, a trace, the CPU's tokens and what XLA found while it
+tuned products. No
 item is begun after eight minutes, and what runs a minute and a half later is ended. Each line of
 the list runs ``scripts.gpu.report`` in a process of its own, so a kernel that hangs or that takes
 the device with it ends that process alone. The page is written anew after every item.
@@ -50,12 +51,16 @@ from scripts.lib.run_main import end_at_sigterm, run_main
 MINUTES = 8.0
 GRACE = 90.0
 """Seconds after the last item may begin, at whose end it is ended."""
-FILES = ("report.json", "earlier_report.json", "log.txt", "autotuned.tar.gz", "trace_*.json.gz")
+FILES = (
+    *("report.json", "earlier_report.json", "log.txt", "autotuned.tar.gz", "trace.json.gz"),
+    "cpu_tokens.json",
+)
 TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 """Folder within JAX's cache in which XLA keeps what it found while it tuned products."""
 GIVEN_UP = 4
 """Processes of a stage in one command, after which it is left: each ended before its items did."""
 FREE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+SIZES = "(8b|0.6b|tiny) decode B=(1|2|32|256)$"
 GOALS = "^(?!.*(32768|B=8 ))"
 
 
@@ -87,7 +92,8 @@ STAGES = (
     Stage(1, "bandwidth,essentials"),
     Stage(1, "served", "bundled", variables=FREE),
     Stage(1, "essentials", variant=APART),
-    Stage(1, "steps", "(8b|0.6b|tiny) decode B=(1|2|32|256)$"),
+    Stage(1, "steps", SIZES),
+    Stage(1, "profiles", SIZES),
     Stage(1, "served", "bundled", APART, FREE),
     Stage(2, "decode,prefill", GOALS),
     Stage(2, "steps", "launches"),
@@ -97,14 +103,16 @@ STAGES = (
     Stage(3, "peers", "sdpa|batching (0.6b|tiny)", variables=FREE),
     Stage(3, "served", "8b started", variables=FREE),
     Stage(3, "steps"),
+    Stage(3, "profiles"),
     Stage(3, "peers", variables=FREE),
 )
 
 
 def take_over(earlier: pathlib.Path, folder: pathlib.Path) -> None:
     """Copy what an earlier command left."""
-    for path in (path for name in FILES for path in sorted(earlier.glob(name))):
-        shutil.copyfile(path, folder / path.name)
+    for name in FILES:
+        if (earlier / name).is_file():
+            shutil.copyfile(earlier / name, folder / name)
 
 
 class Run:
@@ -277,6 +285,8 @@ def main() -> int:
             )
         finally:
             run.write_page()
+            for part in folder.glob("*.part"):  # of a file that was being written
+                part.unlink()
     ended = json.dumps({"left": left, "seconds": round(time.monotonic() - began)})
     print(f"command {arguments.number}: {ended}", flush=True)
     return 3 if left else 0

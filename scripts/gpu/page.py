@@ -191,18 +191,19 @@ def _steps(parts: Mapping[str, Items]) -> Iterator[str]:
     yield "dashed line the goal.</p>"
     yield timed(items)
     head = ("step", "ms", "kernels, ms", "launches", "dispatch, us", "trace, s", "compile, s")
-    fields = ("launches", "dispatch_us", "trace_s", "compile_s")
+    fields = ("dispatch_us", "trace_s", "compile_s")
+    traced = good(parts.get("profiles", {}))
     yield table(
         head,
         [
-            (n, i["value"], i.get("kernel_us", 0.0) / 1e3, *(i.get(field) for field in fields))
+            (n, i["value"], kernels.get("value"), kernels.get("launches"), *(map(i.get, fields)))
             for n, i in items.items()
+            for kernels in (traced.get(n, {}),)
         ],
     )
-    traced = {name: item for name, item in items.items() if item.get("kernels")}
     yield "<h2>Kernels of a step</h2><p>Share of a step's kernel time, under the profiler.</p>"
     for name, item in traced.items():
-        whole = max(item["kernel_us"], 1e-9)
+        whole = max(item["value"] * 1e3, 1e-9)
         rows = [
             (
                 kind[:44],

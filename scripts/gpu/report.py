@@ -9,8 +9,9 @@
     bandwidth    copy bandwidth and bfloat16 matmul rate: the ceilings the rest is held against
     essentials   each kernel of a step once, against the reference in float32
     correctness  every dtype, head dim, page size and group of attention; grouped products
-    steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors: on the
-                 device, at the host, kernel by kernel
+    steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors, and the
+                 host's time of a dispatch
+    profiles     the same steps under the profiler, kernel by kernel
     served       whole engines: tokens equal to the CPU's; cold start, 256 requests of 100-1024
                  tokens in and out, and a start from files; with the variable
                  XLA_PYTHON_CLIENT_PREALLOCATE=false, or this process holds most of the memory
@@ -59,6 +60,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "essentials": kernel_checks.essentials,
     "correctness": kernel_checks.correctness,
     "steps": step_times.steps,
+    "profiles": step_times.profiles,
     "served": serving.served,
     "decode": gpu_parts.decode,
     "prefill": gpu_parts.prefill,
@@ -69,7 +71,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
 LEFT, FAILED = 3, 4
 """Statuses: items are left to do; all were done, and one failed."""
 
-PATIENCE = {"steps": 200.0, "variants": 200.0, "served": 400.0, "peers": 300.0}
+PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 300.0}
 """Seconds after which an item of a part is held to hang; 120 for the others."""
 
 
