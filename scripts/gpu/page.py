@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,8 +26,9 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
 p, summary { color: var(--soft); } summary { cursor: pointer; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 600; } td.n { text-align: right; white-space: nowrap; }
+  vertical-align: top; }
+td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 600; }
 svg { width: 100%; height: auto; display: block; margin: .4rem 0; } text { fill: var(--ink);
   font: 12px system-ui, sans-serif; } text.soft { fill: var(--soft); }
 .ok { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
@@ -43,7 +45,12 @@ GOALS = {
     "8b started twice, 256 requests": 9800,
 }
 """Milliseconds of steps, microseconds of attention, tokens a second of engines."""
-WIDTH, LABEL, ROW = 900, 300, 24
+BESIDE = {
+    "output tokens/s": "started twice",
+    "us": "^bfloat16 B=64 context 4096$|^prompt of 8192 h128",
+}
+"""Our items that are shown beside torch's and Transformers', by unit."""
+WIDTH, LABEL, ROW = 940, 310, 24
 Items = Mapping[str, dict[str, Any]]
 
 
@@ -53,11 +60,11 @@ def text(value: Any) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Format a table; numbers are at the right, verdicts in their colour."""
+    """Format a table; verdicts have a colour."""
 
     def cell(value: Any) -> str:
         if isinstance(value, int | float):
-            return f'<td class="n">{text(value)}</td>'
+            return f"<td>{text(value)}</td>"
         words = "" if value is None else str(value)
         bad = words.startswith(("WRONG", "FAILED", "OTHER"))
         kind = ' class="bad"' if bad else ' class="ok"' if words in ("ok", "the same bits") else ""
@@ -77,7 +84,7 @@ def bars(rows: list[tuple[str, list[float], dict[str, float], str]]) -> str:
     if not rows:
         return ""
     most = max(max([sum(parts), *marks.values()]) for _, parts, marks, _ in rows) or 1.0
-    scale, lines = (WIDTH - LABEL - 190) / most, []
+    scale, lines = (WIDTH - LABEL - 270) / most, []
     for number, (label, parts, marks, words) in enumerate(rows):
         y, x = number * ROW, float(LABEL)
         lines.append(f'<text x="{LABEL - 8}" y="{y + 16}" text-anchor="end">{text(label)}</text>')
@@ -118,6 +125,7 @@ def good(items: Items) -> Items:
 def _described(item: dict[str, Any]) -> str:
     shown = [f"{item['value']:,} {item['unit']}"] if "unit" in item else []
     shown += [f"{item['share']} {item['of']}"] if "share" in item else []
+    shown += [f"{item['tflops']} TFLOP/s"] if item.get("of") == "of matmul rate" else []
     return ", ".join(shown)
 
 
@@ -246,13 +254,20 @@ def _variants(parts: Mapping[str, Items]) -> Iterator[str]:
 
 
 def _others(parts: Mapping[str, Items]) -> Iterator[str]:
-    for part, title in (("peers", "torch and Transformers on the same card"), ("tuning", "Tuning")):
-        if items := good(parts.get(part, {})):
-            rows = [
-                (name, _described(i), i.get("note"), str(i.get("entry", {}).get("config", "")))
-                for name, i in items.items()
-            ]
-            yield f"<h2>{title}</h2>{table(('item', 'result', 'note', 'configuration'), rows)}"
+    if others := good(parts.get("peers", {})):
+        yield "<h2>torch and Transformers on the same card</h2>"
+        ours = {n: i for p in ("served", "decode", "prefill") for n, i in parts.get(p, {}).items()}
+        for unit, names in BESIDE.items():
+            beside = {n: i for n, i in good(ours).items() if re.search(names, n)}
+            theirs = {n: i for n, i in others.items() if i["unit"] == unit}
+            if theirs:
+                yield f"<p>{unit}</p>{timed({**beside, **theirs})}"
+    if items := good(parts.get("tuning", {})):
+        rows = [
+            (name, _described(i), i.get("note"), str(i["entry"]["config"] or "the defaults"))
+            for name, i in items.items()
+        ]
+        yield f"<h2>Tuning</h2>{table(('bucket', 'fastest', 'note', 'differs in'), rows)}"
 
 
 def _failures(parts: Mapping[str, Items]) -> Iterator[str]:

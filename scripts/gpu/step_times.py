@@ -165,7 +165,7 @@ def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, An
     floor = model.floor(size.R, size.T // size.R, size.context, copy, matmul)
     return {
         "share": f"{100 * floor / seconds:.1f}%",
-        "of": f"floor {floor * 1e3:.3f} ms",
+        "of": f"of {floor * 1e3:.3f} ms",
         "floor_ms": round(floor * 1e3, 3),
     }
 
