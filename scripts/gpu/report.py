@@ -71,7 +71,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
 LEFT, FAILED = 3, 4
 """Statuses: items are left to do; all were done, and one failed."""
 
-PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 300.0}
+PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 200.0}
 """Seconds after which an item of a part is held to hang; 120 for the others."""
 
 
