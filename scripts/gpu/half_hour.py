@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from scripts.gpu.page import write_page
-from scripts.gpu.progress import ReportError, read_report, save
+from scripts.gpu.progress import TRIES, ReportError, read_report, save
 from scripts.gpu.setting import APART, VARIANTS
 from scripts.lib.argument_types import new_folder, pattern, positive
 from scripts.lib.paths import IN_CHECKOUT
@@ -51,13 +51,17 @@ from scripts.lib.run_main import end_at_sigterm, run_main
 MINUTES = 8.0
 GRACE = 90.0
 """Seconds after the last item may begin, at whose end it is ended."""
+LAST_WORD = 8.0
+"""Seconds that it then has to write what it was at."""
 FILES = (
     *("report.json", "earlier_report.json", "log.txt", "autotuned.tar.gz", "trace.json.gz"),
     "cpu_tokens.json",
 )
 TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 """Folder within JAX's cache in which XLA keeps what it found while it tuned products."""
-GIVEN_UP = 4
+ENDED = (0, 4)
+"""Statuses of a stage of which no item is left; 4 if one failed."""
+GIVEN_UP = 8
 """Processes of a stage in one command, after which it is left: each ended before its items did."""
 FREE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 SIZES = "(8b|0.6b|tiny) decode B=(1|2|32|256)$"
@@ -115,6 +119,10 @@ def take_over(earlier: pathlib.Path, folder: pathlib.Path) -> None:
             shutil.copyfile(earlier / name, folder / name)
 
 
+class OtherCard(Exception):
+    """Error of a report that is of another card, and is kept as it is."""
+
+
 class Run:
     """Course of one command: its processes, one after the other, and the page.
 
@@ -159,35 +167,43 @@ class Run:
         except (OSError, ReportError):
             return
 
-    def do(self, stage: Stage) -> bool:
-        """Do what a stage lacks; return whether there is time for another."""
-        before = self.state(stage)
+    def do(self, stage: Stage, tries: int) -> bool:
+        """Do what a stage lacks, and return whether there is time for another.
+
+        Args:
+            tries: after which an item that does not end is left.
+
+        Raises:
+            OtherCard: the report is of another one; it was put aside.
+        """
+        state = self.state(stage)
         for _ in range(GIVEN_UP):
             if time.monotonic() > self.until:
                 return False
             begin = time.monotonic()
-            status = self._process(stage)
-            if (
-                status == 2 and self.path.is_file()
-            ):  # the report is of another card: it is kept, and a new one begun
+            status = self._process(stage, tries)
+            if status == 2 and self.path.is_file():
                 os.replace(self.path, self.folder / "earlier_report.json")
-                status = self._process(stage)
-            spent = before.get("seconds", 0) + round(time.monotonic() - begin)
-            before = {"status": status, "runs": before.get("runs", 0) + 1, "seconds": spent}
+                raise OtherCard
+            state = {
+                "status": status,
+                "ended": state.get("ended", 0) + (status in ENDED),
+                "seconds": state.get("seconds", 0) + round(time.monotonic() - begin),
+            }
             if self.path.is_file():
-                self._note(stage, before)
+                self._note(stage, state)
             self._keep_tuned()
             self.write_page()
-            if status in (0, 4):
+            if status in ENDED:
                 break
         return time.monotonic() <= self.until
 
-    def _process(self, stage: Stage) -> int:
+    def _process(self, stage: Stage, tries: int) -> int:
         """Run a stage's process to its end, or end it; return its status."""
         minutes = max((self.until - time.monotonic()) / 60, 1e-3)
         command = [sys.executable, "-u", "-m", "scripts.gpu.report", "--resume"]
         command += ["--out", str(self.path), "--parts", stage.parts, "--minutes", f"{minutes:.3f}"]
-        command += ["--seconds-per-item", str(stage.seconds_per_item)]
+        command += ["--seconds-per-item", str(stage.seconds_per_item), "--tries", str(tries)]
         command += ["--only", stage.only] if stage.only else []
         command += ["--variant", stage.variant] if stage.variant else []
         command += ["--dry-run"] if self.dry_run else []
@@ -209,6 +225,9 @@ class Run:
                     _pass_on(said)
                     time.sleep(0.2)
             finally:
+                process.terminate()  # then it notes that its item was interrupted, unless it hangs
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORD)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -241,8 +260,11 @@ def _pass_on(said: BinaryIO) -> None:
         print(line[:300], flush=True)
 
 
-def to_do(run: Run, number: int, stages: str) -> Iterator[Stage]:
-    """Yield stages in order of worth, but those that ended; then, once, those with failures."""
+def to_do(run: Run, number: int, stages: str) -> Iterator[tuple[Stage, int]]:
+    """Yield stages in order of worth, but those that ended; then, once, those with failures.
+
+    With each, how often an item is tried that does not end: a second time at the end only.
+    """
     chosen = [s for s in STAGES if s.command <= number and re.search(stages, s.name)]
     failed = []
     for stage in chosen:
@@ -250,9 +272,18 @@ def to_do(run: Run, number: int, stages: str) -> Iterator[Stage]:
         if state.get("status") == 4:
             failed.append(stage)
         elif state.get("status") != 0:
-            yield stage
+            yield stage, 1
             failed += [stage] if run.state(stage).get("status") == 4 else []
-    yield from (stage for stage in failed if run.state(stage)["runs"] < 2)
+    yield from ((s, TRIES) for s in failed if run.state(s)["ended"] < TRIES)
+
+
+def go_on(run: Run, number: int, stages: str) -> bool:
+    """Do stages until time is over; return whether any are left."""
+    while True:
+        try:
+            return not all(run.do(*given) for given in to_do(run, number, stages))
+        except OtherCard:
+            print("the report was of another card: it is kept, and a new one begun", flush=True)
 
 
 def main() -> int:
@@ -280,9 +311,7 @@ def main() -> int:
         until = began + 60 * arguments.minutes
         run = Run(folder, arguments.dry_run, until, pathlib.Path(cache))
         try:
-            left = not all(
-                run.do(stage) for stage in to_do(run, arguments.number, arguments.stages)
-            )
+            left = go_on(run, arguments.number, arguments.stages)
         finally:
             run.write_page()
             for part in folder.glob("*.part"):  # of a file that was being written

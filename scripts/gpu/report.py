@@ -51,9 +51,10 @@ from pallas_kernels.devices import target_device
 from scripts.gpu import kernel_checks, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
-from scripts.gpu.progress import ReportError, Task, interruptible, open_report, run_tasks
+from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
 from scripts.gpu.setting import VARIANTS, Item, Setting
-from scripts.lib.argument_types import pattern, positive, some_of, writable_file
+from scripts.lib.argument_types import pattern, positive, positive_integer, some_of, writable_file
+from scripts.lib.run_main import end_at_sigterm
 
 PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "bandwidth": gpu_parts.bandwidth,
@@ -69,7 +70,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "peers": gpu_peers.peers,
 }
 LEFT, FAILED = 3, 4
-"""Statuses: items are left to do; all were done, and one failed."""
+"""Statuses: items are left to do; none is, and one failed or was given up."""
 
 PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 200.0}
 """Seconds after which an item of a part is held to hang; 120 for the others."""
@@ -148,6 +149,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         default=tune_kernels.ITEM_SECONDS,
         help="a tuning item ends after this with the best so far; default %(default)g",
     )
+    many = "an item that often did not end is given up; default %(default)s"
+    parser.add_argument("--tries", type=positive_integer, default=TRIES, help=many)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted kernels")
     arguments = parser.parse_args()
     if not arguments.dry_run and jax.default_backend() != "gpu":
@@ -180,7 +183,7 @@ def main() -> int:
         arguments.out.absolute().parent,
     )
     tasks = tasks_of(arguments.parts, arguments.only, setting)
-    ended = run_tasks(tasks, report, arguments.out, until, device_works)
+    ended = run_tasks(tasks, report, arguments.out, until, device_works, arguments.tries)
     print(table(report))
     if not ended:
         return LEFT
@@ -190,4 +193,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     raise SystemExit(interruptible(main))

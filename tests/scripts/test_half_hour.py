@@ -70,6 +70,7 @@ def test_commands_go_on_from_one_another_and_repeat_nothing(
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM
+    assert [i for i in items(killed).values() if i.get("error")] == [{"error": "interrupted"}]
     assert "a dry run" in (killed / "page.html").read_text()
     running = subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
     assert str(killed) not in running
@@ -95,6 +96,19 @@ def test_commands_go_on_from_one_another_and_repeat_nothing(
     assert len(files) <= 8 and {path.parent for path in files} == {folders[-1]}
     assert {path.name for path in files} >= {"report.json", "page.html", "log.txt"}
     assert "command 3: " in capfd.readouterr().out
+
+
+def test_a_report_of_another_card_is_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    about = {"device": "NVIDIA H200", "capability": [9, 0], "jax": "0.11.2", "dry_run": False}
+    other = json.dumps({"about": about, "parts": {}, "stages": {}})
+    (tmp_path / "report.json").write_text(other)
+    monkeypatch.setattr(sys.modules[__name__], "SHORT", SHORT[:1])
+    assert command(monkeypatch, 1, tmp_path / "new", tmp_path) == 0
+    assert (tmp_path / "new/earlier_report.json").read_text() == other
+    assert ("bandwidth", "copy") in items(tmp_path / "new")
+    assert "the report was of another card" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
