@@ -128,7 +128,7 @@ def _take_step(
         # it counts until then must lie in the vocabulary.
         indices = token_ids if greedy else jnp.maximum(token_ids, 0)
         sampler = state.sampler if greedy else record(state.sampler, batch, indices)
-    last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="drop")
+    last_token = _with_draws(state.last_token, batch.sample_slots, token_ids)
     logprobs = None
     if not greedy:
         with jax.named_scope("scores"):
@@ -139,6 +139,17 @@ def _take_step(
                 logprobs = position_logprobs(model.logits, hidden, logits, indices, draws, batch)
     state = replace(state, kv=kv, last_token=last_token, sampler=sampler)
     return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
+
+
+def _with_draws(
+    last_token: Int32[Array, " slots_plus_1"],
+    slots: Int32[Array, " R"],
+    token_ids: Int32[Array, " R"],
+) -> Int32[Array, " slots_plus_1"]:
+    if slots.shape[0] > 1:
+        return last_token.at[slots].set(token_ids, mode="drop")
+    # XLA makes two launches on a GPU of a scatter of a single entry.
+    return jnp.where(jnp.arange(last_token.shape[0]) == slots, token_ids, last_token)
 
 
 def decode_steps(

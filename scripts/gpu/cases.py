@@ -274,15 +274,25 @@ def launch_cases(models: Iterable[str]) -> list[StepCase]:
     ]
 
 
+def order_cases() -> list[StepCase]:
+    """List the engine's own programs, with two layers: decodes, chunks, a launch of eight."""
+    small = StepCase(32, 32, layers=2)
+    found = [launch_case(model, rows, 2) for model in ("8b", "0.6b") for rows in LAUNCH_ROWS]
+    found += [dataclasses.replace(small, draws=True), dataclasses.replace(small, num_steps=8)]
+    return [*found, dataclasses.replace(small, tokens=2048, draws=True)]
+
+
 def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
     """List the cases of a name.
 
     Args:
-        which: "long", "card", "full" (with all layers) or "short"; or models' names after
-            "launches: ", divided by "; ".
+        which: "long", "card", "full" (with all layers), "short" or "order"; or models' names
+            after "launches: ", divided by "; ".
     """
     if which == "long":
         return long_cases()
+    if which == "order":
+        return order_cases()
     if which.startswith(LAUNCHES):
         return launch_cases(which.removeprefix(LAUNCHES).split("; "))
     layers = 0 if which == "full" else 2

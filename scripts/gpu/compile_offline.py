@@ -1,14 +1,18 @@
 """Compilation of every kernel, and of whole steps, for NVIDIA cards on a machine without a GPU.
 
     python -m scripts.gpu.compile_offline [--env DIR] [--only REGEX] [--out DIR]
+    python -m scripts.gpu.compile_offline --order
     python -m scripts.gpu.compile_offline --card all
     python -m scripts.gpu.compile_offline --card "RTX 3060" --card L4 --full
 
 Makes its own environment (`offline_environment.py`), and compiles there. The first form takes
 everything for an H200, and writes a table of registers, spills, shared memory, instruction counts,
 launches, command buffers, copies of KV and temporary memory to compile_offline.json and .txt. The
-others compile what every card must run, for any card of `pallas_kernels.devices` ("all" is one of
-each compute capability), into one table by card, cards.json and cards.md.
+second reads the machine code of every kernel of an engine's steps: whether each waits before it
+loads where launches may overlap; and what XLA's cost model says of their memory, with the tiles
+that it prefers; into launch_order.json and .md. The others compile what every card must run, for
+any card of `pallas_kernels.devices` ("all" is one of each compute capability), into one table by
+card, cards.json and cards.md.
 
 Exits with 1 if a case that is required does not compile, spills registers or copies KV, or a decode
 step is more than one graph; of the cards, for those that README names.
@@ -29,6 +33,7 @@ from typing import Any
 
 from jaxserve.config import with_gpu_flags
 from scripts.gpu.card_table import card_faults, card_table
+from scripts.gpu.launch_order import summary
 from scripts.gpu.offline_environment import (
     NoEnvironment,
     compiler_variables,
@@ -47,6 +52,19 @@ REQUIRED = (
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
 )
 """Cases that may not spill and may not copy KV."""
+COST_FLAGS = (
+    "--xla_gpu_collect_cost_model_stats=true "
+    "--xla_gpu_experimental_cost_model_gemm_tiling_default=true"
+)
+ORDER_HEAD = """# Order of loads
+
+`{command}`, {date}, for an H200. Nothing here was run or timed.
+Kernels of steps whose launches may overlap: how many there are, wait for the launch before them,
+load or store before they wait, let the next one begin early, and have read-only loads; and the
+microseconds that XLA's cost model takes the memory of its own kernels to need (ours are not in it).
+
+| step | launches | kernels | wait | access before it | launch early | read-only loads | XLA's us |
+|---|---|---|---|---|---|---|---|"""
 ONE_GRAPH = "step 8b decode"
 """Cases that the host launches at once, and waits for nothing in."""
 
@@ -99,7 +117,7 @@ def with_kept(rows: list[dict[str, Any]], report: pathlib.Path) -> list[dict[str
 
 
 def compile_cases(
-    interpreter: pathlib.Path, card: str, which: str, only: str = ""
+    interpreter: pathlib.Path, card: str, which: str, only: str = "", flags: str = ""
 ) -> list[dict[str, Any]]:
     """Compile cases for a card, in a process of their own; return their rows.
 
@@ -108,6 +126,7 @@ def compile_cases(
         card: its name.
         which: name of a list of cases; see `case_lists`.
         only: regular expression of the cases' names.
+        flags: of XLA, besides.
 
     A compiler that ends its process (LLVM does where it lacks an instruction) costs its case alone.
     """
@@ -115,7 +134,7 @@ def compile_cases(
         partial = pathlib.Path(work) / "rows.json"
         partial.write_text("[]")
         environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
-        environment["XLA_FLAGS"] = with_gpu_flags(environment["XLA_FLAGS"])
+        environment["XLA_FLAGS"] = with_gpu_flags(f"{environment['XLA_FLAGS']} {flags}")
         inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
         while True:
             before = partial.read_text()
@@ -161,6 +180,26 @@ def report_h200(interpreter: pathlib.Path, about: dict[str, Any], only: str, out
     head = "\n".join(f"{key}: {value}" for key, value in about.items())
     text = f"{head}\n\n{table(rows)}\n"
     (out / "compile_offline.txt").write_text(text)
+    print(text)
+    return 1 if wrong else 0
+
+
+def report_order(
+    interpreter: pathlib.Path, about: dict[str, Any], only: str, out: pathlib.Path
+) -> int:
+    """Compile the engine's steps for an H200, and write in which order their kernels load."""
+    rows = compile_cases(interpreter, "NVIDIA H200", "order", only, COST_FLAGS)
+    wrong = [f"{r['name']}: {r['error'][:200]}" for r in rows if "error" in r]
+    rows = [row for row in rows if "error" not in row]
+    wrong += [f"{row['name']}: {fault}" for row in rows for fault in row["order_faults"]]
+    about["faults"] = wrong
+    out.mkdir(parents=True, exist_ok=True)
+    report = json.dumps({"about": about, "rows": rows}, indent=1)
+    (out / "launch_order.json").write_text(report + "\n")
+    lines = [ORDER_HEAD.format(**about)]
+    lines += [f"| {' | '.join(map(str, summary(row['name'], row)))} |" for row in rows]
+    text = "\n".join([*lines, "", *(f"- {fault}" for fault in wrong or ["No faults."])]) + "\n"
+    (out / "launch_order.md").write_text(text)
     print(text)
     return 1 if wrong else 0
 
@@ -221,6 +260,7 @@ def main() -> int:
     )
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--full", action="store_true", help="steps of all 32 layers, for cards")
+    forms.add_argument("--order", action="store_true", help="the order of loads in steps")
     forms.add_argument("--short", action="store_true", help="a kernel of each kind, for cards")
     parser.add_argument(
         "--only",
@@ -243,6 +283,8 @@ def main() -> int:
     except NoEnvironment as error:
         raise SystemExit(str(error)) from error
     about = describe(interpreter, command)
+    if arguments.order:
+        return report_order(interpreter, about, arguments.only, arguments.out)
     if not targets:
         return report_h200(interpreter, about, arguments.only, arguments.out)
     which = "full" if arguments.full else "short" if arguments.short else "card"

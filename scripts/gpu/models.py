@@ -62,11 +62,12 @@ class ModelShape:
             rows: sequences, each of ``tokens`` new tokens that end at position ``context``.
         """
         seen = tokens * context - tokens * (tokens - 1) // 2
-        moved = 2 * self.step_weights + rows * context * self.kv_bytes
         head = self.D * self.V
         products = 2 * (self.step_weights - head) * rows * tokens + 2 * head * rows
-        products += 4 * self.L * self.N * self.H * rows * seen
-        return max(moved / copy, products / matmul)
+        attention = 4 * self.L * self.N * self.H * rows * seen
+        # Attention's bytes are not read while the products compute: it is a sum.
+        weights = max(2 * self.step_weights / copy, products / matmul)
+        return weights + max(rows * context * self.kv_bytes / copy, attention / matmul)
 
     def config(self) -> dict[str, Any]:
         """Make the contents of a config.json."""

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from scripts.gpu.launch_order import memory_micros, neighbours, order_faults, read_order
 from scripts.gpu.targets import Target
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -63,11 +64,13 @@ class Compiler:
         target: the card.
         dumps: where it leaves its traces.
         disassembles: count instructions too, which takes longer than compiling.
+        orders: read the order of loads of every kernel, XLA's too.
     """
 
     target: Target
     dumps: Dumps
     disassembles: bool = False
+    orders: bool = False
 
     @functools.cached_property
     def device(self) -> Any:
@@ -135,7 +138,10 @@ class Compiler:
             _assemble, arch=self.target.arch, disassembles=self.disassembles
         )
         result = analyse(executable, self.dumps, assemble, copied, kernels)
-        return {"name": name, **dataclasses.asdict(result)}
+        described = {"name": name, **dataclasses.asdict(result)}
+        if self.orders:
+            described |= _read_orders(executable.as_text(), self.dumps, self.target.arch)
+        return described
 
 
 def _disassembler() -> str | None:
@@ -171,6 +177,26 @@ def _assemble(ptx: pathlib.Path, arch: str, disassembles: bool) -> dict[str, Any
         for name in INSTRUCTIONS:
             report[name] = len(re.findall(rf"\b{name}\b", sass))
     return report
+
+
+def _read_orders(hlo: str, dumps: Dumps, arch: str) -> dict[str, Any]:
+    """Read the order of loads of every kernel that was made, by its name."""
+    tool, found = _disassembler(), {}
+    assert tool is not None
+    for ptx in [*dumps.xla.glob("*.ptx"), *dumps.mosaic.glob("*.ptx")]:
+        entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx.read_text())
+        if entry is None:
+            continue
+        cubin = ptx.with_suffix(".ordered")
+        subprocess.run(["ptxas", f"-arch={arch}", str(ptx), "-o", str(cubin)], check=True)
+        run = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True)
+        found[entry[1]] = read_order(run.stdout)
+    thunks = "\n".join(p.read_text() for p in dumps.xla.glob("*.thunk_sequence.txt"))
+    return {
+        "order": found,
+        "order_faults": order_faults(found, neighbours(thunks)),
+        "memory_us": memory_micros(hlo),
+    }
 
 
 def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:

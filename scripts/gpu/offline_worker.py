@@ -168,7 +168,9 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
 def run_inside(card: str, which: str, only: str, folder: pathlib.Path, out: pathlib.Path) -> None:
     """Compile the cases that ``out`` does not have; write it before and after each."""
     dumps = Dumps(folder / "xla", folder / "mosaic")
-    compiler = Compiler(Target.of(card), dumps, disassembles=which == "long")
+    compiler = Compiler(
+        Target.of(card), dumps, disassembles=which == "long", orders=which == "order"
+    )
     rows: list[dict[str, Any]] = json.loads(out.read_text())
     done = {row["name"] for row in rows}
     for case in case_lists(which, compiler.target.card.capability):

@@ -99,12 +99,8 @@ def predict(model: ModelShape, rows: int, step: Step) -> float:
 
 
 def floor(model: ModelShape, rows: int) -> float:
-    """Return the seconds below which no sequence of products and attention gets.
-
-    It is a sum over both: attention's bytes are not read while products compute.
-    """
-    weights = max(2 * model.step_weights / COPY, 2 * model.step_weights * rows / BEST_MATMUL)
-    return weights + rows * CONTEXT * model.kv_bytes / COPY
+    """Return the seconds below which no sequence of products and attention gets."""
+    return model.floor(rows, 1, CONTEXT, COPY, BEST_MATMUL)
 
 
 def count_launches(rows: list[dict[str, Any]], model: str, size: int) -> Step | str:

@@ -104,11 +104,12 @@ def run_tasks(
     path: pathlib.Path,
     until: float,
     alive: Callable[[], bool] = lambda: True,
+    tries: int = TRIES,
 ) -> bool:
     """Do what the report lacks; return False if time ran out, or an item took the device with it.
 
     New items come first, then those that failed, and last those that earlier runs did not survive,
-    which are given up after `TRIES`. An item is in the file from before it begins.
+    which are given up after `tries`. An item is in the file from before it begins.
 
     Args:
         until: of the monotonic clock; no item is begun later.
@@ -125,8 +126,8 @@ def run_tasks(
         before = result_of(task)
         if before and "error" not in before:
             continue
-        if before.get("tries", 0) >= TRIES:
-            print(f"{task.part} / {task.name}: given up, {UNENDED} {TRIES} times", flush=True)
+        if before.get("tries", 0) >= tries:
+            print(f"{task.part} / {task.name}: given up, {UNENDED} {tries} times", flush=True)
             continue
         if time.monotonic() > until:
             print(f"out of time before {task.part} / {task.name}; go on with --resume", flush=True)
@@ -153,7 +154,7 @@ def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathl
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    except KeyboardInterrupt:  # says nothing about the item
+    except (KeyboardInterrupt, SystemExit):  # says nothing about the item
         items[task.name] = before or {"error": "interrupted"}
         save(path, report)
         raise

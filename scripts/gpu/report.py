@@ -4,68 +4,108 @@
     python -m scripts.gpu.report --parts tuning --resume --out report.json
     python -m scripts.gpu.report --dry-run         every part, tiny and interpreted, on a CPU
 
-Parts:
+``scripts.gpu.half_hour`` runs the parts in order of worth. Parts:
 
-    correctness  every kernel at real sizes against the reference in float32
     bandwidth    copy bandwidth and bfloat16 matmul rate: the ceilings the rest is held against
+    essentials   each kernel of a step once, against the reference in float32
+    correctness  every dtype, head dim, page size and group of attention; grouped products
+    steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors, and the
+                 host's time of a dispatch
+    profiles     the same steps under the profiler, kernel by kernel
+    served       whole engines: tokens equal to the CPU's; cold start, 256 requests of 100-1024
+                 tokens in and out, and a start from files; with the variable
+                 XLA_PYTHON_CLIENT_PREALLOCATE=false, or this process holds most of the memory
     decode       paged decode attention over batch and context; ragged lengths; float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
+    variants     8B's decodes in a process whose XLA_FLAGS are those of --variant
     tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned, which later
                  runs with this report fill again first: the next machine may not have it
-    steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors
-    engine       throughput of 256 requests of 100-1024 tokens in and out
-    peers        torch and Transformers on the same GPU; run alone, with the variable
-                 XLA_PYTHON_CLIENT_PREALLOCATE=false, or JAX holds most of the memory
+    peers        torch and Transformers on the same GPU; with the same variable
 
 The file is written before and after every item; an item that fails is recorded and the rest goes
 on. With --resume what the file has is kept, so a run that is killed loses only the item it was at.
 Items that failed are tried again after the new ones; those that ended a run, or hung, come last,
-and are given up after two tries. With --minutes, no item is begun after that long.
+and are given up after two tries. With --minutes, no item is begun after that long. Exits with 3 if
+items are left, with 4 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
+
+from jaxserve.config import prepare_process
+
+prepare_process()
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.devices import target_device
+from scripts.gpu import kernel_checks, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
-from scripts.gpu import tune_kernels
-from scripts.gpu.progress import ReportError, Task, interruptible, open_report, run_tasks
-from scripts.lib.argument_types import positive, some_of, writable_file
+from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
+from scripts.gpu.setting import VARIANTS, Item, Setting
+from scripts.lib.argument_types import pattern, positive, positive_integer, some_of, writable_file
+from scripts.lib.run_main import end_at_sigterm
 
-PARTS: dict[str, Callable[[gpu_parts.Setting], Iterator[gpu_parts.Item]]] = {
-    "correctness": gpu_parts.correctness,
+PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "bandwidth": gpu_parts.bandwidth,
+    "essentials": kernel_checks.essentials,
+    "correctness": kernel_checks.correctness,
+    "steps": step_times.steps,
+    "profiles": step_times.profiles,
+    "served": serving.served,
     "decode": gpu_parts.decode,
     "prefill": gpu_parts.prefill,
+    "variants": step_times.variants,
     "tuning": gpu_parts.tuning_sweep,
-    "steps": gpu_parts.steps,
-    "engine": gpu_peers.engine,
     "peers": gpu_peers.peers,
 }
+LEFT, FAILED = 3, 4
+"""Statuses: items are left to do; none is, and one failed or was given up."""
 
-
-PATIENCE = {"steps": 300.0, "engine": 500.0, "peers": 500.0}
+PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 200.0}
 """Seconds after which an item of a part is held to hang; 120 for the others."""
 
 
-def tasks_of(parts: list[str], setting: gpu_parts.Setting) -> list[Task]:
-    """Gather the items of the given parts."""
+def tasks_of(parts: list[str], only: str, setting: Setting) -> list[Task]:
+    """Gather the items of the given parts whose names have a pattern."""
     patience = {**PATIENCE, "tuning": 120 + 2 * setting.item_seconds}
     factor = 10 if setting.dry_run else 1
+    suffix = f", {setting.variant}" if setting.variant else ""
     return [
-        Task(part, name, job, factor * patience.get(part, 120.0))
+        Task(f"{part}{suffix}", name, job, factor * patience.get(part, 120.0))
         for part in parts
         for name, job in PARTS[part](setting)
+        if re.search(only, name)
     ]
+
+
+def versions() -> dict[str, str]:
+    """Collect the versions of what the report depends on, and the driver's."""
+    found = {}
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "torch", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version,memory.total,clocks.max.sm"]
+    try:
+        run = subprocess.run(
+            [*query, "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+        found["driver, memory, clock"] = run.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        found["driver, memory, clock"] = "none"
+    return found
 
 
 def device_works() -> bool:
@@ -96,7 +136,10 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.report", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--parts", type=some_of(PARTS), default=",".join(PARTS), help="default all")
+    usual = ",".join(name for name in PARTS if name != "variants")
+    parser.add_argument("--parts", type=some_of(PARTS), default=usual, help="default %(default)s")
+    parser.add_argument("--only", type=pattern, default="", help="regular expression of items")
+    parser.add_argument("--variant", choices=VARIANTS, default="", help="what XLA_FLAGS are set to")
     parser.add_argument("--out", type=writable_file, default="gpu_report.json")
     parser.add_argument("--resume", action="store_true", help="keep what the file already has")
     parser.add_argument("--minutes", type=positive, default=9.0, help="begin no item after this")
@@ -106,6 +149,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         default=tune_kernels.ITEM_SECONDS,
         help="a tuning item ends after this with the best so far; default %(default)g",
     )
+    many = "an item that often did not end is given up; default %(default)s"
+    parser.add_argument("--tries", type=positive_integer, default=TRIES, help=many)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted kernels")
     arguments = parser.parse_args()
     if not arguments.dry_run and jax.default_backend() != "gpu":
@@ -116,6 +161,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "dry_run": arguments.dry_run,
+        "versions": versions(),
     }
     try:
         return arguments, open_report(arguments.out, arguments.resume, about)
@@ -129,14 +175,23 @@ def main() -> int:
     until += 60 * arguments.minutes
     if not arguments.dry_run:
         tune_kernels.merge_report(report)
-    setting = gpu_parts.Setting(arguments.dry_run, report, arguments.seconds_per_item)
-    tasks = tasks_of(arguments.parts, setting)
-    ended = run_tasks(tasks, report, arguments.out, until, device_works)
+    setting = Setting(
+        arguments.dry_run,
+        report,
+        arguments.seconds_per_item,
+        arguments.variant,
+        arguments.out.absolute().parent,
+    )
+    tasks = tasks_of(arguments.parts, arguments.only, setting)
+    ended = run_tasks(tasks, report, arguments.out, until, device_works, arguments.tries)
     print(table(report))
-    items = [item for part in report["parts"].values() for item in part.values()]
+    if not ended:
+        return LEFT
+    items = [report["parts"].get(task.part, {}).get(task.name, {}) for task in tasks]
     bad = [item for item in items if "error" in item or item.get("verdict") == "WRONG"]
-    return 0 if ended and not bad else 1
+    return FAILED if bad else 0
 
 
 if __name__ == "__main__":
+    end_at_sigterm()
     raise SystemExit(interruptible(main))

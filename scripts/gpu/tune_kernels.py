@@ -33,6 +33,7 @@ from pallas_kernels.devices import DeviceLimits, find_card, target_device
 from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.progress import ReportError, interruptible, read_report, save_text
+from scripts.gpu.setting import ITEM_SECONDS
 from scripts.lib.argument_types import existing_file, positive, some_of
 from scripts.lib.attention_arrays import attention_arrays
 
@@ -48,8 +49,6 @@ KEY = ("op", "dtype", "head_dim", "up_to")
 """What names an entry of the table."""
 CALLS = {"decode": gpu_timing.CHAIN, "ragged": 4, "mosaic_ragged": 4}
 """Calls that are timed as one program."""
-ITEM_SECONDS = 20.0
-"""Seconds for a bucket: the 51 of a sweep are to fit in twenty minutes."""
 WORKERS = min(8, os.cpu_count() or 1)
 """Candidates that are compiled and timed together."""
 

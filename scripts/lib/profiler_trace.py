@@ -99,10 +99,47 @@ def class_of(name: str, instruction: Instruction) -> str:
 
 
 def read_events(trace: Path) -> list[dict[str, Any]]:
-    """Read the complete events of a trace in Chrome's form."""
+    """Read the complete events of a trace in Chrome's form.
+
+    Of a GPU's, take the streams alone: the profiler adds lines that repeat what ran on them.
+    """
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
+    names = {
+        (event["name"], event.get("pid"), event.get("tid")): str(event.get("args", {}).get("name"))
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
+    }
+    processes = {key[1]: name for key, name in names.items() if key[0] == "process_name"}
+    cards = {pid for pid, name in processes.items() if "GPU" in name}
+    threads = {key[1:]: name for key, name in names.items() if key[0] == "thread_name"}
+    streams = {key for key, name in threads.items() if name.startswith("Stream")}
+    with_streams = {pid for pid, _ in streams} & cards
+    repeats = {key for key in threads if key[0] in with_streams} - streams
+    found = [event for event in events if event.get("ph") == "X"]
+    for event in found:
+        event["on_card"] = event.get("pid") in cards
+    return [event for event in found if (event.get("pid"), event.get("tid")) not in repeats]
+
+
+def kernel_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
+    """Sum microseconds and runs of kinds of kernels, longest first.
+
+    Numbers at the end of a name are left out: every layer has its own. Without a card it is the
+    operations of the program.
+    """
+    events = list(events)
+    on_card = [event for event in events if event.get("on_card")]
+    if on_card:
+        runs = [(event["name"], event["dur"], 1) for event in on_card]
+    else:
+        runs = [(name, *spent) for name, spent in self_times(events).items()]
+    found: dict[str, tuple[float, int]] = {}
+    for name, micros, count in runs:
+        kind = re.sub(r"([._]\d+)+$", "", name)
+        before = found.get(kind, (0.0, 0))
+        found[kind] = before[0] + micros, before[1] + count
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
 def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:

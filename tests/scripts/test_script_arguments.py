@@ -93,7 +93,16 @@ WRONG = [
     ("gpu.compile_offline", "--out /no/such/x", "--out: '/no/such/x' must be in a folder that"),
     ("gpu.compile_offline", "--python nope", "--python: there is no nope"),
     ("gpu.report", "--minutes -1", "--minutes: '-1' must be a number above 0"),
-    ("gpu.report", "--parts nope", "--parts: there is no nope; there are correctness, "),
+    ("gpu.report", "--parts nope", "--parts: there is no nope; there are bandwidth, "),
+    ("gpu.report", "--only (", "--only: '(' must be a regular expression: "),
+    ("gpu.half_hour", "4 --folder /tmp/x", "number: invalid choice: "),
+    ("gpu.half_hour", "1", "the following arguments are required: --folder"),
+    ("gpu.half_hour", "1 --folder /no/such/x", "--folder: '/no/such/x' must be in a folder that"),
+    (
+        "gpu.half_hour",
+        "1 --folder tests --from nope",
+        "--from: 'nope' must be a folder that exists",
+    ),
     ("gpu.report", "--dry-run --resume --out pyproject.toml", "pyproject.toml is no report"),
 ]
 

@@ -1,0 +1,192 @@
+"""Part of the report that serves requests with whole engines, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from scripts.gpu import models as gpu_models
+from scripts.gpu.progress import save_text
+from scripts.gpu.setting import Item, Setting
+from scripts.lib.paths import IN_CHECKOUT
+
+Run = dict[str, Any]
+NOT_INHERITED = ("XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_COMPILATION_CACHE_DIR")
+"""Variables of this process that an engine's start is not measured with."""
+TOKENS = "cpu_tokens.json"
+"""File in the report's folder for other runs that draw them."""
+TIE = 1e-3
+"""Difference of log-probabilities below which either of two tokens may be drawn."""
+SHORT = {
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "decode_sizes": [16],
+    "token_sizes": [64, 256],
+    "compilation_cache_dir": None,
+}
+"""Settings of the bundled model's engines: few programs, so that a start is short."""
+
+
+TINY = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "decode_sizes": [2],
+    "token_sizes": [32],
+}
+"""Settings of a dry run's engines."""
+
+
+def mix(model: gpu_models.ModelShape, dry_run: bool) -> tuple[list[list[int]], list[int]]:
+    """Draw (prompts, numbers of tokens to draw): 256 requests of 100-1024 in and out, seed 0."""
+    count, low, high = (4, 3, 9) if dry_run else (256, 100, 1025)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(low, high, (count, 2))
+    vocabulary = min(model.V, 10000)
+    prompts = [rng.integers(0, vocabulary, int(n)).tolist() for n in lengths[:, 0]]
+    return prompts, lengths[:, 1].tolist()
+
+
+def start_engine(given: Run, **variables: str) -> subprocess.Popen[str]:
+    """Start a process that serves what is given; see ``serving_worker``."""
+    environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.gpu.serving_worker"],
+        env={**environment, **IN_CHECKOUT, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(given))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def result_of(process: subprocess.Popen[str]) -> Run:
+    """Wait for an engine's process; return what it found.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    said, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"an engine's process ended with {process.returncode}; see the log")
+    return json.loads(said.splitlines()[-1])
+
+
+def compare(expected: Run, actual: Run) -> dict[str, Any]:
+    """Compare tokens with the CPU's; a difference must begin where two are equally likely."""
+    equal = ties = 0
+    wrong = []
+    pairs = zip(expected["tokens"], actual["tokens"], strict=True)
+    for number, (want, got) in enumerate(pairs):
+        if want == got:
+            equal += 1
+            continue
+        first = next(
+            (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b),
+            min(len(want), len(got)) - 1,
+        )
+        if len(want) == len(got) and expected["gaps"][number][first] < TIE:
+            ties += 1
+        else:
+            wrong.append(f"request {number} from token {first}")
+    result = {
+        "verdict": "WRONG" if wrong else "ok",
+        "value": equal,
+        "unit": f"of {len(expected['tokens'])} requests have the CPU's tokens",
+    }
+    notes = [f"{ties} differ from a tie on"] if ties else []
+    notes += [f"wrong: {', '.join(wrong[:8])}"] if wrong else []
+    return {**result, "note": "; ".join(notes)} if notes else result
+
+
+def _served_as_on_cpu(setting: Setting) -> dict[str, Any]:
+    """Serve greedy requests with the bundled model, on the device and on the CPU."""
+    count = 6 if setting.dry_run else 64
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, 500, int(n)).tolist() for n in rng.integers(3, 120, count)]
+    settings = {**SHORT, "token_sizes": [256]} if setting.dry_run else SHORT
+    given = {
+        "settings": settings,
+        "prompts": prompts,
+        "outputs": rng.integers(8, 100, count).tolist(),
+        "rounds": 2,
+    }
+    processes = [start_engine(given)]
+    kept = setting.folder and setting.folder / TOKENS
+    expected = json.loads(kept.read_text()) if kept and kept.is_file() else None
+    if expected is None:
+        reference = {**given, "logprobs": 2, "rounds": 1}
+        processes.append(start_engine(reference, JAX_PLATFORMS="cpu"))
+    try:
+        actual, *others = map(result_of, processes)
+    finally:
+        for process in processes:
+            process.kill()
+    if expected is None:
+        [expected] = others
+        if kept:
+            save_text(kept, json.dumps({name: expected[name] for name in ("tokens", "gaps")}))
+    if actual["compiles_after_ready"]:
+        raise RuntimeError(f"{actual['compiles_after_ready']} compilations after ready")
+    rate = {"tokens_per_s": round(actual["rates"][-1]), "device": actual["device"]}
+    return {**compare(expected, actual), **rate, "start": actual["start"]}
+
+
+def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
+    """Start an engine with nothing kept, serve the mix, and start it again from files."""
+    model = gpu_models.MODELS[name]
+    prompts, outputs = mix(model, setting.dry_run)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = pathlib.Path(folder) / "model"
+        kept.mkdir()
+        (kept / "config.json").write_text(json.dumps(model.config()))
+        tiny = TINY if setting.dry_run else {}
+        settings = {
+            "model": str(kept),
+            "load_format": "dummy",
+            "dtype": "float32" if setting.dry_run else "bfloat16",
+            "compilation_cache_dir": f"{folder}/programs",
+            "max_model_len": 2048,
+            **tiny,
+        }
+        rounds = 1 if setting.dry_run else 3
+        given = {"settings": settings, "prompts": prompts, "outputs": outputs, "rounds": rounds}
+        first = result_of(start_engine(given))
+        again = {**given, "prompts": prompts[:1], "outputs": outputs[:1], "rounds": 1}
+        second = result_of(start_engine(again))
+    compiles = second["compiles"]
+    return {
+        "value": round(float(np.median(first["rates"]))),
+        "unit": "output tokens/s",
+        "rates": [round(rate) for rate in first["rates"]],
+        "verdict": "ok" if compiles == first["compiles_after_ready"] == 0 else "WRONG",
+        "note": (
+            f"ready in {first['start']['ready']} s, from files in {second['start']['ready']} s; "
+            f"compilations: {first['compiles']}, then {first['compiles_after_ready']}, "
+            f"from files {compiles}"
+        ),
+        "starts": {"first": first["start"], "from files": second["start"]},
+        "buckets": first["buckets"],
+    }
+
+
+def served(setting: Setting) -> Iterator[Item]:
+    """Serve with the bundled model as the CPU does; then with models of real sizes."""
+    yield "bundled model, 64 requests", lambda: _served_as_on_cpu(setting)
+    if setting.variant:
+        return
+    for name in ("tiny",) if setting.dry_run else ("0.6b", "8b"):
+        yield f"{name} started twice, 256 requests", lambda n=name: _started_twice(setting, n)
