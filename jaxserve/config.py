@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxserve.machine import VisibleCard, driver_cards, visible_card
+from jaxserve.machine import VisibleCard, driver_cards, visible_card, with_gpu_flags
 from jaxserve.request import exact_int, finite_float
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -40,8 +40,6 @@ _CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-# Loops become nodes of CUDA graphs, so that a launch of several steps is one of them.
-GPU_FLAGS = ("--xla_gpu_enable_command_buffer=+WHILE",)
 
 
 @dataclass(frozen=True)
@@ -364,16 +362,6 @@ def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[N
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def with_gpu_flags(flags: str) -> str:
-    """Return XLA's flags with those that a GPU needs, but for any that is among them already.
-
-    So the user's word is the last; `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
-    """
-    named = {flag.partition("=")[0] for flag in flags.split()}
-    added = [flag for flag in GPU_FLAGS if flag.partition("=")[0] not in named]
-    return " ".join([*flags.split(), *added])
 
 
 def _runs_on_cpu() -> bool:

@@ -7,9 +7,11 @@ no card, and answers in milliseconds.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -200,3 +202,29 @@ def visible_card(
     # CUDA takes a UUID's beginning too.
     named = [card for card in cards if first and card.uuid.startswith(first)]
     return VisibleCard(first, (named[0],)) if named else None
+
+
+def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
+    """Return the flags of XLA that a GPU needs, of those that a version of jaxlib knows.
+
+    Loops become nodes of CUDA graphs, so that a launch of several steps is one of them. No kernel
+    lets the next one begin before its results are written: ptxas moves read-only loads of some of
+    XLA's kernels ahead of their wait (`python -m scripts.gpu.compile_offline --order`).
+
+    Args:
+        jaxlib: its version; "" for the one that is installed.
+    """
+    loops = "--xla_gpu_enable_command_buffer=+WHILE"
+    numbers = re.findall(r"\d+", jaxlib or metadata.version("jaxlib"))
+    knows = tuple(map(int, numbers[:3])) >= (0, 11, 2)
+    return (loops, "--xla_gpu_enable_pdl_launch=false") if knows else (loops,)
+
+
+def with_gpu_flags(flags: str, jaxlib: str = "") -> str:
+    """Return XLA's flags with those that a GPU needs, but for any that is among them already.
+
+    So the user's word is the last; `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
+    """
+    named = {flag.partition("=")[0] for flag in flags.split()}
+    added = [flag for flag in gpu_flags(jaxlib) if flag.partition("=")[0] not in named]
+    return " ".join([*flags.split(), *added])

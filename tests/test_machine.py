@@ -167,12 +167,17 @@ def test_the_heap_is_tuned_only_where_jax_runs_on_cpu(
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
     config.prepare_process()
     assert bool(calls) == tuned
-    added = "" if tuned else " --xla_gpu_enable_command_buffer=+WHILE"
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=here{added}"
+    added = [] if tuned else machine.gpu_flags()
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=here", *added]
 
 
 def test_flags_that_the_user_gave_win() -> None:
-    [flag] = config.GPU_FLAGS
-    assert config.with_gpu_flags("") == flag
-    given = "--xla_gpu_enable_command_buffer=FUSION --xla_gpu_enable_pdl=false"
-    assert config.with_gpu_flags(given) == given
+    assert machine.with_gpu_flags("") == " ".join(machine.gpu_flags())
+    given = "--xla_gpu_enable_command_buffer=FUSION --xla_gpu_enable_pdl_launch=true"
+    assert machine.with_gpu_flags(given) == given
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.10.2", 1), ("0.11.2", 2), ("0.12.0.1", 2)])
+def test_flags_are_those_that_the_version_knows(version: str, count: int) -> None:
+    """XLA ends the process at a flag that it does not know."""
+    assert len(machine.gpu_flags(version)) == count

@@ -40,8 +40,8 @@ class Bucket:
 def default_steps(platform: str) -> int:
     """Return the most decode steps of one launch: short steps share the cost of starting it.
 
-    On a GPU such a launch is one graph as compiled, loop and all (`config.GPU_FLAGS`); it takes one
-    step until both have been timed there.
+    On a GPU such a launch is one graph as compiled, its loop included (`machine.gpu_flags`); it
+    takes one step until both have been timed there.
     """
     return 16 if platform == "cpu" else 1
 

@@ -31,10 +31,11 @@ import subprocess
 import tempfile
 from typing import Any
 
-from jaxserve.config import with_gpu_flags
+from jaxserve.machine import with_gpu_flags
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.launch_order import summary
 from scripts.gpu.offline_environment import (
+    JAX,
     NoEnvironment,
     compiler_variables,
     default_folder,
@@ -134,7 +135,7 @@ def compile_cases(
         partial = pathlib.Path(work) / "rows.json"
         partial.write_text("[]")
         environment = compiler_variables(interpreter.parents[1], pathlib.Path(work))
-        environment["XLA_FLAGS"] = with_gpu_flags(f"{environment['XLA_FLAGS']} {flags}")
+        environment["XLA_FLAGS"] = with_gpu_flags(f"{environment['XLA_FLAGS']} {flags}", JAX)
         inside = ["-m", "scripts.gpu.offline_worker", card, which, only, work, str(partial)]
         while True:
             before = partial.read_text()

@@ -3,10 +3,10 @@
     python -m scripts.gpu.predict_steps [--env DIR] [--only REGEX] [--out DIR]
 
 Compiles the engine's greedy decode for an H200 with two layers and with three: the difference is
-what a layer takes, the rest is what a step takes once. Times are predictions from bytes, operations
-and launches, by constants that only a measurement on a GPU may change. Writes predicted_steps.json
-and .md; exits with 1 if a step takes more launches than its family may, does not compile, or copies
-KV.
+what a layer takes, the rest is what a step takes once. For an H100 the same of models with goals.
+Times are predictions from bytes, operations and launches, by constants that only a measurement on a
+GPU may change. Writes predicted_steps.json and .md; exits with 1 if a step takes more launches than
+its family may, does not compile, or copies KV.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
 CARD = "NVIDIA H200"
+SMALLER = "NVIDIA H100"
 CONTEXT = 1024
 COPY = 4.3e12
 """Bytes a second that a copy reaches on an H200, of 4.8e12 on its data sheet."""
+SMALLER_COPY = COPY * 3.35 / 4.8
+"""Bytes a second on an H100, by the data sheets' ratio."""
 MATMUL = 650e12
 """Operations a second of products of 256 rows in bfloat16."""
 BEST_MATMUL = 790e12
@@ -79,28 +82,40 @@ class Step:
     once: int
 
 
-def product_seconds(parameters: int, rows: int) -> float:
+def product_seconds(parameters: int, rows: int, copy: float = COPY) -> float:
     """Return seconds of a product in bfloat16: its weights' bytes or its operations."""
-    return max(2 * parameters / COPY, 2 * parameters * rows / MATMUL) + RAMP
+    return max(2 * parameters / copy, 2 * parameters * rows / MATMUL) + RAMP
 
 
-def predict(model: ModelShape, rows: int, step: Step) -> float:
-    """Predict seconds of a greedy decode step over ``CONTEXT`` positions a row."""
+def predict_parts(model: ModelShape, rows: int, step: Step, copy: float = COPY) -> dict[str, float]:
+    """Predict seconds of the parts of a greedy decode step over ``CONTEXT`` positions a row.
+
+    Args:
+        copy: bytes a second of the card.
+    """
     heads = model.D * model.H
     matrices = (
         *(heads * (model.N + 2 * model.K), heads * model.N),
         *(2 * model.D * model.F, model.D * model.F),
     )
-    layer = sum(product_seconds(size, rows) for size in matrices)
-    layer += max(rows * CONTEXT * model.kv_bytes / model.L / COPY, LEAST_ATTENTION)
-    layer += (step.layer - PRODUCTS) * LAUNCH
-    head = product_seconds(model.D * model.V, rows)
-    return model.L * layer + head + (step.once - 1) * LAUNCH
+    attention = max(rows * CONTEXT * model.kv_bytes / model.L / copy, LEAST_ATTENTION)
+    small = model.L * (step.layer - PRODUCTS) + step.once - 1
+    return {
+        "products": model.L * sum(product_seconds(size, rows, copy) for size in matrices),
+        "head": product_seconds(model.D * model.V, rows, copy),
+        "attention": model.L * attention,
+        "small launches": small * LAUNCH,
+    }
 
 
-def floor(model: ModelShape, rows: int) -> float:
+def predict(model: ModelShape, rows: int, step: Step, copy: float = COPY) -> float:
+    """Predict seconds of a greedy decode step; see `predict_parts`."""
+    return sum(predict_parts(model, rows, step, copy).values())
+
+
+def floor(model: ModelShape, rows: int, copy: float = COPY) -> float:
     """Return the seconds below which no sequence of products and attention gets."""
-    return model.floor(rows, 1, CONTEXT, COPY, BEST_MATMUL)
+    return model.floor(rows, 1, CONTEXT, copy, BEST_MATMUL)
 
 
 def count_launches(rows: list[dict[str, Any]], model: str, size: int) -> Step | str:
@@ -130,7 +145,30 @@ def budget_fault(model: str, size: int, step: Step) -> str | None:
     )
 
 
-def table(about: dict[str, Any], steps: dict[str, dict[int, Step]]) -> str:
+def part_table(steps: dict[str, dict[int, Step]], smaller: dict[str, dict[int, Step]]) -> list[str]:
+    """Format milliseconds of the parts of a step, and the whole of it on an H100."""
+    lines = [
+        f"Parts of these in ms, and the whole on an H100, of {SMALLER_COPY / 1e12:.1f} TB/s by the",
+        "ratio of the data sheets, with the launches of programs that are compiled for it:",
+        "",
+        "| model | rows | products | head | attention | small launches | H100 (floor) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in OURS:
+        for rows, step in steps.get(name, {}).items():
+            model, other = MODELS[name], smaller.get(name, {}).get(rows)
+            parts = (f"{s * 1e3:.2f}" for s in predict_parts(model, rows, step).values())
+            least = f"{floor(model, rows, SMALLER_COPY) * 1e3:.2f}"
+            seconds = predict(model, rows, other, SMALLER_COPY) if other else 0.0
+            lines.append(_row(name, rows, *parts, f"{seconds * 1e3:.2f} ({least})"))
+    return lines
+
+
+def table(
+    about: dict[str, Any],
+    steps: dict[str, dict[int, Step]],
+    smaller: dict[str, dict[int, Step]],
+) -> str:
     """Format predictions of the models that have goals, then launches of all."""
     lines = [HEAD.format(**about, COPY=COPY / 1e12, MATMUL=MATMUL / 1e12, RAMP=RAMP * 1e6)]
     for name in OURS:
@@ -140,6 +178,7 @@ def table(about: dict[str, Any], steps: dict[str, dict[int, Step]]) -> str:
             times = f"{predict(model, rows, step) * 1e3:.2f}", GOALS.get(key, "-")
             lines.append(_row(*cells, *times, f"{floor(model, rows) * 1e3:.2f}"))
     sizes = [f"{rows} rows" for rows in LAUNCH_ROWS]
+    lines += ["", *part_table(steps, smaller)]
     lines += ["", "Launches a layer (and once a step) of every family:", ""]
     lines += [_row("model", *sizes), "|---" * (1 + len(sizes)) + "|"]
     for name, found in steps.items():
@@ -150,6 +189,31 @@ def table(about: dict[str, Any], steps: dict[str, dict[int, Step]]) -> str:
 
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def compiled_steps(
+    interpreter: pathlib.Path, card: str, names: list[str]
+) -> tuple[dict[str, dict[int, Step]], list[str]]:
+    """Compile steps of models for a card; return launches by model and rows, and faults."""
+    rows = compile_cases(interpreter, card, LAUNCHES + "; ".join(names)) if names else []
+    steps: dict[str, dict[int, Step]] = {name: {} for name in names}
+    wrong: list[str] = []
+    for name in names:
+        for size in LAUNCH_ROWS:
+            found = count_launches(rows, name, size)
+            fault = found if isinstance(found, str) else budget_fault(name, size, found)
+            wrong += [f"{card}: {fault}"] if fault else []
+            if isinstance(found, Step):
+                steps[name][size] = found
+    return steps, wrong
+
+
+def as_json(steps: dict[str, dict[int, Step]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return launches with keys that JSON has."""
+    return {
+        name: {str(rows): dataclasses.asdict(step) for rows, step in found.items()}
+        for name, found in steps.items()
+    }
 
 
 def main() -> int:
@@ -170,24 +234,12 @@ def main() -> int:
     except NoEnvironment as error:
         raise SystemExit(str(error)) from error
     about = describe(interpreter, command)
-    rows = compile_cases(interpreter, CARD, LAUNCHES + "; ".join(names))
-    steps: dict[str, dict[int, Step]] = {name: {} for name in names}
-    wrong: list[str] = []
-    for name in names:
-        for size in LAUNCH_ROWS:
-            found = count_launches(rows, name, size)
-            fault = found if isinstance(found, str) else budget_fault(name, size, found)
-            wrong += [fault] if fault else []
-            if isinstance(found, Step):
-                steps[name][size] = found
-    about["faults"] = wrong
-    kept = {
-        name: {str(r): dataclasses.asdict(s) for r, s in f.items()} for name, f in steps.items()
-    }
-    text = table(about, steps)
-    (arguments.out / "predicted_steps.json").write_text(
-        json.dumps({"about": about, "launches": kept}, indent=1) + "\n"
-    )
+    steps, wrong = compiled_steps(interpreter, CARD, names)
+    smaller, other = compiled_steps(interpreter, SMALLER, [n for n in names if n in OURS])
+    about["faults"] = wrong = wrong + other
+    text = table(about, steps, smaller)
+    kept = {"about": about, "launches": as_json(steps), "on_h100": as_json(smaller)}
+    (arguments.out / "predicted_steps.json").write_text(json.dumps(kept, indent=1) + "\n")
     (arguments.out / "predicted_steps.md").write_text(text)
     print(text, *wrong, sep="\n")
     return 1 if wrong else 0
