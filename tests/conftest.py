@@ -62,7 +62,8 @@ def make_folder() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
     # Otherwise the folder's name is in every key.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+    # Small ones too: thousands are single operations, of which each takes 20 ms to compile.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     # PyTorch's threads wait for each other by spinning: among tiny matrices that is most of a test.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

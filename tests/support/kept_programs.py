@@ -84,6 +84,8 @@ def borrow_programs(folder: Path, kept: Path) -> None:
 def keep_programs(folder: Path, kept: Path) -> None:
     """Move the whole files that are new in a run's folder to those kept."""
     for path in folder.glob("*-cache"):
+        if (kept / path.name).exists():
+            continue
         try:
             zlib.decompress(path.read_bytes())
         except zlib.error:  # half a file, or compressed by a library that Python lacks
@@ -94,11 +96,11 @@ def keep_programs(folder: Path, kept: Path) -> None:
 def keep_objects(folder: Path, kept: Path) -> None:
     """Do so with jaxserve's own, which have their names only once they are whole."""
     for path in folder.glob("[!.]*"):
-        _keep(path, kept)
+        if not (kept / path.name).exists():
+            _keep(path, kept)
 
 
 def _keep(path: Path, kept: Path) -> None:
-    if not (kept / path.name).exists():
-        part = kept / f".{path.name}.{os.getpid()}"
-        shutil.copy(path, part)
-        part.replace(kept / path.name)
+    part = kept / f".{path.name}.{os.getpid()}"
+    shutil.copy(path, part)
+    part.replace(kept / path.name)
