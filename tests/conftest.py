@@ -16,7 +16,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.kept_programs import borrow_programs, keep_programs, kept_folder
+from tests.support.kept_programs import (
+    FOLDER,
+    borrow_programs,
+    keep_objects,
+    keep_programs,
+    kept_folder,
+    users_kept_folder,
+    users_objects,
+)
 
 # The same examples in every run, and no clocks.
 settings.register_profile(
@@ -28,7 +36,6 @@ settings.register_profile(
 )
 settings.load_profile("jaxserve")
 
-FOLDER = "JAXSERVE_TESTS_FOLDER"
 NEED_GPU = Path(__file__).parent / "gpu"
 LEFT_OUT = "left-out-"  # in that folder, by a path of tests: why some of them were left out
 # Their tests share servers, a browser or checkpoints, which are costly to make.
@@ -41,7 +48,7 @@ DOOR, TURNS = pytest.StashKey[TextIO](), pytest.StashKey[TextIO]()
 
 
 def make_folder() -> None:
-    """Make one folder for all processes of a run; in it JAX keeps what it compiles.
+    """Make one folder for all processes of a run; in it lies what is compiled.
 
     Tests, servers and scripts compile many programs alike. `Runner.num_compiles` counts those that
     are read from there too, so that a test still sees a compilation that should not be.
@@ -49,10 +56,14 @@ def make_folder() -> None:
     folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
     os.environ[FOLDER] = folder
     borrow_programs(Path(folder, "compiled"), kept_folder())
+    objects = users_objects(Path(folder))
+    objects.parent.mkdir(mode=0o700, parents=True)  # code is read from no folder open to others
+    borrow_programs(objects, users_kept_folder())
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
     # Otherwise the folder's name is in every key.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+    # Small ones too: thousands are single operations, of which each takes 20 ms to compile.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     # PyTorch's threads wait for each other by spinning: among tiny matrices that is most of a test.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,6 +73,7 @@ def remove_folder() -> None:
     """Remove it at the end of a run, and keep its programs for the next."""
     folder = Path(os.environ[FOLDER])
     keep_programs(folder / "compiled", kept_folder())
+    keep_objects(users_objects(folder), users_kept_folder())
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -143,6 +155,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(file.close)
     if config.getoption("--check-shapes") and "tests.support.shape_checks" not in sys.modules:
         raise pytest.UsageError("--check-shapes must be an argument of the command")
+
+
+def pytest_collection_finish() -> None:
+    """Spare what all modules are made of, which stays: `gc.collect` in a test would look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

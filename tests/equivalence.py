@@ -305,13 +305,15 @@ def drive(engine: Engine, asks: list[Ask]) -> list[list[Got]]:
         one.prompt_logprobs += scores_of(delta.prompt_logprobs)
         one.times_prompt += delta.prompt_logprobs is not None
 
+    # After the last request has come, or is aborted, nothing happens in an engine without work.
+    last = max((step for ask in asks for step in (ask.at_step, ask.abort_at or 0)), default=0)
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
             if ask.at_step == step:
                 _start(engine, number, ask, sink, got[number])
             if ask.abort_at == step:
                 engine.abort(str(number))
-        if step > 60 and not engine.has_work:
+        if step > last and not engine.has_work:
             assert engine.stats().num_failed_steps == 0
             return got
         engine.step()

@@ -20,7 +20,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from tests.support.checkpoint import save_checkpoint
-from tests.support.own_programs import users_environment
+from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
 # Few and small programs, so that they compile quickly.

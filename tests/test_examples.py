@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kept_programs import users_environment
 from tests.support.live_server import SMALL, Server
 from tests.support.notebook import code_cells
-from tests.support.own_programs import users_environment
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "scripts/examples"

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
-from tests.support.kept_programs import borrow_programs, keep_programs
+import pytest
+
+from jaxserve.config import user_cache_dir
+from tests.support.kept_programs import (
+    FOLDER,
+    borrow_programs,
+    in_users_environment,
+    keep_objects,
+    keep_programs,
+    users_objects,
+)
 
 
 def test_halves_of_programs_are_not_kept(tmp_path: Path) -> None:
@@ -18,6 +29,24 @@ def test_halves_of_programs_are_not_kept(tmp_path: Path) -> None:
     borrow_programs(second, kept)
     assert [path.name for path in second.iterdir()] == ["whole-cache"]
     assert (second / "whole-cache").read_bytes() == whole
+
+
+def test_what_jaxserve_keeps_lies_where_it_is_taken_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "anywhere")
+    before = dict(os.environ)
+    with in_users_environment():
+        assert user_cache_dir() == users_objects(tmp_path).parent.parent
+        assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert os.environ == before
+    kept, run = tmp_path / "kept", tmp_path / "run"
+    borrow_programs(run, kept)
+    (run / ("a" * 64)).write_bytes(b"whole")
+    (run / f".{'b' * 64}.1.2").write_bytes(b"ha")
+    keep_objects(run, kept)
+    assert [path.name for path in kept.iterdir()] == ["a" * 64]
 
 
 def test_what_has_grown_too_large_is_forgotten(tmp_path: Path, monkeypatch) -> None:

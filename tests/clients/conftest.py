@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from scripts.lib.paths import ROOT
 from scripts.lib.server_process import Server, ask
+from tests.support.kept_programs import in_users_environment
 
 KEY = "a-client-key"
 MODEL = "demo_model"
@@ -23,7 +25,9 @@ QUESTION, ANSWER = "Reverse: s-t-o-n-e", "e-n-o-t-s"
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[Server]:
-    with Server(*ARGUMENTS) as server:
+    with ExitStack() as stack:
+        with in_users_environment():
+            server = stack.enter_context(Server(*ARGUMENTS))
         yield server
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import ANSWER, ARGUMENTS, MODEL, QUESTION
+from tests.support.kept_programs import users_environment
 
 CHAT = {"messages": [{"role": "user", "content": QUESTION}]}
 SMALL = ARGUMENTS[: ARGUMENTS.index("--max-num-queued-reqs")]
@@ -47,6 +48,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jaxserve", "run-batch", *arguments, *SMALL],
         cwd=ROOT,
+        env=users_environment(),
         capture_output=True,
         text=True,
         check=False,

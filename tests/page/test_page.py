@@ -122,7 +122,7 @@ def test_nothing_moves_while_an_answer_streams(
     open_page: OpenPage, load: Callable[..., None]
 ) -> None:
     page = open_page(viewport=LOW)
-    Endless(page, most=500)
+    Endless(page, most=250)
     expect(page.locator("#running")).to_have_text("0 of 8")
     page.evaluate(
         """() => {
@@ -135,7 +135,7 @@ def test_nothing_moves_while_an_answer_streams(
             new PerformanceObserver(take).observe({ type: "layout-shift" });
         }"""
     )
-    load(12, 300)
+    load(12, 150)
     send(page, QUESTION)
     grows(page)
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
@@ -259,7 +259,7 @@ def test_on_a_phone(open_page: OpenPage, load: Callable[..., None], scheme: str)
         box = control.bounding_box()
         assert box is not None and box["height"] >= 40, control.evaluate("at => at.outerHTML")
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
-    load(10, 200)
+    load(10, 100)
     page.get_by_role("button", name="Engine").tap()
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.locator("#rows tr.runs")).to_have_count(8)

@@ -199,7 +199,7 @@ def test_an_engine_is_measured_judged_and_reported(tmp_path: Path, monkeypatch: 
     path = tmp_path / "results.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = "--models tiny --engines transformers --parts agreement,trace --trace 4 --rows 2"
-    arguments += f" --repeats 1 --json {path} --python transformers={sys.executable}"
+    arguments += f" --threads 1 --repeats 1 --json {path} --python transformers={sys.executable}"
     monkeypatch.setattr(sys, "argv", ["scripts/compare", *arguments.split()])
     assert compare_engines.main() == 0
     data = json.loads(path.read_text())

@@ -23,6 +23,7 @@ from jaxserve.models import read_model_config
 from scripts.demo_model import tasks as demo_tasks
 from scripts.live_demo import command as demo
 from scripts.live_demo.requests import follow_ups, make_asks
+from tests.support.kept_programs import users_environment
 
 ROOT = Path(__file__).parents[2]
 SHELL = (
@@ -153,7 +154,9 @@ def log() -> str:
         "--speed",
         "0",
     ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=users_environment(), capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
@@ -187,7 +190,7 @@ def test_demo_draws_on_a_terminal(log: str) -> None:
         "--steps-per-second",
         "0",
     ]
-    environment = os.environ | {"TERM": "xterm-256color"}
+    environment = users_environment() | {"TERM": "xterm-256color"}
     environment = {
         k: v for k, v in environment.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")
     }

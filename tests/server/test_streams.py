@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve.server.http.listener import bind
+from tests.support.kept_programs import users_environment
 from tests.support.live_server import ROOT, SECONDS, SMALL
 
 
@@ -42,7 +43,10 @@ def serving(port: int, shell: str, **streams: Any) -> Iterator[None]:
     flags = [*SMALL[: SMALL.index("--port")], "--port", str(port)]
     words = [sys.executable, "-m", "jaxserve", "serve", *flags]
     process = subprocess.Popen(
-        ["sh", "-c", f'exec "$@" {shell}', "sh", *words], cwd=ROOT, **streams
+        ["sh", "-c", f'exec "$@" {shell}', "sh", *words],
+        cwd=ROOT,
+        env=users_environment(),
+        **streams,
     )
     try:
         deadline = time.monotonic() + 3 * SECONDS

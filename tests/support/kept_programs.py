@@ -1,8 +1,11 @@
-"""Programs that JAX compiled in earlier runs of the tests, for the next one.
+"""Programs that earlier runs of the tests compiled, for the next one.
 
 JAX writes its cache in place, and a process that a test kills leaves half a file. So a run works on
 a folder of its own, in which the kept files are links, and what it adds is kept if it is whole.
 JAX's keys hold its version and flags, but not the processor that the code is for: the folder does.
+
+Processes that are started as users start them keep programs by jaxserve's own means. Of these a run
+has what XLA compiled before, but not which start it was for: each kind of start is traced anew.
 """
 
 from __future__ import annotations
@@ -11,9 +14,42 @@ import hashlib
 import os
 import shutil
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
+FOLDER = "JAXSERVE_TESTS_FOLDER"  # the variable that names a run's folder
 MOST_BYTES = 4 * 2**30
+
+
+def users_environment() -> dict[str, str]:
+    """Return the environment of a process as users start it, without JAX's cache.
+
+    All such processes of a run share the programs that jaxserve keeps, so that a second start of
+    the same settings takes seconds.
+    """
+    environment = {n: value for n, value in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
+    if FOLDER not in os.environ:  # no run of the tests
+        return environment
+    return environment | {"XDG_CACHE_HOME": str(Path(os.environ[FOLDER], "users"))}
+
+
+@contextmanager
+def in_users_environment() -> Generator[None]:
+    """Have the processes that are started in the meantime be as users start them."""
+    before, users = dict(os.environ), users_environment()
+    os.environ.clear()
+    os.environ.update(users)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def users_objects(run: Path) -> Path:
+    """Return where, in a run's folder, jaxserve keeps programs by what XLA was given."""
+    return run / "users/jaxserve/programs/objects"
 
 
 def kept_folder() -> Path:
@@ -25,9 +61,14 @@ def kept_folder() -> Path:
     return Path.home() / ".cache/jaxserve-tests/compiled" / digest
 
 
+def users_kept_folder() -> Path:
+    """Return the folder of those that jaxserve itself kept."""
+    return kept_folder().parent.with_name("users") / kept_folder().name
+
+
 def borrow_programs(folder: Path, kept: Path) -> None:
     """Link what was kept into a new folder; where it has grown too large, forget it."""
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     kept.mkdir(parents=True, exist_ok=True)
     if sum(path.stat().st_size for path in kept.iterdir()) > MOST_BYTES:
         shutil.rmtree(kept)
@@ -49,6 +90,17 @@ def keep_programs(folder: Path, kept: Path) -> None:
             zlib.decompress(path.read_bytes())
         except zlib.error:  # half a file, or compressed by a library that Python lacks
             continue
-        part = kept / f"{path.name}.{os.getpid()}"
-        shutil.copyfile(path, part)
-        part.replace(kept / path.name)
+        _keep(path, kept)
+
+
+def keep_objects(folder: Path, kept: Path) -> None:
+    """Do so with jaxserve's own, which have their names only once they are whole."""
+    for path in folder.glob("[!.]*"):
+        if not (kept / path.name).exists():
+            _keep(path, kept)
+
+
+def _keep(path: Path, kept: Path) -> None:
+    part = kept / f".{path.name}.{os.getpid()}"
+    shutil.copy(path, part)
+    part.replace(kept / path.name)

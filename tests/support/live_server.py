@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.kept_programs import users_environment
+
 ROOT = Path(__file__).parent.parent.parent
 # Few and small programs; a cache of 40 pages of 16 tokens, less than the model's 1024 positions.
 SMALL = (
@@ -73,6 +75,7 @@ class Server:
         self.process = subprocess.Popen(
             [*limit, sys.executable, "-m", self.module, "serve", *self.arguments],
             cwd=ROOT,
+            env=users_environment(),
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,
