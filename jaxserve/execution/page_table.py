@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.scheduling.plan import LaunchPlan
@@ -89,4 +90,8 @@ def set_rows(
         table: donated.
         slots: past the table where unused.
     """
-    return table.at[slots].set(rows, mode="drop")
+    count, pages = rows.shape
+    # Entry by entry: of a scatter of rows, as XLA compiles it for a GPU, idle threads read past the
+    # end of `slots`.
+    columns = jnp.tile(jnp.arange(pages), count)
+    return put_pages(table, jnp.repeat(slots, pages), columns, rows.reshape(-1))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.execution.batch import unpack
+from jaxserve.execution.page_table import ROWS
 from tests.machine_code.case import Capability
 from tests.machine_code.compiled_program import Program
 from tests.machine_code.faults import Fault
@@ -19,10 +20,10 @@ from tests.machine_code.steps.judgement import compare_step, differing_tokens, r
 from tests.machine_code.steps.kept import FILE, MOST_BYTES, SETUP, KeptPrograms
 from tests.machine_code.steps.models import MODELS, VOCAB
 from tests.machine_code.steps.near_ties import NearTies, noise_of
-from tests.machine_code.steps.programs import LOAD_SLOT, mask_program
+from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, mask_program
 from tests.machine_code.steps.replay import Replay
 from tests.machine_code.steps.schedules import SCHEDULES
-from tests.machine_code.xla_programs import Executable
+from tests.machine_code.xla_programs import Executable, Options, run_program
 
 MIXED, DECODE = "32 tokens, 4 rows", "greedy decode 4"
 Executables = Callable[[Capability], dict[str, Executable]]
@@ -129,6 +130,21 @@ def test_a_launch_that_is_left_out_is_noticed(
         commands = [c for number, c in enumerate(program.commands) if number != left_out]
         lacking = dataclasses.replace(program, commands=tuple(commands))
         assert faults_of_decode(lacking, recording, state, recording.weights), left_out
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_whole_rows_of_the_page_table_are_replaced(
+    capability: Capability, executables: Executables
+) -> None:
+    """No few-row schedule shares more cached pages than a launch has room for."""
+    rng = np.random.default_rng(0)
+    table, rows = (rng.integers(1, 26, (count, 5)).astype(np.int32) for count in (5, ROWS))
+    slots = np.full(ROWS, 6, np.int32)  # past the table
+    slots[:2] = 3, 1
+    (found,) = run_program(executables(capability)[SET_ROWS], [table, slots, rows], Options())
+    expected = table.copy()
+    expected[[3, 1]] = rows[:2]
+    assert np.array_equal(found, expected)
 
 
 def test_weights_that_differ_are_noticed(

@@ -20,7 +20,7 @@ from tests.machine_code.cases import CARDS
 from tests.machine_code.compiled_program import Program, from_json, to_json
 from tests.machine_code.kept import StaleProgram, spell
 from tests.machine_code.steps.models import FAMILIES, MODELS
-from tests.machine_code.steps.programs import LOAD_SLOT, STATE, Setup, mask_program
+from tests.machine_code.steps.programs import LOAD_SLOT, SET_ROWS, STATE, Setup, mask_program
 from tests.machine_code.steps.sources import Sources, digest
 from tests.machine_code.xla_programs import Executable
 
@@ -28,7 +28,7 @@ FILE = Path(__file__).parent / "kept.json.xz"
 MOST_BYTES = 1_000_000
 COMMAND = "python -m tests.machine_code.steps.compile"
 SETUP = Setup("llama-float32")
-_ALWAYS = (STATE, LOAD_SLOT, "32 tokens, 4 rows")
+_ALWAYS = (STATE, LOAD_SLOT, SET_ROWS, "32 tokens, 4 rows")
 PROGRAMS: Mapping[Capability, tuple[str, ...]] = MappingProxyType(
     {
         (9, 0): (*_ALWAYS, "decode 4, up to 4 steps"),
