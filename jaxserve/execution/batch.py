@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.page_table import lay_new_pages, most_new_pages
+from jaxserve.execution.page_table import most_new_pages
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
 if TYPE_CHECKING:
-    from jaxtyping import Float32, Int32, UInt32
+    from jaxtyping import Float32, Int, Int32, UInt32
 
 # An array of numpy on the host, where batches are packed, and of JAX in a program.
 AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
@@ -42,10 +42,9 @@ class StepBatch(Generic[AnyArray]):
     sample_slots: Int32[AnyArray, " R"]
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, ""]  # decode steps to take; read where the bucket has several
-    # Pages that the rows' slots got since their last launch: page_ids[i] is the page at column
-    # page_columns[i] of slot page_slots[i]. Unused entries have a slot past the null slot.
-    page_slots: Int32[AnyArray, " C"]
-    page_columns: Int32[AnyArray, " C"]
+    # Pages that the rows' slots got since their last launch, and their cells of the flat page
+    # table; those of unused entries lie past its end.
+    page_cells: Int32[AnyArray, " C"]
     page_ids: Int32[AnyArray, " C"]
     # The rest as in `Settings`.
     stop_length: Int32[AnyArray, " R"]
@@ -74,7 +73,7 @@ class _Parts(Generic[AnyArray]):
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
-    pages: Int32[AnyArray, "3 C"]
+    pages: Int32[AnyArray, "2 C"]
 
 
 def room_for_pages(bucket: Bucket, page_size: int) -> int:
@@ -84,7 +83,7 @@ def room_for_pages(bucket: Bucket, page_size: int) -> int:
 
 def _size(bucket: Bucket, page_size: int) -> int:
     rows = bucket.num_rows * (5 + WIDTH) + 2
-    return 4 * bucket.num_tokens + rows + 3 * room_for_pages(bucket, page_size)
+    return 4 * bucket.num_tokens + rows + 2 * room_for_pages(bucket, page_size)
 
 
 def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Parts[AnyArray]:
@@ -99,7 +98,7 @@ def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Par
         words[starts : settings - 1],
         words[settings - 1 : settings],
         words[settings:pages].reshape(R, W),
-        words[pages:].reshape(3, -1),
+        words[pages:].reshape(2, -1),
     )
 
 
@@ -115,7 +114,7 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
 
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
-    page_slots, page_columns, page_ids = parts.pages
+    page_cells, page_ids = parts.pages
     return StepBatch(
         tokens=tokens,
         positions=positions,
@@ -127,20 +126,25 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
         sample_slots=sample_slots,
         query_start=parts.query_start,
         num_steps=parts.num_steps[0, ...],
-        page_slots=page_slots,
-        page_columns=page_columns,
+        page_cells=page_cells,
         page_ids=page_ids,
         **Settings[AnyArray].of(read)._asdict(),
     )
 
 
-def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> Int32[np.ndarray, " N"]:
+def pack(
+    plan: LaunchPlan,
+    slots: SlotTable,
+    bucket: Bucket,
+    new_pages: Int[np.ndarray, " n"] | None = None,
+) -> Int32[np.ndarray, " N"]:
     """Lay a ragged plan out in a bucket's shapes, all of it in one array.
 
     One argument of a compiled program costs the host a tenth of what twenty do. It is new each
     time: XLA on CPU may read a numpy argument in place, long after the call that passed it.
 
-    New pages count as sent from now on; there is room for them after `page_table.whole_rows`.
+    Args:
+        new_pages: cells of the pages that it brings, no more than `room_for_pages`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots.page_size), np.int32)
@@ -177,7 +181,11 @@ def pack(plan: LaunchPlan, slots: SlotTable, bucket: Bucket) -> Int32[np.ndarray
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
     # With another mode than clip numpy would copy once more.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
-    lay_new_pages(plan, slots, parts.pages)
+    cells, pages = parts.pages
+    count = 0 if new_pages is None else len(new_pages)
+    cells[count:] = slots.flat_page_table.size
+    if new_pages is not None:
+        cells[:count], pages[:count] = new_pages, slots.flat_page_table.take(new_pages)
     targets[:] = NO_TOKEN
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])

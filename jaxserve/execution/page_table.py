@@ -19,7 +19,10 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from jaxtyping import Array, Int, Int32
+
+    # Slots, and their rows of the table.
+    WholeRows = tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]
 
 # Rows that `set_rows` replaces at once.
 ROWS = 8
@@ -29,56 +32,54 @@ def most_new_pages(num_rows: int, num_tokens: int, page_size: int) -> int:
     """Return how many new pages a launch has room for: as many as its tokens can take.
 
     n tokens of a row take at most ceil(n / page_size) pages. A row that has more, because its
-    sequence shares cached ones, is sent whole (see `whole_rows`).
+    sequence shares cached ones, is sent whole.
     """
     # At least 2: XLA makes five launches on a GPU of a scatter of a single entry.
     return max(2, num_rows + num_tokens // page_size)
 
 
-def lay_new_pages(plan: LaunchPlan, slots: SlotTable, pages: Int32[np.ndarray, "3 C"]) -> None:
-    """Lay out the new pages of a plan's rows as slots, columns and pages; they count as sent."""
-    pages[0] = slots.num_slots + 1  # past the table: for entries that stay unused
-    owners, columns = slots.take_unsent(plan.slots)
-    if count := len(owners):
-        pages[0, :count], pages[1, :count] = owners, columns
-        pages[2, :count] = slots.page_table[owners, columns]
-
-
-def whole_rows(
+def take_new_pages(
     plan: LaunchPlan, slots: SlotTable, room: int
-) -> Iterator[tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]]:
-    """Yield slots and their rows of the table, for `set_rows`; they count as sent.
+) -> tuple[Int[np.ndarray, " n"], list[WholeRows]]:
+    """Return the cells of pages that a plan's rows got since their last launch; they count as sent.
 
-    None, where a launch has room for all new pages; else those of rows that have more than their
-    tokens can take, which leaves room for the others.
+    Args:
+        room: of the launch; what exceeds it comes as whole rows, for `set_rows` before it.
     """
-    new = slots.num_pages[plan.slots] - slots.num_sent[plan.slots]
-    if new.sum() <= room:
-        return
-    whole = plan.slots[new > 1 + plan.num_tokens * plan.num_steps // slots.page_size]
-    slots.num_sent[whole] = slots.num_pages[whole]
+    cells = slots.take_unsent(plan.slots)
+    if len(cells) <= room:
+        return cells, []
+    owners = cells // slots.max_pages
+    most = dict(zip(plan.slots.tolist(), _most_of_tokens(plan, slots.page_size), strict=True))
+    counts = zip(*np.unique(owners, return_counts=True), strict=True)
+    whole = np.array([slot for slot, count in counts if count > most[slot]], np.intp)
+    return cells[~np.isin(owners, whole)], list(_whole_rows(whole, slots))
+
+
+def _most_of_tokens(plan: LaunchPlan, page_size: int) -> list[int]:
+    """Return how many new pages each row's own tokens can take."""
+    return (1 + plan.num_tokens * plan.num_steps // page_size).tolist()
+
+
+def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[WholeRows]:
     for first in range(0, len(whole), ROWS):
         part = whole[first : first + ROWS]
         owners, rows = null_rows(slots)
-        owners[: len(part)] = part
-        rows[: len(part)] = slots.page_table[part]
+        owners[: len(part)], rows[: len(part)] = part, slots.page_table[part]
         yield owners, rows
 
 
-def null_rows(slots: SlotTable) -> tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]:
+def null_rows(slots: SlotTable) -> WholeRows:
     """Make slots and rows that change nothing."""
     owners = np.full(ROWS, slots.num_slots + 1, np.int32)
     return owners, np.zeros((ROWS, slots.max_pages), np.int32)
 
 
 def put_pages(
-    table: Int32[Array, "slots_plus_1 M"],
-    slots: Int32[Array, " C"],
-    columns: Int32[Array, " C"],
-    pages: Int32[Array, " C"],
+    table: Int32[Array, "slots_plus_1 M"], cells: Int32[Array, " C"], pages: Int32[Array, " C"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Put new pages in their places; slots past the table are unused entries."""
-    return table.at[slots, columns].set(pages, mode="drop")
+    """Put new pages into cells of the flat table; cells past its end are unused entries."""
+    return table.reshape(-1).at[cells].set(pages, mode="drop").reshape(table.shape)
 
 
 def set_rows(
@@ -90,8 +91,7 @@ def set_rows(
         table: donated.
         slots: past the table where unused.
     """
-    count, pages = rows.shape
     # Entry by entry: of a scatter of rows, as XLA compiles it for a GPU, idle threads read past the
     # end of `slots`.
-    columns = jnp.tile(jnp.arange(pages), count)
-    return put_pages(table, jnp.repeat(slots, pages), columns, rows.reshape(-1))
+    cells = slots[:, None] * table.shape[1] + jnp.arange(table.shape[1])
+    return put_pages(table, cells.reshape(-1), rows.reshape(-1))

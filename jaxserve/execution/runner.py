@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, room_for_pages
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.page_table import whole_rows
+from jaxserve.execution.page_table import take_new_pages
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release
@@ -165,9 +165,10 @@ class Runner:
         bucket = self.buckets.pick(plan, greedy, lacks_prompt_logprobs)
         state, self._state = self._state, None
         assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
-        for owners, rows in whole_rows(plan, slots, room_for_pages(bucket, slots.page_size)):
+        new, whole = take_new_pages(plan, slots, room_for_pages(bucket, slots.page_size))
+        for owners, rows in whole:
             state = replace(state, page_table=self._set_rows(state.page_table, owners, rows))
-        batch = pack(plan, slots, bucket)
+        batch = pack(plan, slots, bucket, new)
         if any_features & SamplerFeature.EDITS and slots.needs_load[plan.slots].any():
             state = self._load(state, plan, slots)
         if any_features & SamplerFeature.ALLOWED:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -64,6 +63,7 @@ class SlotTable:
             return np.zeros((rows, *shape), dtype)
 
         self.page_table = column(self.max_pages)
+        self.flat_page_table = self.page_table.reshape(-1)
         self.tokens = column(max_model_len)
         self._flat_tokens = self.tokens.reshape(-1)
         self.num_pages = column()
@@ -208,17 +208,21 @@ class SlotTable:
         """Return the pages that a slot holds, in order; a view."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
-    def take_unsent(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return slots and columns of the pages that the device does not know yet.
+    def take_unsent(self, slots: np.ndarray) -> np.ndarray:
+        """Return the cells of the flat page table whose pages the device does not know yet.
 
         They count as sent from now on.
         """
         held, sent = self.num_pages[slots], self.num_sent[slots]
-        rows = (held > sent).nonzero()[0]
+        counts = held - sent
+        rows = counts.nonzero()[0]
         if not len(rows):
-            return rows, rows
+            return rows
         self.num_sent[slots] = held
-        return flat_ranges(slots[rows], sent[rows], held[rows])
+        first, counts = slots[rows] * self.max_pages + sent[rows], counts[rows]
+        ends = counts.cumsum()
+        cells: np.ndarray = (first + counts - ends).repeat(counts) + np.arange(ends[-1])
+        return cells
 
     def num_outside(self, computed: Any) -> Any:
         """Count the pages that no token after the first `computed` sees, by the widest window."""

@@ -218,15 +218,15 @@ def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
     # Imported here: it imports JAX, whose memory the other parts must not count.
     from jaxserve.execution.batch import pack, room_for_pages
     from jaxserve.execution.buckets import BucketSet
-    from jaxserve.execution.page_table import whole_rows
+    from jaxserve.execution.page_table import take_new_pages
 
     slots, budget = 256, 8192
     buckets = BucketSet(slots, budget)
 
     def lay(plan: LaunchPlan, table: SlotTable) -> int:
         bucket = buckets.pick(plan)
-        rows = whole_rows(plan, table, room_for_pages(bucket, PAGE_SIZE))
-        sent = sum(row.nbytes for _, row in rows) + pack(plan, table, bucket).nbytes
+        new, whole = take_new_pages(plan, table, room_for_pages(bucket, PAGE_SIZE))
+        sent = sum(rows.nbytes for _, rows in whole) + pack(plan, table, bucket, new).nbytes
         return sent if bucket.decode_only else 0
 
     return Loop(slots, 40_000, budget, True, lay, max_model_len)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.execution.batch import pack, unpack
+from jaxserve.execution.batch import pack, room_for_pages, unpack
 from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
+from jaxserve.execution.page_table import take_new_pages
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
@@ -88,7 +89,9 @@ def test_packing_lays_rows_out() -> None:
     slots.num_sent[:] = [1, 0, 0, 1, 0]
     plan = plan_of([3, 0, 1], [8, 6, 2], [1, 4, 3])
     plan.samples[2] = False
-    batch = unpack(pack(plan, slots, BucketSet(4, 12, token_sizes=[12]).pick(plan)), 12, 4)
+    bucket = BucketSet(4, 12, token_sizes=[12]).pick(plan)
+    new, _ = take_new_pages(plan, slots, room_for_pages(bucket, 4))
+    batch = unpack(pack(plan, slots, bucket, new), 12, 4)
     # Slot 3 knows 8 tokens, so the one at position 8 is on the device only.
     assert batch.tokens.tolist() == [NO_TOKEN, 6, 7, 8, 9, 2, 3, 4, 0, 0, 0, 0]
     assert batch.positions.tolist() == [8, 6, 7, 8, 9, 2, 3, 4, 0, 0, 0, 0]
@@ -98,8 +101,7 @@ def test_packing_lays_rows_out() -> None:
     assert batch.slots.tolist() == [3, 0, 1, 4] and batch.sample_slots.tolist() == [3, 0, 4, 4]
     assert batch.sample_index.tolist()[:3] == [0, 4, 7]
     # Slot 0 has no new page, and slot 2 is not in the plan. Unused entries lie past the table.
-    assert batch.page_slots.tolist() == [3, 1, 1, 5, 5, 5, 5]
-    assert batch.page_columns.tolist()[:3] == [1, 0, 1]
+    assert batch.page_cells.tolist() == [3 * 8 + 1, 8, 9, *[40] * 4]
     assert batch.page_ids.tolist()[:3] == [4, 8, 6]
     assert slots.num_sent.tolist() == [1, 2, 0, 2, 0]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.execution.batch import StepBatch, pack, room_for_pages, unpack
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.page_table import whole_rows
+from jaxserve.execution.page_table import take_new_pages
 from jaxserve.request import Request
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
@@ -138,13 +138,14 @@ class GhostRunner:
     def _pack(self, plan: LaunchPlan, bucket: Bucket) -> StepBatch:
         """Pack a plan, and put its new pages into the page table."""
         room = room_for_pages(bucket, self.slots.page_size)
-        for owners, rows in whole_rows(plan, self.slots, room):
+        new, whole = take_new_pages(plan, self.slots, room)
+        for owners, rows in whole:
             used = owners < len(self._table)
             self._table[owners[used]] = rows[used]
-        words = pack(plan, self.slots, bucket)
+        words = pack(plan, self.slots, bucket, new)
         batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-        used = batch.page_slots < len(self._table)
-        self._table[batch.page_slots[used], batch.page_columns[used]] = batch.page_ids[used]
+        used = batch.page_cells < self._table.size
+        self._table.flat[batch.page_cells[used]] = batch.page_ids[used]
         assert not self._table[-1].any(), "the null slot got a page"
         return batch
 

@@ -43,8 +43,8 @@ POOL_BUGS = (
     Bug(
         "new pages: of several, only the first is sent",
         SLOTS,
-        "flat_ranges(slots[rows], sent[rows], held[rows])",
-        "flat_ranges(slots[rows], sent[rows], sent[rows] + 1)",
+        "first, counts = slots[rows] * self.max_pages + sent[rows], counts[rows]",
+        "first, counts = slots[rows] * self.max_pages + sent[rows], np.minimum(counts[rows], 1)",
     ),
     Bug(
         "new pages: rows to be sent whole count as sent, and are not",
@@ -61,8 +61,8 @@ POOL_BUGS = (
     Bug(
         "new pages: those of the first row count as sent, and are not",
         SLOTS,
-        "rows = (held > sent).nonzero()[0]",
-        "rows = (held > sent).nonzero()[0][1:]",
+        "rows = counts.nonzero()[0]",
+        "rows = counts.nonzero()[0][1:]",
     ),
     Bug(
         "the null page is handed out",
