@@ -221,8 +221,7 @@ class SlotTable:
         self.num_sent[slots] = held
         first, counts = slots[rows] * self.max_pages + sent[rows], counts[rows]
         ends = counts.cumsum()
-        cells: np.ndarray = (first + counts - ends).repeat(counts) + np.arange(ends[-1])
-        return cells
+        return np.arange(int(ends[-1])) + (first + counts - ends).repeat(counts)
 
     def num_outside(self, computed: Any) -> Any:
         """Count the pages that no token after the first `computed` sees, by the widest window."""
