@@ -154,10 +154,10 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[0])
-    assert first[:3] == [7, 0, True] and second[:3] == [0, 7, False]
+    assert first[:3] == [8, 0, True] and second[:3] == [0, 8, False]
     assert first[3] == second[3] and all(len(tokens) > 0 for tokens in first[3])
     assert "a step failed" not in done.stderr
-    assert "0 programs compiled, 7 read" in done.stdout
+    assert "0 programs compiled, 8 read" in done.stdout
     assert "jaxserve: weights" in done.stderr  # the command says how far it is
 
 
@@ -187,7 +187,7 @@ def test_kept_programs_are_one_devices_however_many_there_are(
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         devices, built, loaded, drawn = json.loads(done.stdout)
-        assert (devices, built, loaded) == ((count, 7, 0) if turn == 0 else (count, 0, 7))
+        assert (devices, built, loaded) == ((count, 8, 0) if turn == 0 else (count, 0, 8))
         assert "a step failed" not in done.stderr
         tokens.append(drawn)
     assert all(drawn == tokens[0] for drawn in tokens)
