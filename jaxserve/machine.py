@@ -1,4 +1,4 @@
-"""The machine's cards and memory, before JAX has opened any.
+"""The machine's cards and memory, before JAX has opened any, and XLA's flags for a card.
 
 NVIDIA's cards are listed by NVML, the library under `nvidia-smi`: it comes with every driver, opens
 no card, and answers in milliseconds.
@@ -207,9 +207,9 @@ def visible_card(
 def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
     """Return the flags of XLA that a GPU needs, of those that a version of jaxlib knows.
 
-    Loops become nodes of CUDA graphs, so that a launch of several steps is one of them. No kernel
-    lets the next one begin before its results are written: ptxas moves read-only loads of some of
-    XLA's kernels ahead of their wait (`python -m scripts.gpu.compile_offline --order`).
+    Loops become nodes of CUDA graphs, so that a launch of several steps is one graph. And no kernel
+    lets the next one begin before its own results are written, since ptxas may move a read-only
+    load ahead of the next one's wait (`python -m scripts.gpu.compile_offline --order`).
 
     Args:
         jaxlib: its version; "" for the one that is installed.

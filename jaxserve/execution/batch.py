@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.page_table import most_new_pages
+from jaxserve.execution.page_table import room_for_pages
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
@@ -42,9 +42,9 @@ class StepBatch(Generic[AnyArray]):
     sample_slots: Int32[AnyArray, " R"]
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, ""]  # decode steps to take; read where the bucket has several
-    # Pages that the rows' slots got since their last launch, and their cells of the flat page
-    # table; those of unused entries lie past its end.
-    page_cells: Int32[AnyArray, " C"]
+    # Pages that the rows' slots got since their last launch, and their places in the flat page
+    # table; unused places lie past its end.
+    page_places: Int32[AnyArray, " C"]
     page_ids: Int32[AnyArray, " C"]
     # The rest as in `Settings`.
     stop_length: Int32[AnyArray, " R"]
@@ -74,11 +74,6 @@ class _Parts(Generic[AnyArray]):
     num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
     pages: Int32[AnyArray, "2 C"]
-
-
-def room_for_pages(bucket: Bucket, page_size: int) -> int:
-    """Return how many new pages a launch of a bucket can bring."""
-    return most_new_pages(bucket.num_rows, bucket.num_tokens * bucket.num_steps, page_size)
 
 
 def _size(bucket: Bucket, page_size: int) -> int:
@@ -114,7 +109,7 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
 
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
-    page_cells, page_ids = parts.pages
+    page_places, page_ids = parts.pages
     return StepBatch(
         tokens=tokens,
         positions=positions,
@@ -126,7 +121,7 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
         sample_slots=sample_slots,
         query_start=parts.query_start,
         num_steps=parts.num_steps[0, ...],
-        page_cells=page_cells,
+        page_places=page_places,
         page_ids=page_ids,
         **Settings[AnyArray].of(read)._asdict(),
     )
@@ -144,7 +139,7 @@ def pack(
     time: XLA on CPU may read a numpy argument in place, long after the call that passed it.
 
     Args:
-        new_pages: cells of the pages that it brings, no more than `room_for_pages`.
+        new_pages: places of the pages that the batch brings, no more than `room_for_pages`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots.page_size), np.int32)
@@ -181,11 +176,11 @@ def pack(
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
     # With another mode than clip numpy would copy once more.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
-    cells, pages = parts.pages
+    places, pages = parts.pages
     count = 0 if new_pages is None else len(new_pages)
-    cells[count:] = slots.flat_page_table.size
+    places[count:] = slots.flat_page_table.size
     if new_pages is not None:
-        cells[:count], pages[:count] = new_pages, slots.flat_page_table.take(new_pages)
+        places[:count], pages[:count] = new_pages, slots.flat_page_table.take(new_pages)
     targets[:] = NO_TOKEN
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])

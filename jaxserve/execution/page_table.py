@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.buckets import Bucket
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -28,37 +29,35 @@ if TYPE_CHECKING:
 ROWS = 8
 
 
-def most_new_pages(num_rows: int, num_tokens: int, page_size: int) -> int:
-    """Return how many new pages a launch has room for: as many as its tokens can take.
+def room_for_pages(bucket: Bucket, page_size: int) -> int:
+    """Return how many new pages a launch of a bucket can bring: as many as its tokens can take.
 
     n tokens of a row take at most ceil(n / page_size) pages. A row that has more, because its
     sequence shares cached ones, is sent whole.
     """
+    num_tokens = bucket.num_tokens * bucket.num_steps
     # At least 2: XLA makes five launches on a GPU of a scatter of a single entry.
-    return max(2, num_rows + num_tokens // page_size)
+    return max(2, bucket.num_rows + num_tokens // page_size)
 
 
 def take_new_pages(
     plan: LaunchPlan, slots: SlotTable, room: int
 ) -> tuple[Int[np.ndarray, " n"], list[WholeRows]]:
-    """Return the cells of pages that a plan's rows got since their last launch; they count as sent.
+    """Return the places of pages that a plan's rows got since their last launch.
+
+    They count as sent from now on.
 
     Args:
         room: of the launch; what exceeds it comes as whole rows, for `set_rows` before it.
     """
-    cells = slots.take_unsent(plan.slots)
-    if len(cells) <= room:
-        return cells, []
-    owners = cells // slots.max_pages
-    most = dict(zip(plan.slots.tolist(), _most_of_tokens(plan, slots.page_size), strict=True))
-    counts = zip(*np.unique(owners, return_counts=True), strict=True)
-    whole = np.array([slot for slot, count in counts if count > most[slot]], np.intp)
-    return cells[~np.isin(owners, whole)], list(_whole_rows(whole, slots))
-
-
-def _most_of_tokens(plan: LaunchPlan, page_size: int) -> list[int]:
-    """Return how many new pages each row's own tokens can take."""
-    return (1 + plan.num_tokens * plan.num_steps // page_size).tolist()
+    places = slots.take_unsent(plan.slots)
+    if len(places) <= room:
+        return places, []
+    owners = places // slots.max_pages
+    new = np.bincount(owners, minlength=slots.num_slots + 1)[plan.slots]
+    # Those that have more new pages than their own tokens can take.
+    whole = plan.slots[new > 1 + plan.num_tokens * plan.num_steps // slots.page_size]
+    return places[~np.isin(owners, whole)], list(_whole_rows(whole, slots))
 
 
 def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[WholeRows]:
@@ -76,10 +75,10 @@ def null_rows(slots: SlotTable) -> WholeRows:
 
 
 def put_pages(
-    table: Int32[Array, "slots_plus_1 M"], cells: Int32[Array, " C"], pages: Int32[Array, " C"]
+    table: Int32[Array, "slots_plus_1 M"], places: Int32[Array, " C"], pages: Int32[Array, " C"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Put new pages into cells of the flat table; cells past its end are unused entries."""
-    return table.reshape(-1).at[cells].set(pages, mode="drop").reshape(table.shape)
+    """Put new pages in their places in the flat table; places past its end are unused."""
+    return table.reshape(-1).at[places].set(pages, mode="drop").reshape(table.shape)
 
 
 def set_rows(
@@ -93,5 +92,5 @@ def set_rows(
     """
     # Entry by entry: of a scatter of rows, as XLA compiles it for a GPU, idle threads read past the
     # end of `slots`.
-    cells = slots[:, None] * table.shape[1] + jnp.arange(table.shape[1])
-    return put_pages(table, cells.reshape(-1), rows.reshape(-1))
+    places = slots[:, None] * table.shape[1] + jnp.arange(table.shape[1])
+    return put_pages(table, places.reshape(-1), rows.reshape(-1))

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.batch import pack, room_for_pages
+from jaxserve.execution.batch import pack
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.page_table import take_new_pages
+from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.execution.state import DeviceState, StepOutput, release

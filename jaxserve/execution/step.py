@@ -88,7 +88,7 @@ def with_new_pages(
     state: DeviceState, batch: StepBatch[Array]
 ) -> tuple[DeviceState, Int32[Array, "R M"]]:
     """Put a launch's new pages into the page table; return it with the rows of the launch."""
-    table = put_pages(state.page_table, batch.page_cells, batch.page_ids)
+    table = put_pages(state.page_table, batch.page_places, batch.page_ids)
     return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
+from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -209,19 +210,17 @@ class SlotTable:
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
-        """Return the cells of the flat page table whose pages the device does not know yet.
+        """Return places in the flat page table whose pages the device does not know yet.
 
         They count as sent from now on.
         """
         held, sent = self.num_pages[slots], self.num_sent[slots]
-        counts = held - sent
-        rows = counts.nonzero()[0]
+        rows = (held > sent).nonzero()[0]
         if not len(rows):
             return rows
         self.num_sent[slots] = held
-        first, counts = slots[rows] * self.max_pages + sent[rows], counts[rows]
-        ends = counts.cumsum()
-        return np.arange(int(ends[-1])) + (first + counts - ends).repeat(counts)
+        owners, start = slots[rows], slots[rows] * self.max_pages
+        return flat_ranges(owners, start + sent[rows], start + held[rows])[1]
 
     def num_outside(self, computed: Any) -> Any:
         """Count the pages that no token after the first `computed` sees, by the widest window."""

@@ -216,9 +216,9 @@ def number_of_steps(requests: int) -> int:
 def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
     """Make a loop of 256 slots, with prefix cache and pack."""
     # Imported here: it imports JAX, whose memory the other parts must not count.
-    from jaxserve.execution.batch import pack, room_for_pages
+    from jaxserve.execution.batch import pack
     from jaxserve.execution.buckets import BucketSet
-    from jaxserve.execution.page_table import take_new_pages
+    from jaxserve.execution.page_table import room_for_pages, take_new_pages
 
     slots, budget = 256, 8192
     buckets = BucketSet(slots, budget)

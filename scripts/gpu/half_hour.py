@@ -15,11 +15,10 @@
 
 Each command may be on another machine of the same kind: it takes over what the folder of an earlier
 one has (its own, if it was killed), does what that lacks of its number and of those before it, and
-leaves report.json, page.html, log.txt, a trace, the CPU's tokens and what XLA found while it
-tuned products. No
-item is begun after eight minutes, and what runs a minute and a half later is ended. Each line of
-the list runs ``scripts.gpu.report`` in a process of its own, so a kernel that hangs or that takes
-the device with it ends that process alone. The page is written anew after every item.
+leaves report.json, page.html, log.txt, a trace, the CPU's tokens and what XLA found while it tuned
+products. No item is begun after eight minutes, and what runs a minute and a half later is ended.
+Each line of the list runs ``scripts.gpu.report`` in a process of its own, so a kernel that hangs or
+that takes the device with it ends that process alone. The page is written anew after every item.
 """
 
 from __future__ import annotations

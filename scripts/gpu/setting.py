@@ -8,15 +8,22 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.machine import gpu_flags
+
 ITEM_SECONDS = 20.0
 """Seconds for a bucket of tuning: the 51 of a sweep are to fit in twenty minutes."""
 Item = tuple[str, Callable[[], dict[str, Any]]]
+NO_SHARE = MappingProxyType({"note": "no share: the ceilings were not measured"})
 PLAIN_JAX = "plain JAX"
 APART = "launches apart"
 VARIANTS: Mapping[str, str] = MappingProxyType(
     {
         "as served": "",
         APART: "--xla_gpu_enable_pdl=false",
+        # XLA's default, which a start on a GPU sets otherwise; not of every version.
+        "launched early": " ".join(
+            flag.replace("=false", "=true") for flag in gpu_flags() if flag.endswith("=false")
+        ),
         "no graphs": "--xla_gpu_enable_command_buffer=",
         # Without +WHILE; fusions are in graphs anyway.
         "loops by the host": "--xla_gpu_enable_command_buffer=+FUSION",
@@ -59,11 +66,17 @@ class Setting:
         """Return a ceiling that this report measured: the report is of one device."""
         return self.report["parts"].get("bandwidth", {}).get(name, {}).get("per_second")
 
+    @property
+    def ceilings(self) -> tuple[float, float] | None:
+        """Bytes and operations a second, where this report measured both."""
+        copy, matmul = self.ceiling("copy"), self.ceiling("matmul bfloat16")
+        return None if copy is None or matmul is None else (copy, matmul)
+
     def share(self, seconds: float, bytes_moved: float, flops: float) -> dict[str, Any]:
         """Return what share of a ceiling a call reaches, where both were measured."""
-        copy, matmul = self.ceiling("copy"), self.ceiling("matmul bfloat16")
-        if copy is None or matmul is None:
-            return {"note": "no share: the ceilings were not measured"}
+        if self.ceilings is None:
+            return dict(NO_SHARE)
+        copy, matmul = self.ceilings
         floors = {"of copy bandwidth": bytes_moved / copy, "of matmul rate": flops / matmul}
         bound = max(floors, key=floors.__getitem__)
         return {"share": f"{100 * floors[bound] / seconds:.1f}%", "of": bound}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from scripts.gpu import models as gpu_models
 from scripts.gpu import timing as gpu_timing
-from scripts.gpu.setting import Item, Setting
+from scripts.gpu.setting import NO_SHARE, Item, Setting
 from scripts.lib.profiler_trace import device_time, kernel_times, read_events
 
 TRACED = 5
@@ -160,11 +160,10 @@ def time_step(setting: Setting, size: Size) -> dict[str, Any]:
 
 def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, Any]:
     """Return what share of a step's time its floor is, where the ceilings were measured."""
-    copy, matmul = setting.ceiling("copy"), setting.ceiling("matmul bfloat16")
-    if copy is None or matmul is None:
-        return {"note": "no share: the ceilings were not measured"}
+    if setting.ceilings is None:
+        return dict(NO_SHARE)
     model = gpu_models.MODELS[size.model]
-    floor = model.floor(size.R, size.T // size.R, size.context, copy, matmul)
+    floor = model.floor(size.R, size.T // size.R, size.context, *setting.ceilings)
     return {
         "share": f"{100 * floor / seconds:.1f}%",
         "of": f"of {floor * 1e3:.3f} ms",

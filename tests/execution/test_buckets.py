@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.execution.batch import pack, room_for_pages, unpack
+from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
-from jaxserve.execution.page_table import take_new_pages
+from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
@@ -101,7 +101,7 @@ def test_packing_lays_rows_out() -> None:
     assert batch.slots.tolist() == [3, 0, 1, 4] and batch.sample_slots.tolist() == [3, 0, 4, 4]
     assert batch.sample_index.tolist()[:3] == [0, 4, 7]
     # Slot 0 has no new page, and slot 2 is not in the plan. Unused entries lie past the table.
-    assert batch.page_cells.tolist() == [3 * 8 + 1, 8, 9, *[40] * 4]
+    assert batch.page_places.tolist() == [3 * 8 + 1, 8, 9, *[40] * 4]
     assert batch.page_ids.tolist()[:3] == [4, 8, 6]
     assert slots.num_sent.tolist() == [1, 2, 0, 2, 0]
 

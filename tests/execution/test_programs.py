@@ -265,7 +265,7 @@ NOT_TRACED = {
     *(f"jaxserve/{name}.py" for name in ("config", "errors", "machine", "structured")),
     *(
         f"jaxserve/scheduling/{name}.py"
-        for name in ("logprobs", "page_keys", "page_pool", "plan", "sequence")
+        for name in ("logprobs", "page_keys", "page_pool", "plan", "ranges", "sequence")
     ),
 }
 

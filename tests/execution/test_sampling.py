@@ -39,7 +39,7 @@ def batch(settings: list[SamplingParams], seeds: list[int], position: Any) -> St
     return StepBatch(
         **dict.fromkeys(("tokens", "positions", "row_of_token", "query_start"), none),
         **dict.fromkeys(("slots", "sample_index", "sample_slots"), none),
-        **dict.fromkeys(("page_cells", "page_ids"), none),
+        **dict.fromkeys(("page_places", "page_ids"), none),
         kv_len=np.broadcast_to(np.asarray(position, np.int32), rows),
         temperature=column("temperature", np.float32),
         top_p=column("top_p", np.float32),

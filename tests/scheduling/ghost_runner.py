@@ -12,9 +12,9 @@ from zlib import crc32
 
 import numpy as np
 
-from jaxserve.execution.batch import StepBatch, pack, room_for_pages, unpack
+from jaxserve.execution.batch import StepBatch, pack, unpack
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.page_table import take_new_pages
+from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.request import Request
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
@@ -144,8 +144,8 @@ class GhostRunner:
             self._table[owners[used]] = rows[used]
         words = pack(plan, self.slots, bucket, new)
         batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-        used = batch.page_cells < self._table.size
-        self._table.flat[batch.page_cells[used]] = batch.page_ids[used]
+        used = batch.page_places < self._table.size
+        self._table.flat[batch.page_places[used]] = batch.page_ids[used]
         assert not self._table[-1].any(), "the null slot got a page"
         return batch
 

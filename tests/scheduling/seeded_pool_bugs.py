@@ -43,8 +43,8 @@ POOL_BUGS = (
     Bug(
         "new pages: of several, only the first is sent",
         SLOTS,
-        "first, counts = slots[rows] * self.max_pages + sent[rows], counts[rows]",
-        "first, counts = slots[rows] * self.max_pages + sent[rows], np.minimum(counts[rows], 1)",
+        "start + sent[rows], start + held[rows])",
+        "start + sent[rows], start + sent[rows] + 1)",
     ),
     Bug(
         "new pages: rows to be sent whole count as sent, and are not",
@@ -55,14 +55,14 @@ POOL_BUGS = (
     Bug(
         "new pages: there is less room than tokens can take",
         PAGE_TABLE,
-        "max(2, num_rows + num_tokens // page_size)",
+        "max(2, bucket.num_rows + num_tokens // page_size)",
         "max(2, 1 + num_tokens // page_size)",
     ),
     Bug(
         "new pages: those of the first row count as sent, and are not",
         SLOTS,
-        "rows = counts.nonzero()[0]",
-        "rows = counts.nonzero()[0][1:]",
+        "rows = (held > sent).nonzero()[0]",
+        "rows = (held > sent).nonzero()[0][1:]",
     ),
     Bug(
         "the null page is handed out",

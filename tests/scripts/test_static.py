@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.execution.batch import pack, room_for_pages, unpack
+from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import BucketSet
-from jaxserve.execution.page_table import take_new_pages
+from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.request import FinishReason
 from scripts.lib.static_scheduler import StaticScheduler
 from tests.scheduling.harness import DRAWN, Served, prompt
@@ -92,7 +92,7 @@ def test_padding_rows_pack_within_the_model_length_and_write_to_the_null_page():
         words = pack(plan, served.slots, bucket, take_new_pages(plan, served.slots, room)[0])
         batch = unpack(words, bucket.num_tokens, bucket.num_rows)
         assert batch.kv_len.max() <= 256 and batch.positions.max() < 256
-        assert 3 not in batch.page_cells // served.slots.max_pages
+        assert 3 not in batch.page_places // served.slots.max_pages
         assert np.all(batch.sample_slots[: len(plan)][null] == 3)
     assert num_padding > 240
     served.run()
