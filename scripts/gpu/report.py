@@ -149,7 +149,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         default=tune_kernels.ITEM_SECONDS,
         help="a tuning item ends after this with the best so far; default %(default)g",
     )
-    many = "an item that often did not end is given up; default %(default)s"
+    many = "after so many an item that does not end is given up; default %(default)s"
     parser.add_argument("--tries", type=positive_integer, default=TRIES, help=many)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted kernels")
     arguments = parser.parse_args()

@@ -36,7 +36,7 @@ def users_environment() -> dict[str, str]:
 
 @contextmanager
 def in_users_environment() -> Generator[None]:
-    """Have the processes that are started in the meantime be as users start them."""
+    """Start processes in `users_environment` while the context lasts."""
     before, users = dict(os.environ), users_environment()
     os.environ.clear()
     os.environ.update(users)
@@ -94,7 +94,7 @@ def keep_programs(folder: Path, kept: Path) -> None:
 
 
 def keep_objects(folder: Path, kept: Path) -> None:
-    """Do so with jaxserve's own, which have their names only once they are whole."""
+    """Keep the programs of jaxserve itself, which have their names only once they are whole."""
     for path in folder.glob("[!.]*"):
         if not (kept / path.name).exists():
             _keep(path, kept)
