@@ -20,9 +20,8 @@ IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
 
 PREFERENCE: dict[tuple[str, str], tuple[str, ...]] = {
-    # (operation, platform) -> what "auto" tries, best first. mosaic_gpu is used only by its name
-    # until it has been measured against triton on the device.
-    ("ragged", "gpu"): ("triton", "xla"),
+    # (operation, platform) -> what "auto" tries, best first.
+    ("ragged", "gpu"): ("mosaic_gpu", "triton", "xla"),
     ("decode", "gpu"): ("triton", "xla"),
     ("kv_write", "gpu"): ("triton", "xla"),
     ("grouped_matmul", "gpu"): ("triton", "xla"),
@@ -195,7 +194,12 @@ def choose(requested: str, case: AnyCase) -> str:
             raise ValueError(f"implementation {requested!r} cannot do this call: {reason}")
         return requested
     names = PREFERENCE.get((case.op, case.platform), FALLBACK)
-    return next(name for name in names if limit(name, case) is None)
+    return next(n for n in names if limit(n, case) is None and not _is_untimed(n, case))
+
+
+def _is_untimed(name: str, case: AnyCase) -> bool:
+    """Return whether the Hopper kernel has not been found faster at a call's head size."""
+    return name == "mosaic_gpu" and isinstance(case, Case) and case.H not in (64, 128)
 
 
 __all__ = ["FP8", "IMPLEMENTATIONS", "choose", "limit"]

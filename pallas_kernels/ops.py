@@ -207,7 +207,7 @@ def _counters(arrivals: jax.Array | None, name: str) -> dict[str, jax.Array]:
         raise ValueError(
             f"arrivals is {arrivals.dtype}{list(arrivals.shape)}; expected int32[{ARRIVALS}]"
         )
-    return {"arrivals": arrivals} if name.startswith("triton") else {}
+    return {"arrivals": arrivals} if name.startswith(("triton", "mosaic")) else {}
 
 
 def _shaped(name: str, case: Case) -> str:

@@ -119,6 +119,18 @@ MOST_ROWS_IN_PARTS = 256
 """Rows of a step beyond which parts in float32 move more bytes than the launch they spare."""
 
 
+def parts_of(num_rows: int, inputs: int, width: int) -> int:
+    """Return into how many parts the inputs of a product of few rows are divided.
+
+    They are about enough for a program of 64 outputs on each multiprocessor of a large card: on an
+    H200 more parts read the weights no faster, and take longer to sum.
+    """
+    parts = (8 if num_rows <= 64 else 4) // (1 if width <= 2048 else 2)
+    while parts > 1 and inputs % (64 * parts):
+        parts //= 2
+    return parts
+
+
 def matmul_in_parts(
     x: Float[Array, " T *inputs"],
     w: Float[Array, " ..."],
@@ -133,11 +145,7 @@ def matmul_in_parts(
     """
     num_rows, outputs = x.shape[0], w.shape[contract:]
     inputs, width = prod(w.shape[:contract]), prod(outputs)
-    # About enough for two programs of 128 outputs on each multiprocessor of a large card.
-    parts, narrow = (8, 4096) if num_rows <= 64 else (4, 2048)
-    parts = parts if width <= narrow else parts // 2
-    while parts > 1 and inputs % (64 * parts):
-        parts //= 2
+    parts = parts_of(num_rows, inputs, width)
     x, w = x.reshape(num_rows, -1), w.reshape(-1, width)
     if has_few_row_product("matmul_in_parts", x, width, implementation):
         y = pallas_kernels.matmul_in_parts(x, w, parts, implementation=implementation)

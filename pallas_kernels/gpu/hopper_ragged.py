@@ -24,13 +24,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionOptions, Case, attention_case
 from pallas_kernels.devices import target_device
-from pallas_kernels.gpu.triton_ragged import tile_plan
+from pallas_kernels.gpu.triton_decode import split_and_merge
+from pallas_kernels.gpu.triton_ragged import few_query_plan, tile_plan, tiled_counts
 from pallas_kernels.gpu.triton_tile import LOG2E, NEGATIVE, ceil_div, tile_bounds
-from pallas_kernels.gpu.tuning import MosaicConfig, lookup
+from pallas_kernels.gpu.tuning import MosaicConfig, RaggedConfig, lookup
 
 _ACC: Any = getattr(plgpu, "ACC")  # noqa: B009 - the accumulator; exported without a type
 ROWS = 64
 """Rows of a wgmma, hence of a compute warpgroup."""
+LONG = 8192
+"""Positions up to which a program reads a row of few queries while others compute tiles."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {1: 248, 2: 232}
 """Registers of a thread, by number of compute warpgroups. Warpgroups share the registers that the
@@ -434,14 +437,19 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Shape) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
 
 
-def _unpack(tiles: jax.Array, query_start: jax.Array, shape: _Shape) -> jax.Array:
-    """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...]."""
+def _unpack(tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Shape) -> jax.Array:
+    """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...].
+
+    What tokens of a row without tiles get is of no use.
+
+    Args:
+        tiled: see `tiled_counts`.
+    """
     case, per = shape.case, shape.tokens_per_warpgroup
     used = tiles[:, :, :, : per * case.group]
     used = used.reshape(tiles.shape[0], case.K, shape.tile, case.group, *tiles.shape[4:])
     starts = jnp.concatenate([query_start, jnp.full((1,), case.T, jnp.int32)])
-    counts = jnp.maximum(starts[1:] - starts[:-1], 0)
-    needed = ceil_div(counts, shape.tile)
+    needed = ceil_div(tiled, shape.tile)
     token = jnp.arange(case.T, dtype=jnp.int32)
     row = (starts[None, 1:] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, case.R)
@@ -460,13 +468,17 @@ def ragged_paged_attention(
     kv_len: jax.Array,
     options: AttentionOptions = NO_OPTIONS,
     *,
+    arrivals: jax.Array | None = None,
     config: MosaicConfig | None = None,
+    longer_than: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Compute ``pallas_kernels.ragged_paged_attention``: [T,N,H], bfloat16 or float16.
 
     Args:
         config: block sizes; None reads the tuning table.
+        longer_than: positions from which on rows of few queries go to the kernel that splits KV;
+            None is `LONG`. A program would read such a row for longer than others work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
     """
     device = target_device()
@@ -485,20 +497,36 @@ def ragged_paged_attention(
         with_lse=options.sinks is not None,
         simulate=interpret is not None,
     )
-    plan = tile_plan(query_start, kv_len, case.T, shape.tile, few=0)
+    longer_than = LONG if longer_than is None else longer_than
+    split_config = lookup(RaggedConfig, case)
+    decode_config, division = few_query_plan(case, split_config, None, options)
+    division = dataclasses.replace(division, longer_than=longer_than)
+    few = division.few if longer_than < case.M * case.S else 0
+    plan = tile_plan(query_start, kv_len, case.T, shape.tile, few, longer_than)
+    _, tiled = tiled_counts(query_start, kv_len, case.T, few, longer_than)
     lengths = jnp.concatenate([kv_len, jnp.zeros((1,), jnp.int32)])
     plan = jnp.concatenate([plan, lengths[plan[:, 0]][:, None]], axis=1)
     operands = [_pack(q, plan, shape), k_pages, v_pages, page_table, plan]
     if options.k_scale is not None:
         operands.append(options.k_scale * factor)
     tiles, *lse = _call(shape, plan.shape[0], operands, interpret)
-    out = _unpack(tiles, query_start, shape)
+    out = _unpack(tiles, query_start, tiled, shape)
     if options.sinks is not None:
         share = jax.nn.sigmoid(
-            _unpack(lse[0], query_start, shape)
+            _unpack(lse[0], query_start, tiled, shape)
             - options.sinks.astype(jnp.float32).reshape(case.K, case.group)
         )
         out = out * share[..., None]
     if options.v_scale is not None:
         out = out * options.v_scale[:, None, None]
-    return out.astype(q.dtype).reshape(q.shape)
+    out = out.astype(q.dtype).reshape(q.shape)
+    if not few:
+        return out
+    return split_and_merge(
+        *(q, k_pages, v_pages, page_table, kv_len, query_start, out, arrivals, options),
+        case=case,
+        config=decode_config,
+        plan=division,
+        tile_rows=split_config.split_rows,
+        interpret=interpret is not None,
+    )

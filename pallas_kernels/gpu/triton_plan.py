@@ -46,6 +46,7 @@ class SplitPlan:
             positions that a query sees, or None.
         most_blocks: blocks that a tile may see.
         programs: programs of a kv head.
+        longer_than: positions up to which rows are left to another kernel.
     """
 
     rows: int
@@ -56,6 +57,7 @@ class SplitPlan:
     window: int | None
     most_blocks: int
     programs: int
+    longer_than: int = -1
 
     @classmethod
     def of(
@@ -104,7 +106,8 @@ def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
         start = plt.load(start_ref.at[row], mask=exists, other=0)
         queries = plt.load(start_ref.at[row + 1], mask=exists, other=0) - start
         within = lax.rem(tile, jnp.full_like(tile, plan.tiles)) * plan.queries
-        size = jnp.where(queries <= plan.few, queries - within, 0)
+        is_here = (queries <= plan.few) & (length > plan.longer_than)
+        size = jnp.where(is_here, queries - within, 0)
         size = jnp.minimum(jnp.maximum(size, 0), plan.queries)
         token, position = start + within, length - queries + within
     end = jnp.where(size > 0, jnp.maximum(position + size, 0), 0)

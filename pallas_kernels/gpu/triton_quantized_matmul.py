@@ -33,7 +33,7 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
 
     Tiles are small for few tokens, so that there are programs for every SM, and large for many,
     since each tile of tokens dequantizes the weight again. Those of 16 bits compile for an H200
-    without spills; nothing was timed yet.
+    without spills; none was timed.
     """
     if tokens <= 16:
         return Tile(16, 32, 64)

@@ -36,7 +36,7 @@ from pallas_kernels.gpu.triton_tile import (
     store_rows,
     tile_bounds,
 )
-from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, fitted, lookup
+from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, defaults, fitted, lookup
 
 MOST_TILES = 4
 """Tiles over which the queries of a row that is split are divided."""
@@ -51,10 +51,30 @@ def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
     return tokens // tile + min(rows, tokens // (few + 1)) + 1
 
 
+def tiled_counts(
+    query_start: jax.Array, kv_len: jax.Array, tokens: int, few: int, longer_than: int = -1
+) -> tuple[jax.Array, jax.Array]:
+    """Return i32[R+1] queries of each row and of the padding, and those of them that get tiles.
+
+    Rows of at most ``few`` queries get none, if they are longer than ``longer_than``.
+    """
+    starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
+    counts = jnp.maximum(starts[1:] - starts[:-1], 0)
+    if not few:
+        return counts, counts
+    is_split = (counts[:-1] <= few) & (kv_len > longer_than)
+    return counts, jnp.concatenate([jnp.where(is_split, 0, counts[:-1]), counts[-1:]])
+
+
 def tile_plan(
-    query_start: jax.Array, kv_len: jax.Array, tokens: int, tile: int, few: int
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    tokens: int,
+    tile: int,
+    few: int,
+    longer_than: int = -1,
 ) -> jax.Array:
-    """Divide the queries of rows with more than ``few`` into tiles of ``tile`` tokens.
+    """Divide the queries of rows that get tiles, see `tiled_counts`, into tiles of ``tile`` tokens.
 
     Padding tokens are treated as one more row without keys, which gives them their zeros.
 
@@ -64,14 +84,11 @@ def tile_plan(
     """
     rows = kv_len.shape[0]
     starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
-    counts = jnp.maximum(starts[1:] - starts[:-1], 0)
+    counts, tiled = tiled_counts(query_start, kv_len, tokens, few, longer_than)
     positions = jnp.concatenate([kv_len - counts[:rows], jnp.full((1,), -tokens, jnp.int32)])
-    tiled = counts
-    if few:
-        tiled = jnp.where((counts <= few) & (jnp.arange(rows + 1) < rows), 0, counts)
     tiles = ceil_div(tiled, tile)
     ends = running_sum(tiles)
-    count = tile_count(tokens, rows, tile, few)
+    count = tile_count(tokens, rows, tile, few if longer_than < 0 else 0)
     row = owner(ends, count)
     is_used = row <= rows
     row = jnp.minimum(row, rows)
@@ -151,7 +168,7 @@ def ragged_paged_attention(
 
     Args:
         config: block sizes; None reads the tuning table.
-        decode_config: likewise, for the rows of few queries.
+        decode_config: for the rows of few queries; None are the defaults.
         interpret: run on any device, slowly, as plain JAX operations.
     """
     device = target_device()
@@ -160,13 +177,7 @@ def ragged_paged_attention(
     )
     config = config or lookup(RaggedConfig, case)
     arrays = (q, k_pages, v_pages, page_table)
-    decode_config = decode_config or lookup(DecodeConfig, case)
-    block = fit_block(decode_config.block_tokens, case)
-    decode_config = dataclasses.replace(decode_config, block_tokens=block)
-    decode_config = fitted(decode_config, case, config.split_rows)
-    queries = max(1, min(config.split_rows // case.group, config.split_queries))
-    tiles = min(-(-config.split_queries // queries), MOST_TILES)
-    plan = SplitPlan.of(case, decode_config, options.window, queries, tiles)
+    decode_config, plan = few_query_plan(case, config, decode_config, options)
     out = _tiles(
         *(*arrays, query_start, kv_len, options, plan.few),
         case=case,
@@ -183,6 +194,21 @@ def ragged_paged_attention(
         tile_rows=config.split_rows,
         interpret=interpret,
     )
+
+
+def few_query_plan(
+    case: Case, config: RaggedConfig, decode_config: DecodeConfig | None, options: AttentionOptions
+) -> tuple[DecodeConfig, SplitPlan]:
+    """Return block sizes and division of the KV of rows of few queries, whatever tiles the rest.
+
+    What was found best for decodes is not for tiles of several queries, which take more registers.
+    """
+    sizes = decode_config if decode_config is not None else defaults(DecodeConfig, case)
+    sizes = dataclasses.replace(sizes, block_tokens=fit_block(sizes.block_tokens, case))
+    sizes = fitted(sizes, case, config.split_rows)
+    queries = max(1, min(config.split_rows // case.group, config.split_queries))
+    tiles = min(-(-config.split_queries // queries), MOST_TILES)
+    return sizes, SplitPlan.of(case, sizes, options.window, queries, tiles)
 
 
 def _tiles(

@@ -9,9 +9,10 @@ found better on a card (``scripts.gpu.tune_kernels``):
                   "config": {"block_tokens": 64, ...}}, ...]}
 
 A card without a file takes that of another one of its compute capability, the first by name.
-``dtype`` is that of the pages, or of the weights of "grouped_matmul", which has no head dim.
-``up_to`` bounds the bucket: rows R for "decode", tokens T for "ragged", "mosaic_ragged" and
-"kv_write", rows a group for "grouped_matmul"; null means any. The first entry that fits is used,
+``dtype`` is that of the pages, or of the weights of products, which have no head dim ("head_dim"
+is null). ``up_to`` bounds the bucket: rows R for "decode", tokens T for "ragged", "mosaic_ragged",
+"kv_write", "gated_matmul" and "matmul_in_parts", rows a group for "grouped_matmul"; null means
+any. The first entry that fits is used,
 and fields it leaves out keep their defaults.
 """
 
@@ -165,7 +166,7 @@ def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Return sizes that fit the card and spill no registers; nothing was timed yet."""
+    """Return sizes that fit the card and spill no registers."""
     exact = case.query_dtype.itemsize == 4  # no tensor cores: small tiles, many threads
     wide = case.H > 128
     narrow = case.page_dtype.itemsize == 1
@@ -215,7 +216,7 @@ GROUPED_SIZES = (16, 64, None)
 
 
 def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
-    """Return sizes that compile for an H200 without spills; nothing was timed yet."""
+    """Return sizes that compile for an H200 without spills; none was timed."""
     rows = {16: 16, 64: 64, None: 128}[up_to]
     if dtype.itemsize == 4:  # no tensor cores: small tiles, many threads
         return GroupedConfig(16, 64, 32, num_warps=8, num_stages=2)
@@ -235,10 +236,33 @@ def grouped_config(case: GroupedCase) -> GroupedConfig:
 
 
 def product_config(case: ProductCase) -> ProductConfig:
-    """Return sizes that fit the smallest card; nothing was timed yet."""
+    """Return the configuration for a call: sizes that fit the card, and what was measured on it."""
+    base = product_defaults(case)
+    for entry in read_entries(case.device):
+        if entry["op"] != case.op or entry["dtype"] != case.dtype.name:
+            continue
+        if entry["up_to"] is None or entry["up_to"] >= case.T:
+            return dataclasses.replace(base, **entry["config"])
+    return base
+
+
+def product_defaults(case: ProductCase) -> ProductConfig:
+    """Return sizes that fit the card."""
+    if case.is_gated and case.T <= 64 and case.device.num_sms >= 2 * (case.F // 64):
+        # Half as many columns make programs for twice as many multiprocessors.
+        rows = next(size for size in (16, 32, 64) if size >= case.T)
+        return ProductConfig(rows, 32, num_warps=4 if rows == 16 else 2, num_stages=5)
     if case.T <= 16:
         return ProductConfig(block_inner=64 if case.is_gated else 128, num_stages=3 + case.is_gated)
     if case.T <= 64:
         rows = 32 if case.T <= 32 else 64
         return ProductConfig(rows, num_stages=3 if case.is_gated else 4)
+    if case.is_gated and case.device.shared_memory >= ROOM_FOR_FOUR_STAGES:
+        # One block of all rows reads each weight once, where columns are enough for most programs.
+        is_wide = case.T > 128 and 3 * case.device.num_sms <= 4 * (case.F // 64)
+        return ProductConfig(256 if is_wide else 128, num_warps=8, num_stages=4)
     return ProductConfig(128, num_warps=8, num_stages=2 if case.is_gated else 3)
+
+
+ROOM_FOR_FOUR_STAGES = 4 * (256 + 2 * 64) * 64 * 2
+"""Bytes of shared memory that four stages of 256 rows and 64 columns of two matrices take."""

@@ -202,11 +202,11 @@ STEP_KERNELS = (
 
 
 def step_cases() -> list[StepCase]:
-    """List the whole model's decode, drawn and not, its mixed step and a launch of 8 steps."""
+    """List the whole model's decodes, drawn and not, its mixed steps and a launch of 8 steps."""
     return [
-        StepCase(64, 64, context=4096),
+        *(StepCase(rows, rows, context=4096) for rows in (1, 32, 64, 256)),
         StepCase(64, 64, context=4096, draws=True),
-        StepCase(2048, 64, context=4096, draws=True),
+        *(StepCase(tokens, 64, context=8192, draws=True) for tokens in (2048, 8192)),
         StepCase(64, 64, context=4096, draws=True, num_steps=8),
     ]
 

@@ -9,7 +9,7 @@
         64 requests against the CPU's; steps of 8B and 0.6B at 1, 32 and 256 rows, with the time of
         each kind of kernel and the host's time of a dispatch
     2   attention at the shapes of the goals; launches of 8 steps; 8B's steps with XLA's flags
-        varied; ten items of tuning
+        varied; products of few rows; ten items of tuning
     3   an engine of 0.6B: a cold start, 256 requests, a start from files; torch's attention and
         Transformers' continuous batching on the same card; then an engine of 8B
 
@@ -101,10 +101,11 @@ STAGES = (
     Stage(2, "decode,prefill", GOALS),
     Stage(2, "steps", "launches"),
     *(Stage(2, "variants", variant=name) for name in VARIANTS),
+    Stage(2, "products"),
     Stage(2, "tuning", "bfloat16 h128"),
-    Stage(3, "served", "(0.6b|tiny) started", variables=FREE),
+    Stage(3, "served", "(0.6b|tiny) (started|in)", variables=FREE),
     Stage(3, "peers", "sdpa|batching (0.6b|tiny)", variables=FREE),
-    Stage(3, "served", "8b started", variables=FREE),
+    Stage(3, "served", "8b (started|in)", variables=FREE),
     Stage(3, "steps"),
     Stage(3, "profiles"),
     Stage(3, "peers", variables=FREE),

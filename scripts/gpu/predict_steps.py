@@ -39,6 +39,9 @@ MATMUL = 650e12
 """Operations a second of products of 256 rows in bfloat16."""
 BEST_MATMUL = 790e12
 """The most that such products reach."""
+ATTENTION = 510e12
+"""Operations a second of attention over a prompt of 8,192 tokens, as an H200 took them."""
+PROMPTS = (2048, 8192)
 LAUNCH = 2.2e-6
 """Seconds of a small launch within a graph, its edge included."""
 RAMP = 1.5e-6
@@ -62,16 +65,17 @@ GOALS = {("8b", 1): 3.92, ("8b", 32): 5.1, ("8b", 256): 13.5, ("1b", 1): 0.80, (
 
 HEAD = """# Decode steps on an H200, predicted
 
-`{command}`, {date}. No GPU was at hand: launches are those of
-compiled programs, times are predictions. Products: bytes at {COPY:.1f} TB/s or operations at
+`{command}`, {date}. Launches are those of compiled
+programs, times are predictions, but for those that [an H200 took](h200.md).
+Products: bytes at {COPY:.1f} TB/s or operations at
 {MATMUL:.0f} TFLOP/s, and {RAMP:.1f} us each; attention: its bytes, at least 1 us; 2.2 us for each
 launch that is no product.
 Sums over parts of a product stay in the second-level cache and are not counted. bfloat16, 1,024
 positions a row, greedy. The floor adds weights (at 790 TFLOP/s) and KV, which are not read at the
 same time.
 
-| model | rows | launches a layer, before | now | once | before, ms | now, ms | goal | floor |
-|---|---|---|---|---|---|---|---|---|"""
+| model | rows | launches a layer, before | now | once | ms, before | now | taken | goal | floor |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,34 @@ def floor(model: ModelShape, rows: int, copy: float = COPY) -> float:
     return model.floor(rows, 1, CONTEXT, copy, BEST_MATMUL)
 
 
+def predict_prompt(model: ModelShape, tokens: int) -> dict[str, float]:
+    """Predict seconds of the parts of a step that computes a whole prompt of one row."""
+    layers = model.step_weights - model.D * model.V
+    seen = tokens * (tokens + 1) // 2
+    return {
+        "products": 2 * layers * tokens / MATMUL,
+        "attention": 4 * model.L * model.N * model.H * seen / ATTENTION,
+        "head": product_seconds(model.D * model.V, 1),
+    }
+
+
+def prompt_table() -> list[str]:
+    """Format milliseconds of steps that compute a prompt."""
+    lines = [
+        "Steps of one prompt, in ms; what is neither products nor attention is not counted:",
+        "",
+        "| model | tokens | products | attention | head | in all | floor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in OURS:
+        for tokens in PROMPTS:
+            parts = predict_prompt(MODELS[name], tokens)
+            least = MODELS[name].floor(1, tokens, tokens, COPY, BEST_MATMUL)
+            cells = (*parts.values(), sum(parts.values()), least)
+            lines.append(_row(name, f"{tokens:,}", *(f"{1e3 * s:.2f}" for s in cells)))
+    return lines
+
+
 def count_launches(rows: list[dict[str, Any]], model: str, size: int) -> Step | str:
     """Return the launches of a model's step, or what is wrong with it."""
     names = [launch_case(model, size, layers).name for layers in LAUNCH_LAYERS]
@@ -143,6 +175,16 @@ def budget_fault(model: str, size: int, step: Step) -> str | None:
         f"{model} at {size} rows: {step.layer} launches a layer and {step.once} once; "
         f"allowed: {most} and {MOST['once']}"
     )
+
+
+def measured() -> dict[tuple[str, int], float]:
+    """Return the milliseconds that decode steps took on an H200, by model and rows."""
+    steps = json.loads((RESULTS / "h200.json").read_text())["parts"]["steps"]
+    found = {}
+    for label, item in steps.items():
+        if is_decode := re.fullmatch(r"(\S+) decode B=(\d+)", label):
+            found[is_decode[1], int(is_decode[2])] = item["value"]
+    return found
 
 
 def part_table(steps: dict[str, dict[int, Step]], smaller: dict[str, dict[int, Step]]) -> list[str]:
@@ -171,14 +213,19 @@ def table(
 ) -> str:
     """Format predictions of the models that have goals, then launches of all."""
     lines = [HEAD.format(**about, COPY=COPY / 1e12, MATMUL=MATMUL / 1e12, RAMP=RAMP * 1e6)]
+    taken = measured()
     for name in OURS:
         for rows, step in steps.get(name, {}).items():
             model, key = MODELS[name], (name, rows)
             cells = name, rows, EARLIER[rows], step.layer, step.once, BEFORE.get(key, "-")
-            times = f"{predict(model, rows, step) * 1e3:.2f}", GOALS.get(key, "-")
+            times = (
+                f"{predict(model, rows, step) * 1e3:.2f}",
+                taken.get(key, "-"),
+                GOALS.get(key, "-"),
+            )
             lines.append(_row(*cells, *times, f"{floor(model, rows) * 1e3:.2f}"))
     sizes = [f"{rows} rows" for rows in LAUNCH_ROWS]
-    lines += ["", *part_table(steps, smaller)]
+    lines += ["", *part_table(steps, smaller), "", *prompt_table()]
     lines += ["", "Launches a layer (and once a step) of every family:", ""]
     lines += [_row("model", *sizes), "|---" * (1 + len(sizes)) + "|"]
     for name, found in steps.items():

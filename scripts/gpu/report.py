@@ -6,7 +6,7 @@
 
 ``scripts.gpu.half_hour`` runs the parts in order of worth. Parts:
 
-    bandwidth    copy bandwidth and bfloat16 matmul rate: the ceilings the rest is held against
+    bandwidth    bytes read and bfloat16 products a second: the ceilings the rest is held against
     essentials   each kernel of a step once, against the reference in float32
     correctness  every dtype, head dim, page size and group of attention; grouped products
     steps        decode steps and prefills of 8B, 1B and 0.6B models against their floors, and the
@@ -18,6 +18,7 @@
     decode       paged decode attention over batch and context; ragged lengths; float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
     variants     8B's decodes in a process whose XLA_FLAGS are those of --variant
+    products     products of few rows with their block sizes, with others, and by XLA
     tuning       the sweep of block sizes; fills pallas_kernels/gpu/tuned, which later
                  runs with this report fill again first: the next machine may not have it
     peers        torch and Transformers on the same GPU; with the same variable
@@ -48,7 +49,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.devices import target_device
-from scripts.gpu import kernel_checks, serving, step_times, tune_kernels
+from scripts.gpu import kernel_checks, product_times, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
 from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
@@ -66,6 +67,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "decode": gpu_parts.decode,
     "prefill": gpu_parts.prefill,
     "variants": step_times.variants,
+    "products": product_times.products,
     "tuning": gpu_parts.tuning_sweep,
     "peers": gpu_peers.peers,
 }

@@ -7,6 +7,7 @@ each, `rounds` that it serves them, and `logprobs`, 2 to compare the two most li
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from typing import Any
@@ -35,6 +36,7 @@ def serve(given: dict[str, Any], begun: float) -> dict[str, Any]:
     import jax
 
     from jaxserve import LLM, SamplingParams
+    from scripts.lib.host_clock import HostClock
 
     imported = time.time()
     settings = {
@@ -56,6 +58,11 @@ def serve(given: dict[str, Any], begun: float) -> dict[str, Any]:
             done = llm.generate(given["prompts"], params, use_tqdm=False)
             seconds = time.perf_counter() - started
             rates.append(sum(len(d.outputs[0].token_ids) for d in done) / seconds)
+        clock = HostClock(engine)
+        started = time.perf_counter()
+        [alone] = llm.generate(given["prompts"][:1], params[:1], use_tqdm=False)
+        alone_rate = len(alone.outputs[0].token_ids) / (time.perf_counter() - started)
+        clock.restore()
         answers = [output.outputs[0] for output in done]
         found = {
             "start": read_stages(engine, begun, imported, ready),
@@ -63,6 +70,12 @@ def serve(given: dict[str, Any], begun: float) -> dict[str, Any]:
             "compiles": compiles,
             "compiles_after_ready": engine.runner.num_compiles - compiles,
             "rates": rates,
+            "alone": alone_rate,
+            "alone_us": {
+                name: [len(spent), round(1e6 * statistics.median(spent))]
+                for name, spent in clock.spent.items()
+                if spent
+            },
             "tokens": [answer.token_ids for answer in answers],
             "device": jax.devices()[0].device_kind,
         }

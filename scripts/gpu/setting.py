@@ -69,14 +69,14 @@ class Setting:
     @property
     def ceilings(self) -> tuple[float, float] | None:
         """Bytes and operations a second, where this report measured both."""
-        copy, matmul = self.ceiling("copy"), self.ceiling("matmul bfloat16")
-        return None if copy is None or matmul is None else (copy, matmul)
+        read, matmul = self.ceiling("read"), self.ceiling("matmul bfloat16")
+        return None if read is None or matmul is None else (read, matmul)
 
     def share(self, seconds: float, bytes_moved: float, flops: float) -> dict[str, Any]:
         """Return what share of a ceiling a call reaches, where both were measured."""
         if self.ceilings is None:
             return dict(NO_SHARE)
-        copy, matmul = self.ceilings
-        floors = {"of copy bandwidth": bytes_moved / copy, "of matmul rate": flops / matmul}
+        read, matmul = self.ceilings
+        floors = {"of read bandwidth": bytes_moved / read, "of matmul rate": flops / matmul}
         bound = max(floors, key=floors.__getitem__)
         return {"share": f"{100 * floors[bound] / seconds:.1f}%", "of": bound}

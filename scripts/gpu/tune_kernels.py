@@ -60,9 +60,11 @@ class NothingRan(Exception):
 def candidates(op: str, case: Case) -> Iterator[Any]:
     """List configurations worth timing for a call."""
     if op == "decode":
-        grid = itertools.product((32, 64, 128), (4, 8), (2, 3, 5, 7), (4, 8, 16))
-        for block, warps, stages, programs in grid:
-            yield tuning.DecodeConfig(block, warps, stages, programs)
+        base = tuning.defaults(tuning.DecodeConfig, case)
+        grid = itertools.product((2, 4), (1, 3, 4), (1, 4, 8), (32, 64, 128), (2, 3, 5))
+        for warps, programs, least, block, stages in grid:
+            numbers = 8192 if case.R <= 4 else base.merge_numbers
+            yield tuning.DecodeConfig(block, warps, stages, programs, least, numbers)
     elif op == "ragged":
         base = tuning.defaults(tuning.RaggedConfig, case)
         yield base

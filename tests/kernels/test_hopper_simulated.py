@@ -28,8 +28,14 @@ SETUPS = {
         {"window": 70, "soft_cap": 3.0, "sinks": True, "scales": True, "heads": 6},
         MosaicConfig(64, 2, 2),
     ),
+    "rows of few queries, split if they are long": (
+        [(1, 200), (1, 40), (40, 100), (0, 0), (3, 61), (2, 60)],
+        {"padding": 3, "sinks": True},
+        MosaicConfig(64, 2, 2),
+    ),
     "float16": ([(20, 70)], {"dtype": jnp.float16}, MosaicConfig(64, 2, 2)),
 }
+LONGER_THAN = {"rows of few queries, split if they are long": 60}
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -45,6 +51,7 @@ def test_simulated_kernel(name: str) -> None:
             *call.ragged,
             call.attention_options,
             config=config,
+            longer_than=LONGER_THAN.get(name),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
     actual = np.asarray(actual.astype(jnp.float32))

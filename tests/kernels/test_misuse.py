@@ -178,6 +178,9 @@ def test_llvm_can_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_follows_the_table() -> None:
     assert choose("auto", gpu_case()) == "triton"
+    assert choose("auto", gpu_case(op="ragged")) == "mosaic_gpu"
+    assert choose("auto", gpu_case(op="ragged", H=256)) == "triton"
+    assert choose("auto", gpu_case(op="ragged", device=find_card("A100").limits)) == "triton"
     assert choose("auto", gpu_case(S=24)) == "xla"
     assert choose("auto", gpu_case(**ON_T4)) == "xla"
     assert choose("auto", gpu_case(**ON_B300)) == "triton"

@@ -17,6 +17,7 @@ from pallas_kernels import grouped_matmul, kv_write, paged_decode_attention, rag
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.gpu import tuning
+from pallas_kernels.product_arguments import ProductCase
 from scripts.lib.paths import RESULTS
 
 # JAX 0.11 announces the end of Pallas's Triton backend, which still works there.
@@ -71,6 +72,61 @@ def test_lookup_takes_the_first_entry_that_fits(
     assert tuning.lookup(tuning.DecodeConfig, case) == tuning.defaults(tuning.DecodeConfig, case)
 
 
+def test_products_take_their_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ProductCase("gated_matmul", H200, jnp.dtype(jnp.bfloat16), 32, 4096, 14336)
+    few = {"op": case.op, "dtype": "bfloat16", "head_dim": None, "up_to": 32}
+    table = {"entries": [{**few, "config": {"block_columns": 32}}]}
+    (tmp_path / "9.0").mkdir()
+    (tmp_path / "9.0/h200.json").write_text(json.dumps(table))
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    assert tuning.product_config(case).block_columns == 32
+    for other in (
+        dataclasses.replace(case, T=33),
+        dataclasses.replace(case, dtype=jnp.dtype(jnp.float16)),
+        dataclasses.replace(case, op="matmul_in_parts"),
+        dataclasses.replace(case, device=find_card("A100").limits),
+    ):
+        assert tuning.product_config(other) == tuning.product_defaults(other)
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "outputs", "block"),
+    [
+        ("H200", 256, 14336, (256, 64, 4)),  # all rows in one block, that reads each weight once
+        ("H200", 128, 14336, (128, 64, 4)),
+        ("H200", 256, 3072, (128, 64, 4)),  # too few columns for that
+        ("A100", 256, 14336, (128, 64, 2)),  # too little memory
+        ("H200", 32, 3072, (32, 32, 5)),
+        ("H200", 1, 3072, (16, 32, 5)),
+        ("H200", 1, 14336, (16, 64, 4)),
+    ],
+)
+def test_blocks_of_a_gated_product(
+    card: str, rows: int, outputs: int, block: tuple[int, int, int]
+) -> None:
+    limits = find_card(card).limits
+    case = ProductCase("gated_matmul", limits, jnp.dtype(jnp.bfloat16), rows, 4096, outputs)
+    found = tuning.product_config(case)
+    assert (found.block_rows, found.block_columns, found.num_stages) == block
+    tiles = found.block_rows + 2 * found.block_columns
+    assert found.num_stages * tiles * found.block_inner * 2 <= limits.shared_memory
+
+
+@pytest.mark.parametrize("path", sorted(tuning.TABLES.rglob("*.json")), ids=lambda path: path.stem)
+def test_kept_tables_fit_their_card(path: Path) -> None:
+    table = json.loads(path.read_text())
+    device = find_card(table["device_kind"]).limits
+    assert tuning.table_path(device) == path
+    for entry in table["entries"]:
+        case = case_of(entry["op"], entry["dtype"], entry["head_dim"], entry["up_to"] or 256)
+        found = tuning.lookup(tuning.CONFIGS[entry["op"]], case)
+        for name, value in entry["config"].items():
+            assert getattr(found, name) == value
+        if isinstance(found, tuning.DecodeConfig):
+            memory = tuning.attention_memory(case, 16, found.block_tokens, found.num_stages)
+            assert memory <= device.shared_memory
+
+
 FITTING = [
     # Card, dtype of pages, head dim: decode's block and stages; rows, block, stages of a tile.
     *((name, "bfloat16", 128, (64, 3), (128, 64, 2)) for name in ("A100", "RTX 3060", "L4")),
@@ -96,9 +152,9 @@ def test_block_sizes_fit_the_card(
     name: str, dtype: str, head_dim: int, decode: tuple, ragged: tuple
 ) -> None:
     case = case_of("decode", dtype, head_dim, device=find_card(name).limits)
-    chosen = tuning.lookup(tuning.DecodeConfig, case)
+    chosen = tuning.defaults(tuning.DecodeConfig, case)
     assert (chosen.block_tokens, chosen.num_stages) == decode
-    tile = tuning.lookup(tuning.RaggedConfig, case)
+    tile = tuning.defaults(tuning.RaggedConfig, case)
     assert (tile.tile_rows, tile.block_tokens, tile.num_stages) == ragged
     for rows, config in ((16, chosen), (tile.tile_rows, tile)):
         memory = tuning.attention_memory(case, rows, config.block_tokens, config.num_stages)

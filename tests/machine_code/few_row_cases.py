@@ -108,4 +108,7 @@ def few_row_cases() -> list[Case]:
     more("bf16-32-rows-silu", 30, 128, 64)
     more("f16-64-rows-gelu", 50, 136, 72, activation="gelu_tanh", dtype="f16")
     more("bf16-256-rows-silu", 150, 72, 72)
+    # Columns for so many programs that blocks are as large as memory allows.
+    more("bf16-1-row-wide-silu", 1, 72, 5600)
+    more("bf16-256-rows-wide-silu", 140, 136, 6350)
     return found

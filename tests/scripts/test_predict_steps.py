@@ -61,6 +61,14 @@ def test_the_floor_adds_what_is_read_one_after_the_other() -> None:
     assert predict_steps.floor(MODELS["8b"], 256) * 1e3 == pytest.approx(12.9, abs=0.1)
 
 
+@pytest.mark.parametrize("tokens", predict_steps.PROMPTS)
+def test_a_prompt_takes_longer_than_its_floor(tokens: int) -> None:
+    parts = predict_steps.predict_prompt(MODELS["8b"], tokens)
+    model = MODELS["8b"]
+    least = model.floor(1, tokens, tokens, predict_steps.COPY, predict_steps.BEST_MATMUL)
+    assert least < sum(parts.values()) < 2 * least
+
+
 def test_the_page_is_that_of_the_numbers() -> None:
     text = (RESULTS / "predicted_steps.md").read_text()
     assert text == predict_steps.table(KEPT["about"], STEPS, SMALLER)
