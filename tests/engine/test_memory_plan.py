@@ -280,24 +280,52 @@ def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     temporaries = temporary_bytes(
         start.model_config, "float32", Sizes(0.9, 8, 64), DeviceLimits("gpu", "", (8, 9))
     )
-    analysis = SimpleNamespace(temp_size_in_bytes=temporaries)
-    program = SimpleNamespace(memory_analysis=lambda: analysis)
-    monkeypatch.setattr(start.compiler, "step", lambda *_, **__: program)
     own = sum(leaf.nbytes for leaf in start.compiler.leaves)
     memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
     monkeypatch.setattr(warm_up, "started_device", lambda: memory)
-    room = start._room()
+    room = start._room(temporaries)
     config = replace(start.config, num_gpu_blocks_override=None)
     weights = Weights(start.model_config, "float32")
     found = plan_memory(config, weights, "int4", replace(memory, in_use=0))
     assert found.weights == own and room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
     # Of an engine that shares the memory, and of an allocator without statistics.
     start.config = replace(start.config, memory_share=0.5)
-    assert room - start._room() == pytest.approx(GIB // 2, rel=0.01)
+    assert room - start._room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
     start.config = replace(start.config, memory_share=1.0)
     bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
     monkeypatch.setattr(warm_up, "started_device", lambda: bare)
-    assert start._room() == pytest.approx(room - 0.1 * GIB, rel=0.01)
+    assert start._room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("needs", "compiled"), [(1.0, 1), (1.1, 1), (1.5, 2), (40.0, 2)])
+def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
+    monkeypatch: pytest.MonkeyPatch, needs: float, compiled: int
+) -> None:
+    """Of a GPU's start, whose cache is what the largest program leaves."""
+    limits = DeviceLimits("gpu", "", (8, 9))
+    start = start_of()
+    start.config = replace(start.config, num_gpu_blocks_override=None)
+    sizes = Sizes(0.9, 8, 64)
+    estimate = temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
+    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
+    asked: list[tuple[Any, int]] = []
+
+    def compile_step(bucket: Any, num_pages: int) -> Any:
+        asked.append((bucket, num_pages))
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
+    monkeypatch.setattr(start.compiler, "step", compile_step)
+    monkeypatch.setattr(warm_up, "started_device", lambda: memory)
+    monkeypatch.setattr(warm_up, "target_device", lambda: limits)
+    monkeypatch.setattr(warm_up, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    pages = start._size_cache()
+    assert pages == start._pages(start._room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
+    largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
+    again = [] if start._compiled else [(largest, pages)]
+    assert asked[0][0] == largest and len([*asked, *again]) == compiled
+    assert bool(start._compiled) == (asked == [(largest, pages)])
 
 
 def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:

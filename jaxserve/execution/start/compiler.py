@@ -61,6 +61,7 @@ class Compiler:
 
     Attributes:
         leaves: the model's arrays, in the order in which programs take them.
+        dtype: of activations.
         kv_dtype: of the pages of KV cache.
         store: where programs come from; to be set before the first is compiled.
     """
@@ -72,7 +73,7 @@ class Compiler:
         self.config = config
         self.model_config = model_config
         dtype = model.norm.scale[...].dtype
-        self._dtype: np.dtype[Any] = dtype
+        self.dtype: np.dtype[Any] = dtype
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
@@ -145,7 +146,7 @@ class Compiler:
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
         ) -> tuple[DeviceState, StepOutput]:
             batch = unpack(words, bucket.num_tokens, bucket.num_rows)
-            with product_precision(self.config.float32_matmul_precision, self._dtype):
+            with product_precision(self.config.float32_matmul_precision, self.dtype):
                 return step(self._graphdef, self._treedef, leaves, state, batch, **options)
 
         return run, (self.leaves, self._shapes(num_pages), self.null_batch(bucket))

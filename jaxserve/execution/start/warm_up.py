@@ -24,8 +24,10 @@ from jaxserve.execution.start.device import started_device
 from jaxserve.execution.start.memory_plan import (
     DEFAULT_SHARE,
     SLACK,
+    Sizes,
     cache_pages,
     sampler_bytes,
+    temporary_bytes,
 )
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
@@ -110,6 +112,7 @@ class WarmUp:
         )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
+        self._compiled: dict[Bucket, Compiled] = {}  # that have not run yet
         self._state: DeviceState | None = None
         self._make_state: Callable[[], DeviceState] | None = None
         # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
@@ -131,14 +134,14 @@ class WarmUp:
         )
 
     def _size_cache(self) -> int:
-        """Return how many pages the configured memory holds."""
+        """Return how many pages the configured memory holds.
+
+        On a GPU that depends on the largest program, which is compiled for a cache of a certain
+        size: it is the size that an estimate of its temporaries leaves, unless they take more.
+        """
         config, platform = self.config, devices()[0].platform
         sized = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes
-        room = 0 if platform == "cpu" or sized else self._room()
-        pages = cache_pages(
-            *(config, self.model_config.num_hidden_layers, self.page_bytes),
-            *(self.compiler.kv_dtype, room, platform),
-        )
+        pages = self._pages(0) if platform == "cpu" or sized else self._pages_beside_largest()
         if pages < 2:
             raise InvalidRequest(
                 f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
@@ -147,17 +150,40 @@ class WarmUp:
             )
         return pages
 
-    def _room(self) -> int:
-        """Return the bytes of a GPU that weights, sampler and the largest launch leave."""
+    def _pages_beside_largest(self) -> int:
+        """Compile the largest program; return the pages that it leaves room for."""
+        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        assert seqs and tokens
+        sizes = Sizes(DEFAULT_SHARE, seqs, tokens)
+        estimate = temporary_bytes(self.model_config, self.compiler.dtype, sizes, target_device())
+        estimate += estimate // 8  # it is right within a tenth
+        pages = self._pages(self._room(estimate))
+        largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
+        program = self.compiler.step(largest, max(2, pages))
+        needed = _temporary_bytes(program)
+        if pages < 2 or needed > estimate:
+            return self._pages(self._room(needed))
+        self._compiled[largest] = program
+        return pages
+
+    def _pages(self, room: int) -> int:
+        """Return the pages that so many bytes hold, or that the settings name."""
+        return cache_pages(
+            *(self.config, self.model_config.num_hidden_layers, self.page_bytes),
+            *(self.compiler.kv_dtype, room, devices()[0].platform),
+        )
+
+    def _room(self, temporary: int) -> int:
+        """Return the bytes of a GPU that weights, sampler and the largest launch leave.
+
+        Args:
+            temporary: bytes that the launch takes beside weights and cache.
+        """
         own = sum(leaf.nbytes for leaf in self.compiler.leaves)
         memory = started_device()
         if not memory.is_limit:  # what is free is what the weights have left
             memory = replace(memory, free=memory.free + own, in_use=own)
         budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
-        # Weights are placed; what the largest launch needs beside them is read off its program.
-        largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
-        program = self.compiler.step(largest, num_pages=64)
-        temporary = _temporary_bytes(program)
         sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
         left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
         return left - int(budget * SLACK) - temporary - sampler
@@ -215,7 +241,8 @@ class WarmUp:
         self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
     ) -> None:
         def compiled_once(bucket: Bucket) -> Compiled:
-            return self._steps.get(bucket) or self.compiler.step(bucket, self.num_pages)
+            found = self._steps.get(bucket) or self._compiled.get(bucket)
+            return found or self.compiler.step(bucket, self.num_pages)
 
         # Reading off what a program takes costs a tenth of loading it: one of each kind is enough.
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
