@@ -167,12 +167,12 @@ def _served(parts: Mapping[str, Items]) -> Iterator[str]:
         for name, item in items.items()
     ]
     yield table(("variant", "engine", "verdict", "result", "note"), rows)
-    engines = {n: i for n, i in found.get("served", {}).items() if "starts" in i}
+    engines = {n: i for n, i in found.get("served", {}).items() if "rates" in i}
     yield timed(engines)
     starts = [
         (f"{name.split()[0]}, {kind}", start)
         for name, item in engines.items()
-        for kind, start in item["starts"].items()
+        for kind, start in item.get("starts", {}).items()
     ]
     names = list(dict.fromkeys(n for _, start in starts for n in start if n != "ready"))
     if starts:
@@ -209,7 +209,8 @@ def _steps(parts: Mapping[str, Items]) -> Iterator[str]:
             for kernels in (traced.get(n, {}),)
         ],
     )
-    yield "<h2>Kernels of a step</h2><p>Share of a step's kernel time, under the profiler.</p>"
+    if traced:
+        yield "<h2>Kernels of a step</h2><p>Share of a step's kernel time, under the profiler.</p>"
     for name, item in traced.items():
         whole = max(item["value"] * 1e3, 1e-9)
         rows = [
@@ -226,8 +227,13 @@ def _steps(parts: Mapping[str, Items]) -> Iterator[str]:
         yield f"launches</summary>{bars(rows)}{table(classes, [classes.values()])}</details>"
 
 
-def _attention(parts: Mapping[str, Items]) -> Iterator[str]:
-    for part, title in (("decode", "Decode attention"), ("prefill", "Prefill attention")):
+def _kernels(parts: Mapping[str, Items]) -> Iterator[str]:
+    titles = {
+        "decode": "Decode attention",
+        "prefill": "Prefill attention",
+        "products": "Products of few rows",
+    }
+    for part, title in titles.items():
         if items := good(parts.get(part, {})):
             yield f"<h2>{title}</h2><p>Microseconds; the dashed line is the goal.</p>{timed(items)}"
 
@@ -293,7 +299,7 @@ def page(report: dict[str, Any]) -> str:
         f"<h1>{text(title)}</h1><p>{text(about.get('date'))}, {text(versions)}{dry}.</p>",
         f"<h2>Ceilings</h2><p>{text(said or 'Not measured: no shares are given')}.</p>",
     ]
-    for section in (_checks, _served, _steps, _attention, _variants, _others, _failures):
+    for section in (_checks, _served, _steps, _kernels, _variants, _others, _failures):
         body += section(parts)
     stages = [
         (name, {0: "ok", 4: "FAILED items"}.get(state["status"], "not ended"), state["seconds"])
