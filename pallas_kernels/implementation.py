@@ -198,7 +198,7 @@ def choose(requested: str, case: AnyCase) -> str:
 
 
 def _is_untimed(name: str, case: AnyCase) -> bool:
-    """Return whether the Hopper kernel has not been found faster at a call's head size."""
+    """Return whether it is the Hopper kernel, at a head size that it was not timed at."""
     return name == "mosaic_gpu" and isinstance(case, Case) and case.H not in (64, 128)
 
 

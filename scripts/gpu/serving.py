@@ -200,11 +200,11 @@ def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
     }
 
 
-def _in_launches(setting: Setting, name: str, steps: int) -> dict[str, Any]:
-    """Serve the mix with launches of several steps, for which few programs are compiled."""
+def _step_by_step(setting: Setting, name: str) -> dict[str, Any]:
+    """Serve the mix with launches of one step each; few programs are compiled for it."""
     prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": steps}
+        settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": 1}
         if not setting.dry_run:
             settings |= {"decode_sizes": [1, 128, 256], "token_sizes": [256, 1024, 8192]}
         given = {"settings": settings, "prompts": prompts, "outputs": outputs, "rounds": 2}
@@ -220,5 +220,4 @@ def served(setting: Setting) -> Iterator[Item]:
         return
     for name in ("tiny",) if setting.dry_run else ("0.6b", "8b"):
         yield f"{name} started twice, 256 requests", lambda n=name: _started_twice(setting, n)
-        label = f"{name} in launches of 8, 256 requests"
-        yield label, lambda n=name: _in_launches(setting, n, 8)
+        yield f"{name} step by step, 256 requests", lambda n=name: _step_by_step(setting, n)
