@@ -96,6 +96,10 @@ class EngineConfig:
         token_sizes: padded token counts compiled for all other steps.
         compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
             `jaxserve` in the user's cache folder, "none" (or None) keeps none.
+        wait_for_all_programs: start only once every padded size is compiled. Otherwise the sizes
+            that pad less are compiled behind the first answers, at the lowest priority, by a
+            process of its own; on a GPU, and where nothing is kept, all are waited for.
+        profile_start: file for a timeline of the start, which Perfetto shows.
         check_invariants: verify every page, slot and counter after each step (slow).
 
     Raises:
@@ -131,6 +135,8 @@ class EngineConfig:
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | Path | None = "auto"
+    wait_for_all_programs: bool = False
+    profile_start: str | Path | None = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:

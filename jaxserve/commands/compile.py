@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from jaxserve.commands.options import (
     CommandError,
@@ -48,13 +49,14 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     """
     loaded, report = [], StartReport(sys.stderr)
     try:
-        config = ServerConfig(**given(arguments, ["model_weights"]))
-        specs = plan_models(arguments.models, engine_settings(arguments), config)
+        server = ServerConfig(**given(arguments, ["model_weights"]))
+        specs = plan_models(arguments.models, engine_settings(arguments), server)
         check_models(specs)
         load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
         for spec in specs:
             # All stay loaded: on a GPU the next model's cache gets what this one leaves free.
-            loaded.append(load(spec.config, report.progress))
+            config = replace(spec.config, wait_for_all_programs=True)
+            loaded.append(load(config, report.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error

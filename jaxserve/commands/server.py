@@ -39,6 +39,9 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
             served.append(ServedModel(spec.names, spec.root, llm, config, secret))
             report.say(_memory_plan(loaded))
             report.say(f"{loaded.start}")
+            if loaded.behind is not None and loaded.behind.num_missing:
+                missing = loaded.behind.num_missing
+                report.say(f"{missing} more programs, of less padding, are added while it serves")
     except BaseException:
         for model in served:
             model.llm.close()

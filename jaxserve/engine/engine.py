@@ -78,9 +78,8 @@ class Engine:
         self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = loaded.slot_table()
         self.scheduler = scheduler(self.config, self.pool, self.slots)
-        self.scheduler.token_sizes = self.runner.buckets.token_sizes
         self._in_flight: InFlight | None = None
-        self._pace = LaunchLength(self.runner.max_steps, self.config.num_scheduler_steps)
+        self._pace = LaunchLength(self.runner.most_steps, self.config.num_scheduler_steps)
         self._recovery = Recovery(self.scheduler, self.slots)
         self._delivery = Delivery(
             self.scheduler, self.slots, self._recovery, self.limits.vocab_size
@@ -176,7 +175,9 @@ class Engine:
         of the engine's own.
         """
         self._recovery.limit_running()
-        plan = self.scheduler.schedule(self._pace.steps())
+        # Programs are added while the engine serves.
+        self.scheduler.token_sizes = self.runner.buckets.token_sizes
+        plan = self.scheduler.schedule(min(self._pace.steps(), self.runner.max_steps))
         try:
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
         except Exception as error:
@@ -233,7 +234,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the counts as of now."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, behind = self.scheduler, self.pool, self.loaded.behind
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -247,6 +248,8 @@ class Engine:
             prefix_queries=scheduler.num_prefix_queries,
             prefix_hits=scheduler.num_prefix_hits,
             num_compiles=self.runner.num_compiles - self._compiles_at_start,
+            num_compiles_behind=0 if behind is None else behind.num_compiled,
+            num_programs_missing=0 if behind is None else behind.num_missing,
             num_failed_steps=self._num_failed_steps,
         )
 
@@ -256,4 +259,6 @@ class Engine:
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)
         self._in_flight = None
+        if self.loaded.behind is not None:
+            self.loaded.behind.close()
         self.runner.close()

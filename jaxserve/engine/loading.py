@@ -18,9 +18,11 @@ from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
 from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.runner import OnProgress, Runner
+from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
 from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
+from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.registry import overflows_float16
@@ -43,6 +45,7 @@ class Loaded:
     Attributes:
         max_new_tokens: what generation_config.json says of an answer's length, if anything.
         start: how the start went, if it was `load` that made this.
+        behind: what still compiles, if anything does; the engine closes it.
     """
 
     config: EngineConfig
@@ -52,6 +55,7 @@ class Loaded:
     default_sampling: SamplingParams
     max_new_tokens: int | None = None
     start: StartReport | None = None
+    behind: ProgramsBehind | None = None
 
     def slot_table(self) -> SlotTable:
         """Make an empty slot table for the configuration and the model's window."""
@@ -113,40 +117,82 @@ def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | N
 
 
 def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
-    """Read the checkpoint, place the weights, compile every bucket.
+    """Read the checkpoint, place the weights, compile.
 
     Raises:
         CheckpointError, UnsupportedModel: what the folder holds cannot be served.
         DeviceError: JAX cannot start its device.
         ValueError: settings that contradict the model or each other.
     """
-    source = find_source(config, on_progress)
+    profile = config.profile_start
+    timeline = Timeline(None if profile is None else Path(profile))
+    timeline.begin()
+    with timeline.span("read the configuration"):
+        source = find_source(config, on_progress)
     model_config = source.model_config
-    device, dtype, sizes = _start_device(config, source)
-    cache = config.compilation_cache_dir
-    cache = user_cache_dir() if cache == "auto" else cache
-    programs = None if cache in (None, "none") else prepare_cache(Path(cache))
-    platform = "cpu" if device.platform == "cpu" else "gpu"
-    context = model_config.context_length
-    config = replace(config.resolve(platform, context, sizes), model=source.path)
-    if config.quantization is None and config.load_format != "dummy":
-        made: Any = source.fixed_quantization
-        config = replace(config, quantization=made)
+    with timeline.span("start the device"):
+        device, dtype, sizes = _start_device(config, source)
+    programs = _programs_folder(config)
+    config = _resolved(config, source, device, sizes)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        tokenizer = source.tokenizer(config, on_progress)
+        with timeline.span("read the tokenizer"):
+            tokenizer = source.tokenizer(config, on_progress)
     sampling = default_sampling(source.generation_config, str(source.path))
     ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
     started = time.perf_counter()
-    model = _model(config, source, model_config, dtype, device, on_progress)
+    with timeline.span("read and place the weights"):
+        model = _model(config, source, model_config, dtype, device, on_progress)
     weights_seconds = time.perf_counter() - started
-    start = WarmUp(config, model_config, model, cache=programs)
+    with timeline.span("plan the cache and the programs"):
+        start = WarmUp(config, model_config, model, cache=programs, timeline=timeline)
     start.report.stages["weights"] = weights_seconds
+    capacity = _capacity(config, model_config, start.num_pages)
+    with timeline.span("programs"):
+        runner = start.run(on_progress)
+    timeline.mark("ready")
+    _log.info("%s", start.report)
+    limits = Limits(
+        vocab_size=model_config.vocab_size,
+        max_model_len=capacity,
+        eos_token_ids=ends,
+        seed=config.seed,
+        launch_steps=runner.most_steps,
+    )
+    longest = source.generation_config.get("max_new_tokens")
+    behind = start.behind(runner)
+    timeline.write()
+    return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report, behind)
+
+
+def _programs_folder(config: EngineConfig) -> Path | None:
+    """Return where compiled programs are kept, if they are."""
+    cache = config.compilation_cache_dir
+    cache = user_cache_dir() if cache == "auto" else cache
+    return None if cache in (None, "none") else prepare_cache(Path(cache))
+
+
+def _resolved(
+    config: EngineConfig, source: Source, device: DeviceLimits, sizes: tuple[int, int] | None
+) -> EngineConfig:
+    """Fill in what the device and the model decide."""
+    platform = "cpu" if device.platform == "cpu" else "gpu"
+    context = source.model_config.context_length
+    config = replace(config.resolve(platform, context, sizes), model=source.path)
+    if config.quantization is None and config.load_format != "dummy":
+        made: Any = source.fixed_quantization
+        config = replace(config, quantization=made)
+    return config
+
+
+def _capacity(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
+    """Return the most tokens of a sequence that so many pages hold."""
+    assert config.max_model_len is not None
     capacity = longest_held(
-        start.num_pages - 1,
+        num_pages - 1,
         config.block_size,
         model_config.layers.window,
         config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
@@ -159,17 +205,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
             capacity,
             config.max_model_len,
         )
-    runner = start.run(on_progress)
-    _log.info("%s", start.report)
-    limits = Limits(
-        vocab_size=model_config.vocab_size,
-        max_model_len=capacity,
-        eos_token_ids=ends,
-        seed=config.seed,
-        launch_steps=runner.max_steps,
-    )
-    longest = source.generation_config.get("max_new_tokens")
-    return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report)
+    return capacity
 
 
 def _start_device(

@@ -18,7 +18,10 @@ class EngineStats:
         generation_tokens: tokens drawn.
         num_preemptions: sequences sent back to wait for lack of pages.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        num_compiles: programs compiled since the engine said it was ready.
+        num_compiles: programs compiled since the engine was ready, which a request waited for:
+            none, or there is a defect.
+        num_compiles_behind: programs compiled beside the engine, for which no request waited.
+        num_programs_missing: programs that would fit better and are still to come.
         num_failed_steps: steps that were lost and computed again.
     """
 
@@ -34,4 +37,6 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_compiles: int
+    num_compiles_behind: int
+    num_programs_missing: int
     num_failed_steps: int

@@ -77,7 +77,7 @@ class _Parts(Generic[AnyArray]):
 
 
 def _size(bucket: Bucket, page_size: int) -> int:
-    rows = bucket.num_rows * (5 + WIDTH) + 2
+    rows = rows_size(bucket.num_rows)
     return 4 * bucket.num_tokens + rows + 2 * room_for_pages(bucket, page_size)
 
 
@@ -125,6 +125,16 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
         page_ids=page_ids,
         **Settings[AnyArray].of(read)._asdict(),
     )
+
+
+def rows_of(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Int32[AnyArray, " n"]:
+    """Return a packed batch without its tokens and pages: what `unpack` reads of no tokens."""
+    return words[4 * num_tokens : 4 * num_tokens + rows_size(num_rows)]
+
+
+def rows_size(num_rows: int) -> int:
+    """Return the length of what `rows_of` returns."""
+    return num_rows * (5 + WIDTH) + 2
 
 
 def pack(

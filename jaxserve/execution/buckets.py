@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Listing
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +21,10 @@ class Bucket:
         num_tokens: T, tokens after padding.
         num_rows: R, rows after padding.
         decode_only: every row has one token, so T == R.
-        greedy: every row takes its most likely token, and the program holds no sampler.
+        greedy: the program holds no sampler: every row takes its most likely token.
         num_steps: most decode steps of one launch.
+        keeps_logits: the launch returns logits and hidden states, and where a row is not greedy, a
+            `Sampler` behind it draws.
     """
 
     num_tokens: int
@@ -29,12 +32,35 @@ class Bucket:
     decode_only: bool
     greedy: bool = False
     num_steps: int = 1
+    keeps_logits: bool = False
 
     def __str__(self) -> str:
         if self.decode_only:
             steps = f", up to {self.num_steps} steps" if self.num_steps > 1 else ""
             return f"{'greedy ' if self.greedy else ''}decode {self.num_rows}{steps}"
         return f"{self.num_tokens} tokens, {self.num_rows} rows"
+
+
+@dataclass(frozen=True, order=True)
+class Sampler:
+    """The program that draws behind launches which keep their logits.
+
+    Attributes:
+        num_rows: rows that it draws for; the launch may have had more, the rest padding.
+    """
+
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"sampler, {self.num_rows} rows"
+
+
+Program = Bucket | Sampler
+
+
+def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the rows that there are samplers for."""
+    return tuple(sorted({1, 8, max_num_seqs} & set(range(1, max_num_seqs + 1))))
 
 
 def default_steps(platform: str) -> int:
@@ -65,8 +91,14 @@ def _ladder(largest: int, small: tuple[int, ...], halves_from: int) -> tuple[int
     return tuple(sorted(sizes))
 
 
+def _mixed_bucket(size: int, max_num_seqs: int, split_sampler: bool) -> Bucket:
+    if split_sampler:  # the samplers follow steps of any size where all have as many rows
+        return Bucket(size, max_num_seqs, False, greedy=True, keeps_logits=True)
+    return Bucket(size, min(size, max_num_seqs), False)
+
+
 class BucketSet:
-    """Every bucket of an engine, fixed at start-up.
+    """The buckets of an engine.
 
     Args:
         max_num_seqs: most rows of a step.
@@ -77,9 +109,15 @@ class BucketSet:
             Skipping the sampler at run time costs a GPU conditional nodes in every step's graph;
             a CPU nothing, where each program costs seconds to compile.
         num_steps: most decode steps of one launch.
+        split_sampler: have no sampler in the programs of rows of several tokens, but one program
+            for all of them. Compiled into each, it is half of what they take to compile.
 
     Attributes:
-        num_steps: likewise.
+        num_steps: most decode steps of one launch.
+        token_sizes: padded sizes of steps with rows of several tokens, ascending.
+        early: a decode step of the most rows that is compiled in half the time of the others,
+            whose sampler is apart: it serves until the largest of those is there. None where no
+            sampler is apart.
     """
 
     def __init__(
@@ -90,6 +128,7 @@ class BucketSet:
         token_sizes: Listing[int] | None = None,
         greedy_decode: bool = False,
         num_steps: int = 1,
+        split_sampler: bool = False,
     ) -> None:
         decode = sorted(set(decode_sizes or default_decode_sizes(max_num_seqs)))
         tokens = sorted(set(token_sizes or default_token_sizes(max_num_batched_tokens)))
@@ -99,33 +138,73 @@ class BucketSet:
         ):
             if sizes[0] < 1 or sizes[-1] < limit:
                 raise ValueError(f"{name} must be positive and reach {limit}; got {sizes}")
-        self.num_steps = num_steps
-        self._decode_sizes = decode
-        self._token_sizes = tokens
-        self._decode = [Bucket(size, size, True, False, num_steps) for size in decode]
-        self._greedy = [Bucket(size, size, True, greedy_decode, num_steps) for size in decode]
-        self._mixed = [Bucket(size, min(size, max_num_seqs), False) for size in tokens]
+        self._most_steps = num_steps
+        self._has_early = False
+        self.early: Bucket | None = None
+        if split_sampler:
+            rows = decode[-1]
+            self.early = Bucket(rows, rows, True, greedy=True, keeps_logits=True)
+        self._set(
+            [Bucket(size, size, True, False, num_steps) for size in decode],
+            [Bucket(size, size, True, greedy_decode, num_steps) for size in decode],
+            [_mixed_bucket(size, max_num_seqs, split_sampler) for size in tokens],
+        )
+
+    def _set(self, decode: list[Bucket], greedy: list[Bucket], mixed: list[Bucket]) -> None:
+        self._decode, self._greedy, self._mixed = decode, greedy, mixed
+        self._decode_sizes = [bucket.num_rows for bucket in decode]
+        self._greedy_sizes = [bucket.num_rows for bucket in greedy]
+        self._mixed_sizes = [bucket.num_tokens for bucket in mixed]
+        self.token_sizes = np.array(self._mixed_sizes)
+        # A launch of several steps must find a program whatever its rows are.
+        most_rows = mixed[-1].num_rows
+        has_decode = bool(decode) and decode[-1].num_rows >= most_rows
+        self.num_steps = self._most_steps if has_decode else 1
+
+    def present(self, buckets: Container[Bucket]) -> BucketSet:
+        """Return a set of those that are among `buckets`, which has the largest mixed one."""
+        part = copy(self)
+        part._has_early = self.early is not None and self.early in buckets
+        part._set(
+            *([bucket for bucket in kind if bucket in buckets] for kind in self._kinds()),
+        )
+        return part
+
+    def _kinds(self) -> tuple[list[Bucket], list[Bucket], list[Bucket]]:
+        return self._decode, self._greedy, self._mixed
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(dict.fromkeys((*self._decode, *self._greedy, *self._mixed)))
 
-    @property
-    def token_sizes(self) -> np.ndarray:
-        """Padded sizes of steps with rows of several tokens, ascending."""
-        return np.array(self._token_sizes)
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def pick(self, plan: LaunchPlan, greedy: bool = False, mixed: bool = False) -> Bucket:
+    @property
+    def largest_decode(self) -> Bucket:
+        """The decode step of the most rows."""
+        return self._decode[-1]
+
+    @property
+    def largest(self) -> Bucket:
+        """The bucket that holds every plan, but for launches of several steps."""
+        return self._mixed[-1]
+
+    def pick(self, plan: LaunchPlan, greedy: bool = False, scores: bool = False) -> Bucket:
         """Return the smallest bucket that holds the plan.
 
         Args:
             greedy: no row draws, or uses a feature of the sampler.
-            mixed: it needs a program of mixed rows, even if each has one token.
+            scores: the log-probabilities of a prompt's tokens are requested, for which only
+                programs of mixed rows exist; where the sampler is apart, for the largest alone.
         """
         rows, tokens = len(plan), plan.total_tokens
-        if tokens == rows and not mixed:
-            sizes = self._greedy if greedy else self._decode
-            return sizes[bisect_left(self._decode_sizes, rows)]
-        return self._mixed[bisect_left(self._token_sizes, tokens)]
+        if scores and self._mixed[-1].keeps_logits:
+            return self._mixed[-1]
+        if tokens == rows and not scores:
+            if greedy and (index := bisect_left(self._greedy_sizes, rows)) < len(self._greedy):
+                return self._greedy[index]
+            if (index := bisect_left(self._decode_sizes, rows)) < len(self._decode):
+                return self._decode[index]
+            if self._has_early and self.early is not None:
+                return self.early
+        return self._mixed[bisect_left(self._mixed_sizes, tokens)]

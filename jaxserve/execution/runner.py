@@ -1,7 +1,9 @@
+# pyright: reportUnknownMemberType=false
 """Runner: submits launches to the device in order, and reads their results."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.batch import pack
-from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.batch import pack, rows_of
+from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
+from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
 from jaxserve.execution.sampling import is_greedy
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 # Called with (stage, done, total) while the engine starts.
 OnProgress = Callable[[str, int, int], None]
 Step = Callable[[list[jax.Array], DeviceState, np.ndarray], tuple[DeviceState, StepOutput]]
+Draw = Callable[
+    [jax.Array, SamplerState, jax.Array, np.ndarray], tuple[jax.Array, SamplerState, StepOutput]
+]
+Score = Callable[[list[jax.Array], StepOutput, np.ndarray], DeviceLogprobs]
 LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
 SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
@@ -65,6 +72,10 @@ class Programs:
 
     Attributes:
         steps: the launches, by their padded shape: (leaves, state, words) to (state, output).
+        samplers: behind launches that keep their logits: (last token, sampler's state, logits,
+            words of the rows) to (last token, sampler's state, output).
+        score: log-probabilities of prompts behind the largest such step, if there are any:
+            (leaves, output, words) to log-probabilities.
         make_state: the empty device state.
         load_slot: (sampler, load) to the sampler state with one slot's settings replaced.
         set_rows: (page table, slots, rows) to the page table with rows replaced.
@@ -73,6 +84,8 @@ class Programs:
     """
 
     steps: Mapping[Bucket, Step]
+    samplers: Mapping[Sampler, Draw]
+    score: Score | None
     make_state: Callable[[], DeviceState]
     load_slot: LoadSlot
     set_rows: SetRows
@@ -87,6 +100,7 @@ class InFlight:
     output: StepOutput
     bucket: Bucket
     num_logprobs: Int32[np.ndarray, " R"] | None  # alternatives asked for; None if none is
+    has_positions: bool  # whether there is a log-probability for each token, not for each row
     submitted: float  # by time.perf_counter
 
 
@@ -99,8 +113,8 @@ class Runner:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
         leaves: the model's placed arrays.
-        programs: compiled; none is compiled later.
-        buckets: the padded shapes that there are programs for.
+        programs: compiled; those that are missing come by `add`.
+        buckets: the padded shapes, those that there are no programs for yet among them.
         num_pages: pages of KV cache, the null page included.
         kv_dtype: of the pages.
         page_bytes: of one page, in all layers.
@@ -108,7 +122,8 @@ class Runner:
         counter: counts compilations; closed with the runner.
 
     Attributes:
-        max_steps: most decode steps of one launch.
+        buckets: the padded shapes that there are programs for.
+        most_steps: most decode steps of one launch, once all programs are there.
         weight_bytes: of the parameters as they are stored.
     """
 
@@ -129,40 +144,89 @@ class Runner:
         self.config = config
         self.model_config = model_config
         self.vocab_size = model_config.vocab_size
-        self.buckets = buckets
+        self._all_buckets = buckets
+        self.buckets = buckets.present(programs.steps)
         self.num_pages = num_pages
         self.kv_dtype = kv_dtype
         self.page_bytes = page_bytes
-        self.max_steps = buckets.num_steps
+        self.most_steps = buckets.num_steps
         self.weight_bytes = sum(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
-        self._steps: Mapping[Bucket, Step] = programs.steps
+        self._steps: dict[Bucket, Step] = dict(programs.steps)
+        self._samplers: dict[Sampler, Draw] = dict(programs.samplers)
+        self._score = programs.score
         self._make_state = programs.make_state
         self._load_slot = programs.load_slot
         self._set_rows = programs.set_rows
         self._set_allowed: Mapping[int, SetAllowed] = programs.set_allowed
         self._state: DeviceState | None = state
         self._counter = counter
+        # Programs are added by another thread than the one that submits; both use the state.
+        self._turn = threading.Lock()
 
     @property
     def num_compiles(self) -> int:
         """Programs that JAX compiled in this process since this runner's start began."""
         return self._counter.num_compiles
 
+    @property
+    def max_steps(self) -> int:
+        """Most decode steps of one launch that there are programs for."""
+        return self.buckets.num_steps
+
     def reset(self, error: Exception | None = None) -> None:
         """Make a new, empty cache after a failed launch took the old one with it."""
-        self._state = release(self._state, error)
-        self._state = self._make_state()
+        with self._turn:
+            self._state = release(self._state, error)
+            self._state = self._make_state()
+
+    def add(self, program: Program, compiled: Any) -> None:
+        """Put a program in its place, from the next launch on."""
+        if isinstance(program, Sampler):
+            self._samplers[program] = compiled
+        else:
+            self._steps[program] = compiled
+            self.buckets = self._all_buckets.present(self._steps)
+
+    def run_padding(self, program: Program, compiled: Any, batch: Int32[np.ndarray, " N"]) -> float:
+        """Run a program on padding, once; return the seconds that takes.
+
+        Its memory is touched and its time is known before a request runs it. Thread-safe: the next
+        launch waits for this one.
+
+        Args:
+            compiled: None for the one that is in its place.
+            batch: of padding, for a launch of the program, or of the largest bucket behind which
+                a sampler runs.
+        """
+        with self._turn:
+            if self._state is None:  # closed, or about to be reset
+                return float("inf")
+            jax.block_until_ready(self._state)
+            started = time.perf_counter()
+            if isinstance(program, Bucket):
+                run = self._steps[program] if compiled is None else compiled
+                self._state, _ = run(self._leaves, self._state, batch)
+            else:
+                largest, state = self._all_buckets.largest, self._state
+                state, output = self._steps[largest](self._leaves, state, batch)
+                draw = self._samplers[program] if compiled is None else compiled
+                self._state = self._draw(draw, state, output, largest, batch)[0]
+            jax.block_until_ready(self._state)
+            return time.perf_counter() - started
 
     def submit(self, plan: LaunchPlan, slots: SlotTable) -> InFlight:
         """Start a step. Returns before the device has run it."""
+        with self._turn:
+            return self._submit(plan, slots)
+
+    def _submit(self, plan: LaunchPlan, slots: SlotTable) -> InFlight:
         any_features = int(np.bitwise_or.reduce(slots.features[plan.slots]))
-        # Only steps with rows of several tokens have a program that scores prompts.
-        lacks_prompt_logprobs = bool(any_features & SamplerFeature.PROMPT_LOGPROBS) and bool(
+        scores = bool(any_features & SamplerFeature.PROMPT_LOGPROBS) and bool(
             slots.wants_logprob(plan.slots, plan.starts).any()
         )
         greedy = not any_features and is_greedy(plan, slots)
-        bucket = self.buckets.pick(plan, greedy, lacks_prompt_logprobs)
+        bucket = self.buckets.pick(plan, greedy, scores)
         state, self._state = self._state, None
         assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
         new, whole = take_new_pages(plan, slots, room_for_pages(bucket, slots.page_size))
@@ -174,13 +238,41 @@ class Runner:
         if any_features & SamplerFeature.ALLOWED:
             state = self._guide(state, plan, slots)
         submitted = time.perf_counter()
-        self._state, output = self._steps[bucket](self._leaves, state, batch)
+        state, output = self._steps[bucket](self._leaves, state, batch)
+        if bucket.keeps_logits and greedy:
+            output = StepOutput(output.token_ids, None)  # the logits' memory is free again
+        elif bucket.keeps_logits:
+            num_rows = bucket.num_rows if scores else len(plan)
+            size = min(size for size in self._samplers if size.num_rows >= num_rows)
+            state, drawn = self._draw(self._samplers[size], state, output, bucket, batch)
+            if scores:
+                assert self._score is not None
+                kept = replace(output, token_ids=drawn.token_ids)
+                drawn = replace(drawn, logprobs=self._score(self._leaves, kept, batch))
+            output = drawn
+        self._state = state
         output.token_ids.copy_to_host_async()
+        has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
         if not any_features & SamplerFeature.SCORES:
-            return InFlight(plan, output, bucket, None, submitted)
+            return InFlight(plan, output, bucket, None, has_positions, submitted)
         for leaf in output.logprobs or ():
             leaf.copy_to_host_async()
-        return InFlight(plan, output, bucket, slots.num_logprobs[plan.slots], submitted)
+        widths = slots.num_logprobs[plan.slots]
+        return InFlight(plan, output, bucket, widths, has_positions, submitted)
+
+    @staticmethod
+    def _draw(
+        draw: Draw,
+        state: DeviceState,
+        output: StepOutput,
+        bucket: Bucket,
+        batch: Int32[np.ndarray, " N"],
+    ) -> tuple[DeviceState, StepOutput]:
+        """Run a sampler behind a launch without one."""
+        assert output.logits is not None
+        rows = rows_of(batch, bucket.num_tokens, bucket.num_rows)
+        last_token, sampler, drawn = draw(state.last_token, state.sampler, output.logits, rows)
+        return replace(state, last_token=last_token, sampler=sampler), drawn
 
     def _load(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""
@@ -220,17 +312,15 @@ class Runner:
         if step.num_logprobs is None or step.output.logprobs is None:
             return token_ids, ok, None
         logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
-        return (
-            token_ids,
-            ok,
-            StepLogprobs(step.num_logprobs, np.cumsum(step.plan.num_tokens), logprobs),
-        )
+        tokens = step.plan.num_tokens if step.has_positions else np.ones(num_rows, np.int32)
+        return token_ids, ok, StepLogprobs(step.num_logprobs, np.cumsum(tokens), logprobs)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         self._counter.close()
-        self._state = None
-        self._leaves, self._steps, self._set_allowed = [], {}, {}
+        with self._turn:
+            self._state = None
+        self._leaves, self._steps, self._samplers, self._set_allowed = [], {}, {}, {}
         self._load_slot = self._set_rows = self._make_state = _closed
 
 

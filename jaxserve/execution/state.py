@@ -22,7 +22,7 @@ from pallas_kernels.arguments import FP8, FP8_BITS
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from jaxtyping import Array, Float, Int32
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class StepOutput:
     # nothing to draw.
     token_ids: Int32[Array, "*steps R"]
     logprobs: DeviceLogprobs | None  # of what follows each token, for rows that ask; None if greedy
+    # Of each row's last token and of all tokens, where a sampler behind the launch needs them.
+    logits: Float[Array, "R V"] | None = None
+    hidden: Float[Array, "T D"] | None = None
 
 
 for _type in (DeviceState, StepOutput):

@@ -15,7 +15,7 @@ from jax import lax
 from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
 from jaxserve.execution.page_table import put_pages
-from jaxserve.execution.sampler_state import record
+from jaxserve.execution.sampler_state import SamplerState, record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.models import Decoder
@@ -25,7 +25,7 @@ from jaxserve.models.quantized import with_implementation
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Bool, Float, Int32
 
     # How many steps are done, the rows that take part, the state, and what has been drawn.
     Launch = tuple[
@@ -77,7 +77,9 @@ def model_step(
         leaves: its arrays. Flat, because flattening a module costs milliseconds a call.
         state: donated.
         decode_only: static; every row has one token.
-        greedy: static; every row takes its most likely token (see `is_greedy`).
+        greedy: static; every row takes its most likely token (see `is_greedy`), unless
+            `choose_tokens` follows.
+        keeps_logits: static; the output has what `choose_tokens` and `score_positions` take.
         implementation: static; which attention and which products run.
     """
     state, page_table = with_new_pages(state, batch)
@@ -103,6 +105,7 @@ def _take_step(
     decode_only: bool,
     greedy: bool,
     implementation: str,
+    keeps_logits: bool = False,
 ) -> tuple[DeviceState, StepOutput]:
     # Real rows come first in tokens and batch; a block of positions has no more of them.
     num_tokens = batch.query_start[-1]
@@ -138,7 +141,53 @@ def _take_step(
                 draws = batch.sample_slots < state.last_token.shape[0] - 1
                 logprobs = position_logprobs(model.logits, hidden, logits, indices, draws, batch)
     state = replace(state, kv=kv, last_token=last_token, sampler=sampler)
-    return state, StepOutput(token_ids=token_ids, logprobs=logprobs)
+    output = StepOutput(token_ids=token_ids, logprobs=logprobs)
+    return state, replace(output, logits=logits, hidden=hidden) if keeps_logits else output
+
+
+def choose_tokens(
+    last_token: Int32[Array, " slots_plus_1"],
+    sampler: SamplerState,
+    logits: Float[Array, "R V"],
+    batch: StepBatch[Array],
+) -> tuple[Int32[Array, " slots_plus_1"], SamplerState, StepOutput]:
+    """Draw the next token of each row behind a step that took the most likely ones.
+
+    Args:
+        last_token, sampler: of the step's state; donated.
+        logits: of each row's last token.
+        batch: the step's; its rows alone are read.
+    """
+    token_ids = sample(logits, batch, sampler)
+    indices = jnp.maximum(token_ids, 0)
+    sampler = record(sampler, batch, indices)
+    logprobs = draw_logprobs(logits, indices, batch)
+    last_token = _with_draws(last_token, batch.sample_slots, token_ids)
+    return last_token, sampler, StepOutput(token_ids=token_ids, logprobs=logprobs)
+
+
+def score_positions(
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    leaves: list[Array],
+    output: StepOutput,
+    null_slot: int,
+    batch: StepBatch[Array],
+    *,
+    implementation: str,
+) -> DeviceLogprobs:
+    """Compute the log-probabilities of what follows each token of a step, where requested.
+
+    Args:
+        output: of the step, with the tokens drawn behind it.
+        null_slot: static.
+    """
+    parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
+    model = nnx.merge(graphdef, with_num_rows(parameters, batch.query_start[-1]))
+    draws = batch.sample_slots < null_slot
+    assert output.hidden is not None and output.logits is not None
+    indices = jnp.maximum(output.token_ids, 0)
+    return position_logprobs(model.logits, output.hidden, output.logits, indices, draws, batch)
 
 
 def _with_draws(

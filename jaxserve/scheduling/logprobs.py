@@ -39,7 +39,8 @@ class StepLogprobs(NamedTuple):
         widths: int32[R], alternatives for each token that a row draws; -1 for no
             log-probabilities.
         ends: int32[R], for each row the position in `logprobs` after its last.
-        logprobs: [T], of the token that follows each of the step's tokens.
+        logprobs: [T], of the token that follows each of the step's tokens; or, where no prompt's
+            are requested, [R], of the token that each row draws.
     """
 
     widths: np.ndarray

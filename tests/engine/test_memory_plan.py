@@ -21,8 +21,10 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine import loading
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.buckets import Sampler
+from jaxserve.execution.start import cache_size
 from jaxserve.execution.start import device as device_module
-from jaxserve.execution.start import warm_up
+from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.device import (
     DeviceMemory,
     named_device,
@@ -145,10 +147,21 @@ def start_of(form: str | None = None, raw: Any = SMALL, **settings: Any) -> Warm
     return WarmUp(EngineConfig(**sizes | settings).resolve("cpu", 256), config, model)
 
 
+def size_of(start: WarmUp) -> CacheSize:
+    """Return the size of the cache of a start."""
+    largest = start.buckets.largest
+    return CacheSize(start.config, start.model_config, start.compiler, start.page_bytes, largest)
+
+
 def test_temporaries_are_near_what_xla_says_on_cpu() -> None:
     start = start_of()
     largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
-    compiled = start.compiler.step(largest, 20).memory_analysis().temp_size_in_bytes
+    logits = 8 * SMALL["vocab_size"] * 4
+    compiled = max(
+        temporary_bytes_of(start.compiler.step(largest, 20)),
+        temporary_bytes_of(start.compiler.sampler(Sampler(8))) + logits,
+        temporary_bytes_of(start.compiler.step(min(start.buckets), 20)),
+    )
     limits = DeviceLimits("cpu", "CPU")
     found = temporary_bytes(start.model_config, "float32", Sizes(1.0, 8, 64), limits)
     assert found == pytest.approx(compiled, rel=0.35)
@@ -282,19 +295,20 @@ def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     )
     own = sum(leaf.nbytes for leaf in start.compiler.leaves)
     memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
-    monkeypatch.setattr(warm_up, "started_device", lambda: memory)
-    room = start._room(temporaries)
+    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    size = size_of(start)
+    room = size.room(temporaries)
     config = replace(start.config, num_gpu_blocks_override=None)
     weights = Weights(start.model_config, "float32")
     found = plan_memory(config, weights, "int4", replace(memory, in_use=0))
     assert found.weights == own and room == pytest.approx(found.pages * found.page_bytes, rel=0.01)
     # Of an engine that shares the memory, and of an allocator without statistics.
-    start.config = replace(start.config, memory_share=0.5)
-    assert room - start._room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
-    start.config = replace(start.config, memory_share=1.0)
+    size.config = replace(start.config, memory_share=0.5)
+    assert room - size.room(temporaries) == pytest.approx(GIB // 2, rel=0.01)
+    size.config = start.config
     bare = replace(memory, free=GIB - own, is_limit=False, in_use=0)
-    monkeypatch.setattr(warm_up, "started_device", lambda: bare)
-    assert start._room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
+    monkeypatch.setattr(cache_size, "started_device", lambda: bare)
+    assert size.room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
 
 
 @pytest.mark.parametrize(("needs", "compiled"), [(1.0, 1), (1.1, 1), (1.5, 2), (40.0, 2)])
@@ -304,7 +318,8 @@ def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
     """Of a GPU's start, whose cache is what the largest program leaves."""
     limits = DeviceLimits("gpu", "", (8, 9))
     start = start_of()
-    start.config = replace(start.config, num_gpu_blocks_override=None)
+    size = size_of(start)
+    size.config = replace(start.config, num_gpu_blocks_override=None)
     sizes = Sizes(0.9, 8, 64)
     estimate = temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
     analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
@@ -317,15 +332,15 @@ def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
     own = sum(leaf.nbytes for leaf in start.compiler.leaves)
     memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
     monkeypatch.setattr(start.compiler, "step", compile_step)
-    monkeypatch.setattr(warm_up, "started_device", lambda: memory)
-    monkeypatch.setattr(warm_up, "target_device", lambda: limits)
-    monkeypatch.setattr(warm_up, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    pages = start._size_cache()
-    assert pages == start._pages(start._room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
-    largest = max(start.buckets, key=lambda bucket: bucket.num_tokens)
-    again = [] if start._compiled else [(largest, pages)]
+    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
+    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    pages = size.pages()
+    assert pages == size.within(size.room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
+    largest = start.buckets.largest
+    again = [] if size.program else [(largest, pages)]
     assert asked[0][0] == largest and len([*asked, *again]) == compiled
-    assert bool(start._compiled) == (asked == [(largest, pages)])
+    assert (size.program is not None) == (asked == [(largest, pages)])
 
 
 def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:

@@ -137,6 +137,7 @@ for _ in range(2):
         starts.append([store.num_built, store.num_loaded, runner.num_compiles > 0])
         starts[-1].append([one.outputs[0].token_ids for one in outputs])
 print(json.dumps(starts))
+del settings["wait_for_all_programs"]  # as the command does
 values = {name: v[0] if isinstance(v, list) else v for name, v in settings.items()}
 options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 sys.exit(main(["compile", checkpoint, *options]))
@@ -149,15 +150,16 @@ def test_a_second_start_compiles_nothing_and_answers_alike(
 ) -> None:
     """And `jaxserve compile` has nothing left to do, for the same options."""
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": steps}
+    cache |= {"wait_for_all_programs": True}
     command = [sys.executable, "-c", STARTS, str(checkpoint), json.dumps(SMALL | cache)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[0])
-    assert first[:3] == [8, 0, True] and second[:3] == [0, 8, False]
+    assert first[:3] == [11, 0, True] and second[:3] == [0, 11, False]
     assert first[3] == second[3] and all(len(tokens) > 0 for tokens in first[3])
     assert "a step failed" not in done.stderr
-    assert "0 programs compiled, 8 read" in done.stdout
+    assert "0 programs compiled, 11 read" in done.stdout
     assert "jaxserve: weights" in done.stderr  # the command says how far it is
 
 
@@ -178,6 +180,7 @@ def test_kept_programs_are_one_devices_however_many_there_are(
     checkpoint: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
     cache = {"compilation_cache_dir": str(tmp_path / "cache"), "num_scheduler_steps": 1}
+    cache |= {"wait_for_all_programs": True}
     command = [sys.executable, "-c", ONCE, str(checkpoint), json.dumps(SMALL | cache)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     tokens = []
@@ -187,7 +190,7 @@ def test_kept_programs_are_one_devices_however_many_there_are(
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         devices, built, loaded, drawn = json.loads(done.stdout)
-        assert (devices, built, loaded) == ((count, 8, 0) if turn == 0 else (count, 0, 8))
+        assert (devices, built, loaded) == ((count, 11, 0) if turn == 0 else (count, 0, 11))
         assert "a step failed" not in done.stderr
         tokens.append(drawn)
     assert all(drawn == tokens[0] for drawn in tokens)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from jaxserve.execution.buckets import Bucket, BucketSet
-from jaxserve.execution.start.bucket_plan import BUSY_SECONDS, BucketPlan, anchors, choose_sizes
+from jaxserve.execution.start.bucket_plan import (
+    BUSY_SECONDS,
+    BucketPlan,
+    anchors,
+    best_first,
+    choose_sizes,
+)
 
 BUCKETS = BucketSet(32, 512)
 LEAST = (1, 32), (512,)
@@ -70,3 +76,15 @@ def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
     assert "Left out: decode 2 4 16 24;" in str(one) and f"{BUSY_SECONDS / 300:.1f} s" in str(one)
     assert str(BucketPlan.of(BucketSet(2, 16))) == "buckets: decode 1 2; tokens 16"
     assert Bucket(1, 1, True) in BUCKETS
+
+
+def test_sizes_come_in_the_order_of_their_gain() -> None:
+    """The largest decode first, which makes long launches possible; then ever finer steps."""
+    order = best_first(BUCKETS)
+    assert len(order) == len(set(order)) == len(BUCKETS)
+    decode = [bucket.num_rows for bucket in order if bucket.decode_only]
+    mixed = [bucket.num_tokens for bucket in order if not bucket.decode_only]
+    assert decode[:3] == [32, 1, 8] and mixed[:3] == [512, 16, 128]
+    assert order[0].decode_only and order[0].num_rows == 32
+    assert {*anchors(BUCKETS)} == {*order[:6]}
+    assert [b.num_rows for b in best_first(BucketSet(1, 1))] == [1, 1]

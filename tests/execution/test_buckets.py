@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.execution.batch import pack, unpack
-from jaxserve.execution.buckets import BucketSet, default_decode_sizes, default_token_sizes
+from jaxserve.execution.batch import pack, rows_of, rows_size, unpack
+from jaxserve.execution.buckets import (
+    BucketSet,
+    default_decode_sizes,
+    default_token_sizes,
+    sampler_sizes,
+)
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampling import is_greedy
 from jaxserve.scheduling.plan import LaunchPlan
@@ -56,7 +61,7 @@ def test_greedy_decode_steps_have_programs_of_their_own_where_asked() -> None:
     assert plain.pick(decode, True) == plain.pick(decode, False)
     assert split.pick(decode, True) != split.pick(decode, False) == plain.pick(decode)
     assert split.pick(mixed, True) == split.pick(mixed, False)
-    assert not split.pick(decode, False, mixed=True).decode_only
+    assert not split.pick(decode, False, scores=True).decode_only
     assert len(split) == len(plain) + 3 and len(set(split)) == len(split)
 
 
@@ -116,3 +121,48 @@ def test_a_batch_shares_no_memory_with_the_tables() -> None:
         for column in (*vars(slots).values(), *vars(plan).values())
         if isinstance(column, np.ndarray)
     )
+
+
+def test_a_set_with_few_programs_serves_every_plan() -> None:
+    """Programs come one after the other; the largest of mixed rows is there from the start."""
+    whole = BucketSet(8, 64, num_steps=4, split_sampler=True)
+    decode, mixed = plan_of([0, 1], [5, 6], [1, 1]), plan_of([0, 1], [5, 6], [1, 2])
+    assert whole.early is not None and whole.early not in set(whole)
+    one, two = whole.present({whole.largest}), whole.present({whole.largest, whole.early})
+    assert one.pick(decode) == one.pick(mixed) == one.largest == whole.largest
+    assert two.pick(decode) == two.pick(decode, True) == whole.early
+    assert two.pick(mixed) == whole.largest and whole.largest.num_rows == 8
+    assert one.num_steps == two.num_steps == 1
+    # A decode of one row alone does not make launches of several steps possible.
+    smallest = min(bucket for bucket in whole if bucket.decode_only)
+    assert whole.present({whole.largest, smallest}).num_steps == 1
+    more = whole.present({whole.largest, whole.early, whole.largest_decode})
+    assert more.pick(decode) == whole.largest_decode and more.num_steps == 4
+    assert list(more.token_sizes) == [64] and len(more) == 2
+
+
+def test_programs_without_a_sampler_keep_their_logits_and_have_all_rows() -> None:
+    plain, split = BucketSet(8, 64), BucketSet(8, 64, (8,), (4, 64), split_sampler=True)
+    mixed = plan_of([0, 1], [5, 6], [1, 2])
+    assert plain.early is None and not any(bucket.keeps_logits for bucket in plain)
+    assert split.pick(mixed).keeps_logits and split.pick(mixed).num_rows == 8
+    # Prompts are scored behind the largest alone.
+    assert split.pick(mixed, scores=True) == split.largest
+    assert plain.pick(mixed, scores=True) == plain.pick(mixed)
+    assert [sampler_sizes(most) for most in (1, 5, 40)] == [(1,), (1, 5), (1, 8, 40)]
+
+
+def test_the_rows_of_a_batch_are_what_a_sampler_reads() -> None:
+    slots, plan = SlotTable(4, 32, 4), plan_of([2, 0], [5, 6], [3, 2])
+    slots.temperature[:] = [0.5, 0.6, 0.7, 0.8, 0.9]
+    bucket = BucketSet(4, 12, token_sizes=[12], split_sampler=True).pick(plan)
+    words = pack(plan, slots, bucket)
+    rows = rows_of(words, bucket.num_tokens, bucket.num_rows)
+    assert len(rows) == rows_size(bucket.num_rows)
+    whole, part = (
+        unpack(words, bucket.num_tokens, bucket.num_rows),
+        unpack(rows, 0, bucket.num_rows),
+    )
+    for name in ("kv_len", "slots", "sample_slots", "temperature", "seed", "features", "top_k"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(part, name))
+    assert len(part.tokens) == len(part.page_ids) == 0

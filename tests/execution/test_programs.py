@@ -234,6 +234,19 @@ def test_no_folder_keeps_nothing() -> None:
     assert run(ProgramStore(None, WHAT, WHERE).get("one", lower)) == [3, 4, 5, 6]
 
 
+def test_a_program_is_found_without_tracing_or_not_at_all(folder: Path) -> None:
+    there = store(folder)
+    found = there.find("one")
+    assert there.has("one") and run(found) == [3, 4, 5, 6] and there.num_loaded == 1
+    assert not there.has("two") and there.find("two") is None
+    changed = store(folder, where=WHERE | {"source": "y"})
+    assert not changed.has("one") and changed.find("one") is None
+    next((folder / "objects").iterdir()).unlink()
+    assert not there.has("one") and there.find("one") is None
+    nowhere = ProgramStore(None, WHAT, WHERE)
+    assert not nowhere.has("one") and nowhere.find("one") is None
+
+
 def test_notes_hold_for_their_fingerprint(folder: Path) -> None:
     assert store(folder).notes() is None
     store(folder).note({"sizes": [1, 2]})
@@ -257,6 +270,18 @@ def test_what_was_used_longest_ago_goes_first(
     run(kept.get("one", never))
     run(kept.get("two", lambda: lower(5.0)))
     assert (kept.num_loaded, kept.num_built) == (1, 1)
+
+
+def test_what_a_killed_process_left_half_written_goes(folder: Path) -> None:
+    old, new = folder / "objects" / ".a.1.2", folder / "objects" / ".b.3.4"
+    entry = next((folder / "starts").iterdir()) / ".c.5.6"
+    for path in (old, new, entry):
+        path.write_text("half")
+    for path in (old, entry):
+        os.utime(path, (1, 1))
+    store(folder).prune()
+    assert new.exists() and not old.exists() and not entry.exists()
+    run(store(folder).get("one", never))
 
 
 # What the sources import and no traced function reads: the host's half of slots, the forms of plans

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -52,6 +53,13 @@ class BucketPlan:
             notes["step_seconds"],
         )
 
+    def has(self, program: Program) -> bool:
+        """Return whether a program is one of these sizes; samplers have sizes of their own."""
+        if isinstance(program, Sampler):
+            return True
+        sizes = self.decode_sizes if program.decode_only else self.token_sizes
+        return program.num_tokens in sizes
+
     def notes(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return asdict(self)
@@ -88,6 +96,32 @@ def anchors(buckets: BucketSet) -> list[Bucket]:
         sizes = list(ladder)
         chosen += [ladder[size] for size in {sizes[0], sizes[len(sizes) // 2], sizes[-1]}]
     return sorted(chosen, reverse=True)
+
+
+def best_first(buckets: BucketSet) -> list[Bucket]:
+    """Return buckets in the order in which having them gains most.
+
+    First the largest decode, without which launches of several steps are impossible; then the
+    sizes in the order that halves what is left between two of them, the smallest first, because
+    padding is a larger part of a small step.
+    """
+    ladders = [list(ladder.values()) for ladder in _ladders(buckets)]
+    ordered = [_halving(ladder) for ladder in ladders]
+    mixed: list[Bucket] = []
+    for pair in zip_longest(*ordered):
+        mixed += [bucket for bucket in pair if bucket is not None]
+    return mixed
+
+
+def _halving(ladder: list[Bucket]) -> list[Bucket]:
+    """Return largest, smallest, middle, then the middles between those, smaller ones first."""
+    order = dict.fromkeys([len(ladder) - 1, 0])
+    while len(order) < len(ladder):
+        there = sorted(order)
+        for low, high in pairwise(there):
+            if high - low > 1:
+                order[(low + high + 1) // 2] = None
+    return [ladder[index] for index in order]
 
 
 def choose_sizes(

@@ -33,7 +33,7 @@ _NOT_COMPILED = (
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "memory_share"),
     *("num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy"),
     *("async_scheduling", "long_prefill_token_threshold", "compilation_cache_dir"),
-    "check_invariants",
+    *("check_invariants", "wait_for_all_programs", "profile_start"),
 )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -14,8 +14,9 @@ from flax import nnx
 from jax.stages import Compiled, Lowered
 
 from jaxserve.config import EngineConfig
-from jaxserve.execution.batch import pack, unpack
-from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.batch import pack, rows_size, unpack
+from jaxserve.execution.buckets import Bucket, Program, Sampler
+from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import null_rows, set_rows
 from jaxserve.execution.sampler_state import (
     SamplerState,
@@ -26,8 +27,9 @@ from jaxserve.execution.sampler_state import (
 )
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
-from jaxserve.execution.step import decode_steps, model_step
+from jaxserve.execution.step import choose_tokens, decode_steps, model_step, score_positions
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.linear import accumulator
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from pallas_kernels.devices import target_device
@@ -51,6 +53,9 @@ def product_precision(chosen: str, dtype: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+_NOT_PICKLED = ("leaves", "store", "_treedef", "_null_slots")
+
+
 class Compiler:
     """The source of an engine's compiled programs.
 
@@ -69,16 +74,29 @@ class Compiler:
     store: ProgramStore
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, model: Decoder) -> None:
-        assert config.max_num_seqs and config.max_model_len
         self.config = config
         self.model_config = model_config
         dtype = model.norm.scale[...].dtype
         self.dtype: np.dtype[Any] = dtype
+        self._logits = accumulator(dtype)
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
         self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, target_device().platform)
-        self._null_slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
+        self._null_slots = _slot_table(config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs to compile the same programs: of arrays, the shapes."""
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        kept = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        model: Any = jax.tree.unflatten(cast(Any, self._treedef), shapes)
+        return kept | {"model": model}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Restore a compiler without a store."""
+        self.leaves, self._treedef = jax.tree.flatten(kept.pop("model"))
+        vars(self).update(kept)
+        self._null_slots = _slot_table(self.config)
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
         """Return a batch of padding only: it writes to no page and to no slot but the null one."""
@@ -117,11 +135,24 @@ class Compiler:
         """Return the shape of the page table on the device."""
         return self._shapes(num_pages=2).page_table
 
+    def program(self, program: Program, num_pages: int) -> Compiled:
+        """Compile a launch or a sampler; over a cache of so many pages."""
+        if isinstance(program, Sampler):
+            return self.sampler(program)
+        return self.step(program, num_pages)
+
+    def find(self, program: Program, num_pages: int) -> Compiled | None:
+        """Load a launch or a sampler from a file; None where it must be compiled."""
+        return self.store.find(_name(program, num_pages))
+
+    def has(self, program: Program, num_pages: int) -> bool:
+        """Return whether `find` would find a file."""
+        return self.store.has(_name(program, num_pages))
+
     def step(self, bucket: Bucket, num_pages: int) -> Compiled:
         """Compile the launches of a bucket, over a cache of so many pages."""
-        return self.store.get(
-            f"{bucket}, {num_pages} pages", partial(self._lower_step, bucket, num_pages)
-        )
+        name = _name(bucket, num_pages)
+        return self.store.get(name, partial(self._lower_step, bucket, num_pages))
 
     def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
         run, arguments = self.step_call(bucket, num_pages)
@@ -141,6 +172,7 @@ class Compiler:
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
         options: Any = {"greedy": bucket.greedy, "implementation": self.config.attention_backend}
+        options["keeps_logits"] = bucket.keeps_logits
 
         def run(
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
@@ -150,6 +182,51 @@ class Compiler:
                 return step(self._graphdef, self._treedef, leaves, state, batch, **options)
 
         return run, (self.leaves, self._shapes(num_pages), self.null_batch(bucket))
+
+    def sampler(self, sampler: Sampler) -> Compiled:
+        """Compile a sampler that follows steps of the most rows."""
+        num_rows, most = sampler.num_rows, self.config.max_num_seqs or 1
+
+        def run(
+            last_token: Array, state: SamplerState, logits: Array, words: Int32[Array, " n"]
+        ) -> tuple[Array, SamplerState, StepOutput]:
+            batch = jax.tree.map(_first(num_rows), unpack(words, 0, most))
+            return choose_tokens(last_token, state, logits[:num_rows], batch)
+
+        def lower() -> Lowered:
+            state = self._shapes(num_pages=2)
+            words = jax.ShapeDtypeStruct((rows_size(most),), np.int32)
+            logits = jax.ShapeDtypeStruct((most, self.model_config.vocab_size), self._logits)
+            arguments = (state.last_token, state.sampler, logits, words)
+            return jax.jit(run, donate_argnums=(0, 1)).lower(*arguments)
+
+        return self.store.get(_name(sampler, 0), lower)
+
+    def score(self, bucket: Bucket) -> Compiled:
+        """Compile what scores the prompts of a bucket's steps."""
+
+        def run(
+            leaves: list[Array], output: StepOutput, words: Int32[Array, " N"]
+        ) -> DeviceLogprobs:
+            batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+            return score_positions(
+                *(self._graphdef, self._treedef, leaves, output, self._null_slots.num_slots, batch),
+                implementation=self.config.attention_backend,
+            )
+
+        def lower() -> Lowered:
+            shape: Any = jax.ShapeDtypeStruct
+            output = StepOutput(
+                token_ids=shape((rows,), np.int32),
+                logprobs=None,
+                logits=shape((rows, config.vocab_size), self._logits),
+                hidden=shape((bucket.num_tokens, config.hidden_size), self.dtype),
+            )
+            with product_precision(self.config.float32_matmul_precision, self.dtype):
+                return jax.jit(run).lower(self.leaves, output, self.null_batch(bucket))
+
+        rows, config = bucket.num_rows, self.model_config
+        return self.store.get(f"score, {bucket}", lower)
 
     def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""
@@ -179,3 +256,20 @@ class Compiler:
             f"set allowed, {count}",
             lambda: jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words),
         )
+
+
+def _slot_table(config: EngineConfig) -> SlotTable:
+    assert config.max_num_seqs and config.max_model_len
+    return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
+
+
+def _name(program: Program, num_pages: int) -> str:
+    if isinstance(program, Sampler):
+        return str(program)
+    apart = ", sampler apart" if program.keeps_logits else ""
+    return f"{program}{apart}, {num_pages} pages"
+
+
+def _first(count: int) -> Callable[[Array], Array]:
+    """Return a function that takes the first entries of an array that has any axes."""
+    return lambda array: array[:count] if array.ndim else array

@@ -21,6 +21,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
+from jaxserve.execution.start.timeline import Timeline
 from pallas_kernels import kernel_code, restore_kernels
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ _FORM = "3: payload, trees, machine code of kernels by name"
 _KERNEL = re.compile(r'\b(?:custom_call_target="|stablehlo\.custom_call @)(jaxserve_\w+)')
 _MOST_HEADER_BYTES = 1 << 16
 _MOST_BYTES = 8 << 30
+# Seconds after which a file that is being written is taken to be left by a killed process.
+_ABANDONED = 3600
 
 
 class ProgramStore:
@@ -55,18 +58,22 @@ class ProgramStore:
         where: what they were compiled on and from; programs with another are refused.
 
     Attributes:
+        directory, what, where: likewise.
         num_loaded, num_built: programs read from files, and compiled.
         folder: where this engine's programs are named; None if nothing is kept.
+        timeline: receives a span for each of that; to be set before the first program.
         seconds: what loading, tracing and compiling took, added up over threads.
     """
 
     def __init__(
         self, directory: Path | None, what: Mapping[str, Any], where: Mapping[str, Any]
     ) -> None:
+        self.directory, self.what = directory, what
         self.num_loaded = self.num_built = 0
+        self.timeline = Timeline()
         self.seconds = {"load": 0.0, "trace": 0.0, "compile": 0.0}
         self.folder: Path | None = None
-        self._where = json.loads(json.dumps(where))
+        self.where: dict[str, Any] = json.loads(json.dumps(where))
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         if directory is None:
@@ -88,21 +95,35 @@ class ProgramStore:
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
         """Return the program of this name; `lower` traces it where no file has it. Thread-safe."""
         if self.folder is None:
-            return self._compile(self._trace(lower))
+            return self._compile(self._trace(lower, name), name)
         entry = self.folder / _file_name(name)
         found = self._named_object(entry)
-        program = None if found is None else self._load(self._objects / found)
+        program = None if found is None else self._load(self._objects / found, name)
         if program is not None:
             return program
-        lowered = self._trace(lower)
-        key = _object_key(lowered, self._where)
-        program = None if key == found else self._load(self._objects / key)
+        lowered = self._trace(lower, name)
+        key = _object_key(lowered, self.where)
+        program = None if key == found else self._load(self._objects / key, name)
         if program is None:
-            program = self._compile(lowered)
+            program = self._compile(lowered, name)
             self._keep(self._objects / key, program)
-        content = json.dumps({"where": self._where, "object": key}).encode()
+        content = json.dumps({"where": self.where, "object": key}).encode()
         self._write(entry, {"name": name}, content)
         return program
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file that `find` would load."""
+        if self.folder is None:
+            return False
+        found = self._named_object(self.folder / _file_name(name))
+        return found is not None and (self._objects / found).exists()
+
+    def find(self, name: str) -> Compiled | None:
+        """Return the program of this name if a file has it, without tracing. Thread-safe."""
+        if self.folder is None:
+            return None
+        found = self._named_object(self.folder / _file_name(name))
+        return None if found is None else self._load(self._objects / found, name)
 
     def notes(self) -> dict[str, Any] | None:
         """Return what `note` kept for this start; None where there is nothing that can be used."""
@@ -110,29 +131,30 @@ class ProgramStore:
             return None
         read = self._read(self.folder / "notes")
         kept = None if read is None else json.loads(read)
-        return kept["notes"] if kept is not None and kept["where"] == self._where else None
+        return kept["notes"] if kept is not None and kept["where"] == self.where else None
 
     def note(self, notes: Mapping[str, Any]) -> None:
         """Keep JSON values that were measured on this machine."""
         if self.folder is not None:
-            content = json.dumps({"where": self._where, "notes": notes}).encode()
+            content = json.dumps({"where": self.where, "notes": notes}).encode()
             self._write(self.folder / "notes", {"name": "notes"}, content)
 
-    def _trace(self, lower: Callable[[], Lowered]) -> Lowered:
-        with self._timed("trace"):
+    def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
+        with self._timed("trace", name):
             return lower()
 
-    def _compile(self, lowered: Lowered) -> Compiled:
-        with self._timed("compile"):
+    def _compile(self, lowered: Lowered, name: str) -> Compiled:
+        with self._timed("compile", name):
             program = lowered.compile()
         with self._lock:
             self.num_built += 1
         return program
 
     @contextmanager
-    def _timed(self, stage: str) -> Generator[None]:
+    def _timed(self, stage: str, name: str) -> Generator[None]:
         started = time.perf_counter()
-        yield
+        with self.timeline.span(f"{stage} {name}"):
+            yield
         with self._lock:
             self.seconds[stage] += time.perf_counter() - started
 
@@ -149,9 +171,9 @@ class ProgramStore:
         except (ValueError, KeyError, TypeError) as error:
             self._warn("%s cannot be used and is made anew: %s", entry, error)
             return None
-        if where == self._where:
+        if where == self.where:
             return key
-        names = sorted(n for n in {*where, *self._where} if where.get(n) != self._where.get(n))
+        names = sorted(n for n in {*where, *self.where} if where.get(n) != self.where.get(n))
         self._warn(
             "programs in %s are refused: they were compiled with another %s; they are traced again",
             entry.parent,
@@ -159,8 +181,8 @@ class ProgramStore:
         )
         return None
 
-    def _load(self, path: Path) -> Compiled | None:
-        with self._timed("load"):
+    def _load(self, path: Path, name: str) -> Compiled | None:
+        with self._timed("load", name):
             content = self._read(path)
             if content is None:
                 return None
@@ -232,12 +254,17 @@ class ProgramStore:
         _log.warning("%s", message)
 
     def prune(self) -> None:
-        """Delete the objects that were used longest ago where all take more than 8 GiB."""
+        """Delete files of killed processes, and old objects where all take more than 8 GiB."""
         if self.folder is None:
             return
-        files = [
-            (path.stat().st_mtime, path.stat().st_size, path) for path in _files(self._objects)
-        ]
+        for path in [*_files(self._objects), *_files(self.folder)]:
+            with suppress(OSError):
+                if path.name.startswith(".") and time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+        files: list[tuple[float, int, Path]] = []
+        for path in _files(self._objects):
+            with suppress(OSError):  # another process prunes too
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= _MOST_BYTES:

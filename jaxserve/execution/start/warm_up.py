@@ -5,40 +5,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
 import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
-from jaxserve.errors import InvalidRequest
-from jaxserve.execution.buckets import Bucket, BucketSet, default_steps
+from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, default_steps, sampler_sizes
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
+from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
 from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
+from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
-from jaxserve.execution.start.device import started_device
-from jaxserve.execution.start.memory_plan import (
-    DEFAULT_SHARE,
-    SLACK,
-    Sizes,
-    cache_pages,
-    sampler_bytes,
-    temporary_bytes,
-)
 from jaxserve.execution.start.programs import ProgramStore
+from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.state import DeviceState, StepOutput, page_bytes
-from jaxserve.execution.typed_jax import devices
 from jaxserve.models import Decoder, ModelConfig
 from pallas_kernels.devices import target_device
 
 _COMPILE_THREADS = 4
-# Seconds that a program takes to compile where none was compiled: as those of 137M parameters take
-# on two cores.
-_COMPILE_SECONDS = 5.0
 # Launches in a row that are timed together.
 _QUEUED = 8
 
@@ -75,6 +63,7 @@ class WarmUp:
         model: with its weights placed.
         greedy_decode: see BucketSet; None for yes on a GPU.
         cache: folder of compiled programs; None keeps none.
+        timeline: of the start.
 
     Attributes:
         compiler: of the programs.
@@ -93,17 +82,22 @@ class WarmUp:
         model: Decoder,
         greedy_decode: bool | None = None,
         cache: Path | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         device = target_device()
         platform = device.platform
         self.config = config
         self.model_config = model_config
+        # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
+        # not have taken their memory yet.
+        self._compile_first = platform != "cpu"
         self._num_steps = config.num_scheduler_steps or default_steps(platform)
         self._greedy_decode = device.is_gpu if greedy_decode is None else greedy_decode
         self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
         self._counter = CompileCounter()
         self.compiler = Compiler(config, model_config, model)
         self.compiler.store = open_store(cache, config, model_config, self.compiler.leaves)
+        self.timeline = self.compiler.store.timeline = timeline or Timeline()
         self.report = StartReport(
             self.compiler.store,
             BucketPlan.of(self.buckets),
@@ -112,13 +106,19 @@ class WarmUp:
         )
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
-        self._compiled: dict[Bucket, Compiled] = {}  # that have not run yet
+        self._compiling: dict[Bucket, Future[Compiled]] = {}
         self._state: DeviceState | None = None
         self._make_state: Callable[[], DeviceState] | None = None
-        # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
-        # not have taken their memory yet.
-        self._compile_first = platform != "cpu"
-        self.num_pages = self._size_cache()
+        size = CacheSize(config, model_config, self.compiler, self.page_bytes, self.buckets.largest)
+        self.num_pages = size.pages()
+        if size.program is not None:
+            self._compiling[self.buckets.largest] = future = Future[Compiled]()
+            future.set_result(size.program)
+        self._waits_for_all = (
+            config.wait_for_all_programs
+            or self._compile_first
+            or self.compiler.store.folder is None  # from which what is compiled elsewhere is read
+        )
 
     def _make_buckets(
         self, decode_sizes: Sequence[int] | None, token_sizes: Sequence[int] | None
@@ -131,100 +131,70 @@ class WarmUp:
             token_sizes,
             self._greedy_decode,
             self._num_steps,
+            # On a GPU a second launch is not known to cost less than a conditional node.
+            split_sampler=not self._compile_first,
         )
-
-    def _size_cache(self) -> int:
-        """Return how many pages the configured memory holds.
-
-        On a GPU that depends on the largest program, which is compiled for a cache of a certain
-        size: it is the size that an estimate of its temporaries leaves, unless they take more.
-        """
-        config, platform = self.config, devices()[0].platform
-        sized = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes
-        pages = self._pages(0) if platform == "cpu" or sized else self._pages_beside_largest()
-        if pages < 2:
-            raise InvalidRequest(
-                f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
-                "raise gpu_memory_utilization or kv_cache_memory_bytes",
-                "kv_cache_memory_bytes",
-            )
-        return pages
-
-    def _pages_beside_largest(self) -> int:
-        """Compile the largest program; return the pages that it leaves room for."""
-        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        assert seqs and tokens
-        sizes = Sizes(DEFAULT_SHARE, seqs, tokens)
-        estimate = temporary_bytes(self.model_config, self.compiler.dtype, sizes, target_device())
-        estimate += estimate // 8  # it is right within a tenth
-        pages = self._pages(self._room(estimate))
-        largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
-        program = self.compiler.step(largest, max(2, pages))
-        needed = _temporary_bytes(program)
-        if pages < 2 or needed > estimate:
-            return self._pages(self._room(needed))
-        self._compiled[largest] = program
-        return pages
-
-    def _pages(self, room: int) -> int:
-        """Return the pages that so many bytes hold, or that the settings name."""
-        return cache_pages(
-            *(self.config, self.model_config.num_hidden_layers, self.page_bytes),
-            *(self.compiler.kv_dtype, room, devices()[0].platform),
-        )
-
-    def _room(self, temporary: int) -> int:
-        """Return the bytes of a GPU that weights, sampler and the largest launch leave.
-
-        Args:
-            temporary: bytes that the launch takes beside weights and cache.
-        """
-        own = sum(leaf.nbytes for leaf in self.compiler.leaves)
-        memory = started_device()
-        if not memory.is_limit:  # what is free is what the weights have left
-            memory = replace(memory, free=memory.free + own, in_use=own)
-        budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
-        sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
-        left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
-        return left - int(budget * SLACK) - temporary - sampler
 
     def run(self, on_progress: OnProgress | None = None) -> Runner:
-        """Make the cache, compile every bucket, and run each program once on padding.
+        """Make the cache, compile, and run each program once on padding.
 
         On CPU a program runs while the next are read: that touches its memory for the first time.
+        Programs without which the engine could serve are left to `behind`, unless all are waited
+        for.
         """
         started = time.perf_counter()
-        pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()))
-        counts = sorted({1, 8, self.config.max_num_seqs or 1})
+        pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
         try:
-            make_state = self._make_state = self.compiler.make_state(self.num_pages)
-            loading = pool.submit(self.compiler.load_slot)
-            rows = pool.submit(self.compiler.set_rows)
-            masks = pool.map(self.compiler.set_allowed, counts)
-            if not (self.config.decode_sizes or self.config.token_sizes):
-                self._choose_sizes(pool)
-            self._compile_all(pool, sorted(self.buckets, reverse=True), on_progress)
-            programs = Programs(
-                self._steps,
-                make_state,
-                loading.result(),
-                rows.result(),
-                dict(zip(counts, masks, strict=True)),
-            )
+            programs = self._compile(pool, on_progress)
         finally:
             # An interrupt must not wait for the programs that have not been started.
             pool.shutdown(wait=True, cancel_futures=True)
         self.compiler.store.prune()
         self.report.stages["compile"] = time.perf_counter() - started
         started = time.perf_counter()
+        with self.timeline.span("run once on padding"):
+            runner = self._make_runner(programs)
+        self.report.stages["warm_up"] = time.perf_counter() - started
+        return runner
+
+    def _compile(self, pool: ThreadPoolExecutor, on_progress: OnProgress | None) -> Programs:
+        """Compile the programs of a start, the one that takes longest first."""
+        counts = sorted({1, 8, self.config.max_num_seqs or 1})
+        if not self._waits_for_all:
+            self._take_noted_sizes()
+            self._submit(pool, self._first_steps())
+        samplers = self._samplers(pool)
+        score = pool.submit(self._compile_score)
+        loading = pool.submit(self.compiler.load_slot)
+        rows = pool.submit(self.compiler.set_rows)
+        masks = {count: pool.submit(self.compiler.set_allowed, count) for count in counts}
+        make_state = self._make_state = self.compiler.make_state(self.num_pages)
+        if self._waits_for_all and not self._sizes_are_named:
+            self._choose_sizes(pool)
+        steps = list(self.buckets) if self._waits_for_all else self._first_steps()
+        parts = [*samplers.values(), score, loading, rows, *masks.values()]
+        total = len(steps) + len(parts)
+        self._compile_steps(pool, sorted(steps, reverse=True), on_progress, total)
+        for done, part in enumerate(parts, len(steps) + 1):
+            part.result()
+            if on_progress is not None:
+                on_progress("compile", done, total)
+        return Programs(
+            self._steps,
+            {sampler: compiled.result() for sampler, compiled in samplers.items()},
+            score.result(),
+            make_state,
+            loading.result(),
+            rows.result(),
+            {count: compiled.result() for count, compiled in masks.items()},
+        )
+
+    def _make_runner(self, programs: Programs) -> Runner:
         state, self._state = self._state, None
         assert state is not None
         sampler = programs.load_slot(state.sampler, self.compiler.null_load())
         page_table = programs.set_rows(state.page_table, *self.compiler.null_rows())
-        state = replace(state, sampler=sampler, page_table=page_table)
-        jax.block_until_ready(state)
-        self.report.stages["warm_up"] = time.perf_counter() - started
-        return Runner(
+        runner = Runner(
             self.config,
             self.model_config,
             self.compiler.leaves,
@@ -233,34 +203,105 @@ class WarmUp:
             num_pages=self.num_pages,
             kv_dtype=self.compiler.kv_dtype,
             page_bytes=self.page_bytes,
-            state=state,
+            state=replace(state, sampler=sampler, page_table=page_table),
             counter=self._counter,
         )
+        for sampler in programs.samplers:
+            runner.run_padding(sampler, None, self.compiler.null_batch(self.buckets.largest))
+        return runner
 
-    def _compile_all(
-        self, pool: ThreadPoolExecutor, buckets: list[Bucket], on_progress: OnProgress | None = None
+    @property
+    def _sizes_are_named(self) -> bool:
+        return bool(self.config.decode_sizes or self.config.token_sizes)
+
+    def _samplers(self, pool: ThreadPoolExecutor) -> dict[Sampler, Future[Compiled]]:
+        """Start to compile the samplers that follow launches without one, or the largest alone."""
+        if not self.buckets.largest.keeps_logits:
+            return {}
+        sizes = self._sampler_sizes if self._waits_for_all else self._sampler_sizes[-1:]
+        samplers = map(Sampler, sizes)
+        return {sampler: pool.submit(self.compiler.sampler, sampler) for sampler in samplers}
+
+    @property
+    def _sampler_sizes(self) -> tuple[int, ...]:
+        return sampler_sizes(self.config.max_num_seqs or 1)
+
+    def _compile_score(self) -> Compiled | None:
+        largest = self.buckets.largest
+        return self.compiler.score(largest) if largest.keeps_logits else None
+
+    def _first_steps(self) -> list[Bucket]:
+        """Return the buckets without which an engine cannot serve, or would start at a crawl.
+
+        The largest of mixed rows would do; with 135M parameters it takes five times as long for a
+        token of one row as the largest decode.
+        """
+        buckets = self.buckets
+        largest, decode, early = buckets.largest, buckets.largest_decode, buckets.early
+        if early is None or self.compiler.has(decode, self.num_pages):
+            return [largest, decode]
+        return [largest, early]
+
+    def _take_noted_sizes(self) -> None:
+        """Take the sizes that an earlier start chose, if it did."""
+        notes = None if self._sizes_are_named else self.compiler.store.notes()
+        if notes is not None:
+            self._take(BucketPlan.from_notes(notes))
+
+    def _take(self, plan: BucketPlan) -> None:
+        self.report.bucket_plan = plan
+        self.buckets = self._make_buckets(plan.decode_sizes, plan.token_sizes)
+
+    def behind(self, runner: Runner) -> ProgramsBehind | None:
+        """Start to add the programs that `run` left out; None where there are none."""
+        if self._waits_for_all:
+            return None
+        plan = self.report.bucket_plan
+        is_chosen = self._sizes_are_named or plan.step_seconds is not None
+        samplers = [Sampler(size) for size in self._sampler_sizes[:-1]]
+        return ProgramsBehind(
+            *(runner, self.compiler, self.buckets, samplers),
+            *(plan if is_chosen else None, self._note),
+        )
+
+    def _note(self, plan: BucketPlan) -> None:
+        self.report.bucket_plan = plan
+        self.compiler.store.note(plan.notes())
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, buckets: Iterable[Bucket]
+    ) -> dict[Bucket, Future[Compiled]]:
+        """Start to compile buckets, each once."""
+        for bucket in buckets:
+            if bucket not in self._compiling:
+                self._compiling[bucket] = pool.submit(self.compiler.step, bucket, self.num_pages)
+        return self._compiling
+
+    def _compile_steps(
+        self,
+        pool: ThreadPoolExecutor,
+        buckets: list[Bucket],
+        on_progress: OnProgress | None = None,
+        total: int = 0,
     ) -> None:
-        def compiled_once(bucket: Bucket) -> Compiled:
-            found = self._steps.get(bucket) or self._compiled.get(bucket)
-            return found or self.compiler.step(bucket, self.num_pages)
-
         # Reading off what a program takes costs a tenth of loading it: one of each kind is enough.
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
         if self._compile_first:
             self._state = None
         elif self._state is None:
             self._state = self._empty_state()
-        compiled = pool.map(compiled_once, buckets)
+        compiling = self._submit(pool, buckets)
         waiting: list[tuple[Bucket, Compiled]] = []
-        for done, (bucket, step) in enumerate(zip(buckets, compiled, strict=True), 1):
+        for done, bucket in enumerate(buckets, 1):
+            step = compiling[bucket].result()
             waiting.append((bucket, step))
             if not self._compile_first:
                 self._run_new(waiting)
             if bucket in kinds.values():
-                needed = _temporary_bytes(step)
+                needed = temporary_bytes_of(step)
                 self.report.temporary_bytes = max(self.report.temporary_bytes, needed)
             if on_progress is not None:
-                on_progress("compile", done, len(buckets))
+                on_progress("compile", done, total)
         if self._state is None:
             self._state = self._empty_state()
         self._run_new(waiting)
@@ -282,18 +323,17 @@ class WarmUp:
         store = self.compiler.store
         notes = store.notes()
         if notes is not None:
-            plan = BucketPlan.from_notes(notes)
+            self._take(BucketPlan.from_notes(notes))
         else:
             buckets = anchors(self.buckets)
             started, built = time.perf_counter(), store.num_built
-            self._compile_all(pool, buckets)
+            self._compile_steps(pool, buckets)
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
-            cost = (time.perf_counter() - started) / built if built else _COMPILE_SECONDS
+            cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
             plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
             store.note(plan.notes())
-        self.report.bucket_plan = plan
-        self.buckets = self._make_buckets(plan.decode_sizes, plan.token_sizes)
+            self._take(plan)
         kept = set(self.buckets)
         self._steps = {bucket: step for bucket, step in self._steps.items() if bucket in kept}
 
@@ -314,12 +354,6 @@ class WarmUp:
         batch = self.compiler.null_batch(bucket)
         self._state, output = self._steps[bucket](self.compiler.leaves, self._state, batch)
         return output
-
-
-def _temporary_bytes(program: Compiled) -> int:
-    analysis = program.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
 
 
 def start_runner(

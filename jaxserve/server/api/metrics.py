@@ -31,6 +31,10 @@ GAUGES: dict[str, tuple[str, Read]] = {
         "Share of the pages of KV cache that sequences hold, 0 to 1.",
         lambda s: s.pages_in_use / max(s.num_pages, 1),
     ),
+    "engine_programs_missing": (
+        "Programs that would fit better and are still to come.",
+        lambda s: s.num_programs_missing,
+    ),
     "num_pages_in_use": ("Pages of KV cache that sequences hold.", lambda s: s.pages_in_use),
 }
 COUNTERS: dict[str, tuple[str, Read]] = {
@@ -41,7 +45,11 @@ COUNTERS: dict[str, tuple[str, Read]] = {
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
     "engine_steps": ("Steps computed.", lambda s: s.num_steps),
     "engine_failed_steps": ("Steps lost and computed again.", lambda s: s.num_failed_steps),
-    "engine_compiles": ("Programs compiled after the start.", lambda s: s.num_compiles),
+    "engine_compiles": ("Compilations that requests waited for.", lambda s: s.num_compiles),
+    "engine_compiles_behind": (
+        "Programs compiled beside the engine, for which no request waited.",
+        lambda s: s.num_compiles_behind,
+    ),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[ServedModel], Histogram]]] = {
     "time_to_first_token_seconds": (

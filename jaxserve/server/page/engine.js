@@ -34,6 +34,8 @@ function showFigures({ stats, pages }) {
   put($("running"), `${stats.num_running} of ${stats.num_slots}`);
   put($("waiting"), whole(stats.num_waiting));
   put($("hits"), `${Math.round(100 * hits)}%`);
+  const missing = stats.num_programs_missing;
+  put($("coming"), missing ? `${whole(missing)} faster programs are being compiled` : "");
   for (const name of ["held", "shared", "cached"]) put($(name), whole(pages[name]));
   put($("blank"), whole(pages.total - pages.held - pages.cached));
   put($("scale"), pages.per_cell > 1 ? `one cell is ${pages.per_cell} pages` : "");

@@ -1,0 +1,118 @@
+"""CacheSize: the pages of KV cache that a start has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax.stages import Compiled
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.device import started_device
+from jaxserve.execution.start.memory_plan import (
+    DEFAULT_SHARE,
+    SLACK,
+    Sizes,
+    cache_pages,
+    sampler_bytes,
+    temporary_bytes,
+)
+from jaxserve.execution.typed_jax import devices
+from jaxserve.models import ModelConfig
+from pallas_kernels.devices import target_device
+
+
+class CacheSize:
+    """The size of a cache beside placed weights.
+
+    Args:
+        config: resolved.
+        model_config: of the model.
+        compiler: of its programs.
+        page_bytes: of one page, in all layers.
+        largest: the bucket whose launch takes the most memory.
+
+    Attributes:
+        program: of the largest bucket, if it was compiled for as many pages as `pages` returned.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        compiler: Compiler,
+        page_bytes: int,
+        largest: Bucket,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.compiler = compiler
+        self.page_bytes = page_bytes
+        self.program: Compiled | None = None
+        self._largest = largest
+
+    def pages(self) -> int:
+        """Return how many pages the configured memory holds.
+
+        On a GPU that depends on the largest program, which is compiled for a cache of a certain
+        size: it is the size that an estimate of its temporaries leaves, unless they take more.
+
+        Raises:
+            InvalidRequest: there is no memory for two pages.
+        """
+        config, platform = self.config, devices()[0].platform
+        sized = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes
+        pages = self.within(0) if platform == "cpu" or sized else self._beside_largest()
+        if pages < 2:
+            raise InvalidRequest(
+                f"no memory for the KV cache: a page takes {self.page_bytes} bytes; "
+                "raise gpu_memory_utilization or kv_cache_memory_bytes",
+                "kv_cache_memory_bytes",
+            )
+        return pages
+
+    def _beside_largest(self) -> int:
+        """Compile the largest program; return the pages that it leaves room for."""
+        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        assert seqs and tokens
+        sizes = Sizes(DEFAULT_SHARE, seqs, tokens)
+        estimate = temporary_bytes(self.model_config, self.compiler.dtype, sizes, target_device())
+        estimate += estimate // 8  # it is right within a tenth
+        pages = self.within(self.room(estimate))
+        program = self.compiler.step(self._largest, max(2, pages))
+        needed = temporary_bytes_of(program)
+        if pages < 2 or needed > estimate:
+            return self.within(self.room(needed))
+        self.program = program
+        return pages
+
+    def within(self, room: int) -> int:
+        """Return the pages that so many bytes hold, or that the settings name."""
+        return cache_pages(
+            *(self.config, self.model_config.num_hidden_layers, self.page_bytes),
+            *(self.compiler.kv_dtype, room, devices()[0].platform),
+        )
+
+    def room(self, temporary: int) -> int:
+        """Return the bytes of a GPU that weights, sampler and the largest launch leave.
+
+        Args:
+            temporary: bytes that the launch takes beside weights and cache.
+        """
+        own = sum(leaf.nbytes for leaf in self.compiler.leaves)
+        memory = started_device()
+        if not memory.is_limit:  # what is free is what the weights have left
+            memory = replace(memory, free=memory.free + own, in_use=own)
+        budget = memory.budget(self.config.gpu_memory_utilization, DEFAULT_SHARE)
+        sampler = sampler_bytes(self.config.max_num_seqs or 1, self.model_config.vocab_size)
+        left = min(int(budget * self.config.memory_share) - own, budget - memory.in_use)
+        return left - int(budget * SLACK) - temporary - sampler
+
+
+def temporary_bytes_of(program: Compiled) -> int:
+    """Return the bytes that a launch of a program takes beside its arguments and results."""
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes

@@ -1,0 +1,163 @@
+# pyright: reportUnknownMemberType=false
+"""CompilingProcess: compiles programs into files beside an engine that serves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+
+from jaxserve.execution.buckets import Program
+from jaxserve.execution.start.compilation import fingerprint
+from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.programs import ProgramStore
+
+# Settings of JAX that programs depend on, and which a caller may have changed in its process.
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
+# The child imports what its parent does, from where that does.
+_CODE = """\
+import sys
+sys.path[:] = {path!r}
+from jaxserve.config import prepare_process
+prepare_process()
+from jaxserve.execution.start.compiling_process import serve
+serve()
+"""
+_PR_SET_PDEATHSIG = 1
+
+
+class CompilationFailed(Exception):
+    """A program that another process was to compile is not there, and why."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """All that the child must know of its parent's programs."""
+
+    compiler: Compiler
+    num_pages: int
+    directory: Path
+    what: Mapping[str, Any]
+    where: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+class CompilingProcess:
+    """A process that compiles, when nothing else needs the processor, and keeps what it makes.
+
+    Compiling in a thread would hold Python's lock while it traces, and the cores while it compiles.
+    It ends with its parent, however that ends.
+
+    Args:
+        compiler: of the engine; its store keeps what is compiled.
+        num_pages: of the engine's cache.
+
+    Raises:
+        CompilationFailed: it cannot be started.
+    """
+
+    def __init__(self, compiler: Compiler, num_pages: int) -> None:
+        store = compiler.store
+        assert store.directory is not None
+        settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+        task = _Task(compiler, num_pages, store.directory, store.what, store.where, settings)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(path=sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt at the terminal is not meant for it
+            )
+        except OSError as error:
+            raise CompilationFailed(f"no process to compile in can be started: {error}") from error
+        self._send(task)
+
+    def compile(self, program: Program) -> float:
+        """Compile a program; return the seconds that it took.
+
+        Raises:
+            CompilationFailed: it did not; or `close` was called by another thread.
+        """
+        self._send(program)
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            seconds, error = pickle.load(stdout)
+        except (EOFError, OSError, pickle.UnpicklingError) as gone:
+            status = self._process.wait()
+            raise CompilationFailed(f"the process that compiles ended ({status})") from gone
+        if error is not None:
+            raise CompilationFailed(error)
+        return seconds
+
+    def _send(self, message: Any) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            pickle.dump(message, stdin)
+            stdin.flush()
+        except (OSError, ValueError) as error:
+            raise CompilationFailed(f"the process that compiles has ended: {error}") from error
+
+    def close(self) -> None:
+        """End the process now. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+
+def serve() -> None:
+    """Compile what the parent sends by standard input until that ends."""
+    _yield_to_others()
+    with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # nothing but answers goes to the parent
+        with suppress(EOFError):
+            _answer(sys.stdin.buffer, answers)
+
+
+def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
+    task: _Task = pickle.load(requests)
+    jax.config.update("jax_platforms", "cpu")
+    for name, value in task.settings.items():
+        jax.config.update(name, value)
+    where = fingerprint()
+    task.compiler.store = ProgramStore(task.directory, task.what, where)
+    differs = sorted(name for name in where if where[name] != task.where.get(name))
+    while True:
+        program: Program = pickle.load(requests)
+        started, error = time.perf_counter(), None
+        try:
+            if differs:
+                raise CompilationFailed(f"another {', '.join(differs)} than the engine's")
+            task.compiler.program(program, task.num_pages)
+        except Exception as failure:
+            error = f"{program}: {failure}"
+        pickle.dump((time.perf_counter() - started, error), answers)
+        answers.flush()
+
+
+def _yield_to_others() -> None:
+    """Run when no other process needs the processor, go first if memory runs out, end with the
+    parent."""
+    with suppress(OSError, AttributeError):
+        os.nice(19)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

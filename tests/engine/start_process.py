@@ -1,0 +1,144 @@
+"""A start in a process of its own, as users have it: no cache of JAX's, and programs behind.
+
+    python -m tests.engine.start_process ACTION CHECKPOINT CACHE
+
+It prints what it found as JSON. `ACTIONS` says what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.execution.start.behind import ProgramsBehind
+from jaxserve.execution.start.compiling_process import CompilingProcess
+
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+WORK = [
+    ("a", SamplingParams(temperature=0, max_tokens=9, logprobs=2)),
+    ("bc", SamplingParams(temperature=0.9, seed=1, max_tokens=12)),
+    ("def", SamplingParams(temperature=0.8, top_p=0.7, seed=2, max_tokens=7, logprobs=1)),
+    ("ghij" * 9, SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1)),
+    ("k" * 30, SamplingParams(temperature=1.1, seed=3, max_tokens=6, presence_penalty=0.5)),
+    ("lm", SamplingParams(temperature=0, max_tokens=8, logit_bias={"7": 2.0}, min_tokens=3)),
+]
+
+
+# Few programs, where how many there are is not the question.
+FEW: dict[str, Any] = {"decode_sizes": (4,), "token_sizes": (16, 32)}
+
+
+def start(checkpoint: str, cache: str, **settings: Any) -> LLM:
+    return LLM(checkpoint, compilation_cache_dir=cache, **SIZES | settings)
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Serve the work, all at once; return tokens and log-probabilities, to the bit."""
+    prompts, settings = zip(*WORK, strict=True)
+    outputs = llm.generate(list(prompts), list(settings), use_tqdm=False)
+    return [
+        [
+            output.outputs[0].token_ids,
+            repr(output.outputs[0].logprobs),
+            repr(output.prompt_logprobs),
+        ]
+        for output in outputs
+    ]
+
+
+def behind_of(llm: LLM) -> ProgramsBehind:
+    behind = llm._thread.engine.loaded.behind
+    assert behind is not None
+    return behind
+
+
+def facts(llm: LLM) -> dict[str, Any]:
+    stats, behind = llm.stats(), behind_of(llm)
+    return {
+        "waited": stats.num_compiles,
+        "behind": stats.num_compiles_behind,
+        "missing": stats.num_programs_missing,
+        "most_steps": llm._thread.engine.runner.max_steps,
+        "buckets": len(llm._thread.engine.runner.buckets),
+        "error": behind.error,
+    }
+
+
+def held_back(checkpoint: str, cache: str) -> list[Any]:
+    """Serve while a compilation is held back, then with all programs, then from files."""
+    gate, compile_program = threading.Event(), CompilingProcess.compile
+
+    def wait_and_compile(process: CompilingProcess, program: Any) -> float:
+        gate.wait()
+        return compile_program(process, program)
+
+    CompilingProcess.compile = wait_and_compile  # type: ignore[method-assign]
+    found: list[Any] = []
+    with start(checkpoint, cache) as llm:
+        found += [answers(llm), facts(llm)]
+        gate.set()
+        while not behind_of(llm).wait(0):  # programs are put in their places under load
+            found[0] = answers(llm) if found[0] == answers(llm) else ["differs"]
+        found += [answers(llm), facts(llm)]
+    for settings in ({}, {"wait_for_all_programs": True}):
+        with start(checkpoint, cache, **settings) as llm:
+            if not settings:
+                assert behind_of(llm).wait(60)
+                found.append(facts(llm))
+            found.append(answers(llm))
+    return found
+
+
+def killed_child(checkpoint: str, cache: str) -> list[Any]:
+    """Kill the process that compiles."""
+    with start(checkpoint, cache, **FEW) as llm:
+        behind = behind_of(llm)
+        while behind._process is None:
+            time.sleep(0.01)
+        os.kill(behind._process._process.pid, signal.SIGKILL)
+        assert behind.wait(60)
+        return [answers(llm), facts(llm)]
+
+
+def full_disk(checkpoint: str, cache: str) -> list[Any]:
+    """No file may grow beyond 100 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    with start(checkpoint, cache, **FEW) as llm:
+        assert behind_of(llm).wait(120)
+        return [answers(llm), facts(llm)]
+
+
+def closed_early(checkpoint: str, cache: str) -> list[Any]:
+    """Close the engine while its first program behind is compiled."""
+    with start(checkpoint, cache, **FEW) as llm:
+        behind = behind_of(llm)
+        while behind._process is None:
+            time.sleep(0.01)
+        process = behind._process._process
+    return [process.poll() is not None, behind.num_missing]
+
+
+def serve(checkpoint: str, cache: str) -> list[Any]:
+    """Answer; say so on a line of its own, and go on until all programs are there."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with start(checkpoint, cache, **FEW) as llm:
+        found = answers(llm)
+        print("serves", flush=True)
+        assert behind_of(llm).wait(120)
+        return [found, facts(llm)]
+
+
+ACTIONS: dict[str, Callable[[str, str], list[Any]]] = {
+    action.__name__: action for action in (held_back, killed_child, full_disk, closed_early, serve)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(ACTIONS[sys.argv[1]](*sys.argv[2:])))
