@@ -137,6 +137,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         decode_sizes=(options.streams,),
         token_sizes=(STEP,),
         max_num_batched_tokens=STEP,
+        wait_for_all_programs=True,
     )
     settings = ServerConfig(port=0)
     models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartReport(sys.stderr))

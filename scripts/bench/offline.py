@@ -32,7 +32,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.request_factory import Limits
-from jaxserve.execution.start.warm_up import start_runner
+from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import LaunchPlan
@@ -72,14 +72,12 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         enable_prefix_caching=False,
         decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
     ).resolve("cpu", model_config.max_position_embeddings)
-    runner = start_runner(
-        config,
-        model_config,
-        random_weights(model_config, np.float32, panels=True),
-        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr),
+    warm_up = WarmUp(config, model_config, random_weights(model_config, np.float32, panels=True))
+    runner = warm_up.run(
+        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr)
     )
     limits = Limits(model_config.vocab_size, 1024, (), 0)
-    return Loaded(config, runner, None, limits, SamplingParams())
+    return Loaded(config, runner, None, limits, SamplingParams(), start=warm_up.report)
 
 
 def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
@@ -311,7 +309,7 @@ def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
         repeats: turns of each.
     """
     engines = {
-        name: LLM(model, max_num_seqs=8, num_scheduler_steps=steps)
+        name: LLM(model, max_num_seqs=8, num_scheduler_steps=steps, wait_for_all_programs=True)
         for name, steps in LAUNCHES.items()
     }
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
@@ -372,6 +370,7 @@ def measure(arguments: argparse.Namespace) -> None:
     rows = read_trace(arguments.requests)
     about = about_run() | {"jax": jax.__version__, "model": COMMON | SHAPES[arguments.shape]}
     loaded = load_135m(arguments.shape, arguments.batch, arguments.tokens)
+    assert loaded.start is not None
     about["start_seconds"] = loaded.start.stages
     if "step" in arguments.parts:
         mean = int(np.mean([row.input_tokens + row.output_tokens / 2 for row in rows]) / SCALE)

@@ -115,7 +115,10 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
 def cost_of_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure `cost_at_no_hits` of a model by its name."""
     prepare_process()
-    config = EngineConfig(compilation_cache_dir=str(arguments.cache) if arguments.cache else "auto")
+    config = EngineConfig(
+        compilation_cache_dir=str(arguments.cache) if arguments.cache else "auto",
+        wait_for_all_programs=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model != "bundled":
             config = replace(

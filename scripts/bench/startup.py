@@ -2,21 +2,28 @@
 
     python -m scripts.bench.startup --json scripts/results/bench_startup.json
     python -m scripts.bench.startup --model bundled --repeats 5
+    python -m scripts.bench.startup --model 1b --kind cold
 
 Every start is a process of its own, timed from before it is spawned:
 
-    cold        nothing is kept from before: every program is traced and compiled
+    cold        nothing is kept from before: what the first answer needs is traced and compiled,
+                then the other programs behind it
     warm        the next start over the same folder; the median of `--repeats`
     prebuilt    the first start over a folder that `jaxserve compile` filled
     server      warm, as `jaxserve serve`: until it reports that it is ready
 
-Stages: python and imports; weights (reading, checking, placing them); programs (loading them, or
-tracing and compiling); warm-up (each runs once on padding); the rest (tokenizer, config); the first
-token of a prompt of 16 tokens once all is ready. Compilations are counted up to that token.
-`135m` is a random Llama of SmolLM-135M's shape, written to disk in bfloat16 and served in float32,
-with token ids only.
-Gates: no compilation in any start but the cold one; warm, the bundled model is ready within 3 s and
-the other within 10 s of spawning the process.
+Stages: python and imports; weights (reading, checking, placing them); programs (loading those that
+the first answer needs, or tracing and compiling them); warm-up (each runs once on padding); the
+rest (tokenizer, config). All of them are `ready`, and `first_token` is that of a prompt of 16
+tokens from then on. `all_programs` is from spawning to the last program in its place: those that
+come behind the first answers are waited for, while the engine is idle. Compilations are counted up
+to there: of the engine's process, those of them after it was ready, and of the process beside it.
+
+`135m` is a random Llama of SmolLM-135M's shape, written to disk in bfloat16 and served in float32;
+`1b` one of Llama-3.2-1B's, served in bfloat16. Both are served with token ids only.
+Gates: a cold start of the bundled model is ready within 6 s of spawning the process, of 135m within
+8 s; a warm one within 3 s and 10 s. No process compiles after it is ready, and no compilation is in
+any start but the cold one. Of `1b`, how long it takes is not gated.
 """
 
 from __future__ import annotations
@@ -35,73 +42,52 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from jaxserve.config import prepare_process
 from scripts.lib.argument_types import new_folder, positive_integer, results_file
+from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
-from scripts.lib.server_process import ask
+from scripts.lib.server_process import ask, read_metric, wait_for_programs
 
-GATES = {"bundled": 3.0, "135m": 10.0}
-LIMITS = {"bundled": {}, "135m": {"max_model_len": 1024, "skip_tokenizer_init": True}}
-STAGES = ("imports", "weights", "programs", "warm_up", "rest", "ready", "first_token")
-DEEP = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
+# Most seconds until a start is ready, by its kind.
+GATES = {
+    "bundled": {"cold": 6.0, "warm": 3.0},
+    "135m": {"cold": 8.0, "warm": 10.0},
+    "1b": {},
+}
+USUAL = ("bundled", "135m")
+IDS_ONLY = {"max_model_len": 1024, "skip_tokenizer_init": True}
+LIMITS = {"bundled": {}, "135m": IDS_ONLY, "1b": IDS_ONLY | {"dtype": "bfloat16"}}
+STAGES = "imports weights programs warm_up rest ready first_token all_programs".split()
+WRITTEN = COMMON | {"torch_dtype": "bfloat16", "eos_token_id": 2}
+LLAMAS = {
+    "135m": WRITTEN | SHAPES["deep"],
+    "1b": WRITTEN
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
 }
 COMPILED = "Finished XLA compilation of"
+COMPILES = ("compiles", "programs_built", "compiles_behind")
+# Seconds in which the last program must be there.
+PATIENCE = 1800
 Numbers = dict[str, float]
 
 
-def write_135m(folder: Path) -> Path:
-    """Write a random Llama of SmolLM-135M's shape, in bfloat16."""
+def write_llama(model: str, folder: Path) -> str:
+    """Write the random Llama of this name unless it is there; return its folder."""
     # Imported here: a start is timed with what it imports itself.
-    import ml_dtypes
-    import numpy as np
-    from safetensors.numpy import save_file
+    from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
 
-    rng = np.random.default_rng(0)
-    wide, inner, heads = DEEP["hidden_size"], DEEP["intermediate_size"], 3 * 64
-
-    def normal(*shape: int) -> Any:
-        values = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
-        return values.astype(ml_dtypes.bfloat16)
-
-    tensors = {"model.embed_tokens.weight": normal(DEEP["vocab_size"], wide)}
-    tensors["model.norm.weight"] = np.ones(wide, ml_dtypes.bfloat16)
-    for layer in range(DEEP["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in (
-            ("self_attn.q_proj", (wide, wide)),
-            ("self_attn.k_proj", (heads, wide)),
-            ("self_attn.v_proj", (heads, wide)),
-            ("self_attn.o_proj", (wide, wide)),
-            ("mlp.gate_proj", (inner, wide)),
-            ("mlp.up_proj", (inner, wide)),
-            ("mlp.down_proj", (wide, inner)),
-        ):
-            tensors[f"{prefix}{name}.weight"] = normal(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = np.ones(wide, ml_dtypes.bfloat16)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(DEEP))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return str(bfloat16_checkpoint(LLAMAS[model], folder))
 
 
 def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
@@ -115,18 +101,20 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
     imported = time.time()
     engine = Engine(EngineConfig(model=model, compilation_cache_dir=cache, **limits))
     ready = time.time()
+    start = engine.loaded.start
+    assert start is not None
+    stages, threads = start.stages, dict(start.store.seconds)
     tokens: list[int] = []
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     request = engine.requests.make(list(range(5, 21)), sampling, request_id="first")
     engine.add(request, lambda delta: tokens.extend(delta.token_ids))
     while engine.has_work:
         engine.step()
-    first, runner = time.time(), engine.runner
+    first = time.time()
     assert len(tokens) == 1
-    start = engine.loaded.start
-    assert start is not None
-    stages = start.stages
+    last = last_program(engine, ready)
     stage_seconds = stages["weights"] + stages["compile"] + stages["warm_up"]
+    stats = engine.stats()
     numbers = {
         "imports": imported - spawned,
         "weights": stages["weights"],
@@ -135,14 +123,33 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
         "rest": ready - imported - stage_seconds,
         "ready": ready - spawned,
         "first_token": first - ready,
-        "compiles": runner.num_compiles,
+        "all_programs": last - spawned,
+        "compiles": engine.runner.num_compiles,
+        "compiles_after_ready": stats.num_compiles,
+        "compiles_behind": stats.num_compiles_behind,
         "programs_built": start.store.num_built,
         "programs_loaded": start.store.num_loaded,
-        **{f"{name}_thread_s": seconds for name, seconds in start.store.seconds.items()},
+        **{f"{name}_thread_s": seconds for name, seconds in threads.items()},
     }
     print(start.bucket_plan, file=sys.stderr)
     engine.close()
     return numbers
+
+
+def last_program(engine: Any, ready: float) -> float:
+    """Wait for the programs behind an engine; return the time at which the last was in its place.
+
+    Raises:
+        RuntimeError: not all of them came.
+    """
+    behind = engine.loaded.behind
+    if behind is None:
+        return ready
+    if not behind.wait(PATIENCE):
+        raise RuntimeError(f"{behind.num_missing} programs are missing after {PATIENCE} s")
+    if behind.error is not None:
+        raise RuntimeError(behind.error)
+    return max(ready, behind.finished_at)
 
 
 def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
@@ -159,8 +166,8 @@ def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
 def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
     """Start `jaxserve serve`; return the seconds until it is ready, and its compilations.
 
-    Those of the start are counted in JAX's log, a line each; those from then to the end of a
-    first request in the server's metrics.
+    Those of the start are counted in JAX's log, a line each; those from then on in the server's
+    metrics, when it has answered a request and has all its programs.
     """
     begun = time.time()
     command = [sys.executable, "-m", "jaxserve", "serve", *filter(None, [model])]
@@ -177,7 +184,11 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
                 ready = time.time() - begun
                 # Read on beside us: a full pipe would stop the server.
                 threading.Thread(target=process.stderr.read, daemon=True).start()
-                return {"ready": ready, "compiles": compiles + compiles_after(line.split()[-1])}
+                after = compiles_after(line.split()[-1])
+                return {
+                    "ready": ready,
+                    "compiles": compiles + after["compiles_after_ready"],
+                } | after
         process.stderr.close()
         print("".join(last), end="", file=sys.stderr)
         raise SystemExit("the server ended before it was ready; its last words are above")
@@ -186,14 +197,15 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
         process.wait()
 
 
-def compiles_after(url: str) -> int:
+def compiles_after(url: str) -> Numbers:
     """Count compilations of a running server since its start, once it has answered a request."""
     name = ask(url + "/v1/models")["data"][0]["id"]
     ask(url + "/v1/completions", {"model": name, "prompt": list(range(5, 21)), "max_tokens": 1})
-    with urlopen(url + "/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    [line] = [line for line in lines if line.startswith("jaxserve:engine_compiles_total{")]
-    return int(float(line.split()[-1]))
+    wait_for_programs(url)
+    return {
+        "compiles_after_ready": read_metric(url, "engine_compiles_total"),
+        "compiles_behind": read_metric(url, "engine_compiles_behind_total"),
+    }
 
 
 def options(limits: dict[str, Any]) -> list[str]:
@@ -245,22 +257,34 @@ def measure(
         yield "prebuilt", start(model, prebuilt, limits) | {"compile_s": seconds}
 
 
+def faults(model: str, kind: str, numbers: Numbers) -> list[str]:
+    """List the gates that a start misses."""
+    found = []
+    most = GATES[model].get(kind)
+    if most is not None and numbers["ready"] > most:
+        found.append(f"ready after {numbers['ready']:.2f} s, most {most:g} s")
+    names = ("compiles_after_ready",) if kind == "cold" else ("compiles_after_ready", *COMPILES)
+    found += [f"{name} is {numbers[name]:g}, not 0" for name in names if numbers.get(name)]
+    return found
+
+
 def report(results: dict[str, dict[str, Numbers]]) -> bool:
-    """Print the table; return whether all gates hold."""
-    holds = True
-    print(f"{'model':<9}{'start':<10}" + "".join(f"{name:>12}" for name in STAGES) + "  compiles")
+    """Print the table and the gates that are missed; return whether there are none."""
+    missed = []
+    print(f"{'model':<9}{'start':<10}" + "".join(f"{name:>13}" for name in STAGES) + "  compiles")
     for model, kinds in results.items():
         for kind, numbers in kinds.items():
             row = "".join(
-                f"{numbers[name]:>12.2f}" if name in numbers else f"{'':>12}" for name in STAGES
+                f"{numbers[name]:>13.2f}" if name in numbers else f"{'':>13}" for name in STAGES
             )
-            print(f"{model:<9}{kind:<10}{row}  {numbers.get('compiles', '')}")
-            if kind in ("warm", "prebuilt", "server"):
-                holds &= numbers["compiles"] == 0
-            if kind == "warm":
-                holds &= numbers["ready"] <= GATES[model]
-    print("all gates hold" if holds else "a gate is MISSED (see --help)")
-    return holds
+            compiles = f"{numbers['compiles']:.0f} + {numbers['compiles_behind']:.0f} behind"
+            print(f"{model:<9}{kind:<10}{row}  {compiles}")
+            missed += [f"{model}, {kind}: {fault}" for fault in faults(model, kind, numbers)]
+    for line in missed:
+        print(f"a gate is MISSED: {line}")
+    if not missed:
+        print("all gates hold")
+    return not missed
 
 
 def merged(
@@ -289,7 +313,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", choices=GATES, action="append", help="default: both")
+    parser.add_argument(
+        "--model", choices=GATES, action="append", help=f"default: {' and '.join(USUAL)}"
+    )
     parser.add_argument("--kind", choices=("cold", "warm", "prebuilt"), action="append")
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--folder", type=new_folder, help="keep checkpoints and programs here")
@@ -306,12 +332,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
-        for model in arguments.model or GATES:
+        for model in arguments.model or USUAL:
             place, path = folder / model, None
             place.mkdir(exist_ok=True)
-            if model == "135m":
-                found = place / "model"
-                path = str(found if found.is_dir() else write_135m(found))
+            if model in LLAMAS:
+                path = write_llama(model, place / "model")
             kinds = arguments.kind or ["cold", "warm", "prebuilt"]
             results[model] = {}
             starts = measure(path, LIMITS[model], arguments.repeats, place, kinds)

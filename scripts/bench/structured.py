@@ -353,6 +353,7 @@ def wide(rows: int) -> Loaded:
             enable_prefix_caching=False,
             decode_sizes=(max(1, rows // 2), rows),
             token_sizes=(64, max(256, rows)),
+            wait_for_all_programs=True,
         )
         return load(settings)
 
@@ -421,7 +422,12 @@ def main() -> int:
     tell("hostile", hostile_cost(grammars))
     rows, tokens, repeats = options.rows, options.tokens, options.repeats
     large = tell("137M", throughput(wide(rows), rows, max(1, tokens // 5), repeats))
-    config = EngineConfig(model=options.model, max_num_seqs=rows, enable_prefix_caching=False)
+    config = EngineConfig(
+        model=options.model,
+        max_num_seqs=rows,
+        enable_prefix_caching=False,
+        wait_for_all_programs=True,
+    )
     name = f"model {Path(options.model).resolve().name}" if options.model else "bundled"
     small = tell(name, throughput(load(config), rows, tokens, repeats))
     met = {

@@ -244,7 +244,8 @@ class Comparison:
             try:
                 with self.start(task.engine, task.model) as process:
                     self.say(f"  first start took {process.start_seconds:.1f} s")
-            except (NotInstalled, RuntimeError, subprocess.CalledProcessError) as error:
+                    task.engine.settle(process.url)
+            except (NotInstalled, RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 self.say(f"  {error}")
 
     def measure_all(self, tasks: list[Task]) -> None:
@@ -275,6 +276,7 @@ class Comparison:
                     self.say(f"  ready after {process.start_seconds:.1f} s")
                     start = {"part": "start", "seconds": round(process.start_seconds, 2)}
                     results.add(key | start)
+                    engine.settle(process.url)
                 served = first_model(process.url)
                 self._parts(task, Subject(process.url, served, engine.extra, process), key)
         except NotInstalled as reason:

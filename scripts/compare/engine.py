@@ -73,6 +73,9 @@ class Engine:
         """Return environment variables of the server, besides our own."""
         return {}
 
+    def settle(self, url: str) -> None:
+        """Wait until a server that answers becomes no faster."""
+
 
 def module_command(python: Path, name: str) -> list[str]:
     """Return the command line of a module beside this file, to run with `IN_CHECKOUT`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from scripts.compare.engine import Engine, Setting, worker
 from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.server_process import wait_for_programs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Jaxserve(Engine):
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
         return IN_CHECKOUT
 
+    def settle(self, url: str) -> None:
+        """Wait for the programs that are compiled behind the first answers."""
+        wait_for_programs(url)
+
 
 @dataclass(frozen=True)
 class JaxserveSchedules(Jaxserve):
@@ -40,3 +45,6 @@ class JaxserveSchedules(Jaxserve):
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         return worker(python, "worker_schedules", setting, port)
+
+    def settle(self, url: str) -> None:
+        """Return at once: the worker waits for all programs before it answers."""

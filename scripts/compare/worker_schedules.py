@@ -95,6 +95,7 @@ def main() -> None:
             max_model_len=options.max_len,
             enable_prefix_caching=False,
             decode_sizes=tuple(sorted({1, max(1, rows // 4), max(1, rows // 2), rows, 2 * rows})),
+            wait_for_all_programs=True,
         )
     )
     schedules = Schedules(loaded, rows)

@@ -245,7 +245,7 @@ def read_config(arguments: argparse.Namespace) -> EngineConfig:
         config["compilation_cache_dir"] = arguments.cache
     if arguments.dummy:
         config["load_format"] = "dummy"
-    found = EngineConfig(skip_tokenizer_init=True, **config)
+    found = EngineConfig(skip_tokenizer_init=True, wait_for_all_programs=True, **config)
     longest = find_source(found).model_config.context_length
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"
     sizes = found.resolve(device, longest)

@@ -49,7 +49,7 @@ def serve(given: dict[str, Any], begun: float) -> dict[str, Any]:
         )
         for count in given["outputs"]
     ]
-    with LLM(skip_tokenizer_init=True, **settings) as llm:
+    with LLM(skip_tokenizer_init=True, wait_for_all_programs=True, **settings) as llm:
         ready = time.time()
         engine = llm._thread.engine
         compiles, rates, done = engine.runner.num_compiles, [], []

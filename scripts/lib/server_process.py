@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from scripts.lib.paths import ROOT
 
-START_S, STOP_S = 300, 60
+START_S, STOP_S, PROGRAMS_S = 300, 60, 1200
 
 
 def free_port() -> int:
@@ -115,3 +115,30 @@ def ask(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | 
     headers = {"content-type": "application/json"} | (headers or {})
     with urlopen(Request(url, data, headers), timeout=300) as answer:
         return json.load(answer)
+
+
+def read_metric(url: str, name: str) -> float:
+    """Return a running server's count by its name without "jaxserve:", summed over its models.
+
+    Raises:
+        RuntimeError: the server has no such count.
+    """
+    with urlopen(url + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line.split()[-1] for line in lines if line.startswith(f"jaxserve:{name}{{")]
+    if not counts:
+        raise RuntimeError(f"{url}/metrics has no {name}")
+    return sum(map(float, counts))
+
+
+def wait_for_programs(url: str) -> None:
+    """Wait until a running server compiles nothing more behind its answers.
+
+    Raises:
+        RuntimeError: it still does after `PROGRAMS_S`.
+    """
+    end = time.monotonic() + PROGRAMS_S
+    while missing := read_metric(url, "engine_programs_missing"):
+        if time.monotonic() > end:
+            raise RuntimeError(f"{missing:.0f} programs are still missing after {PROGRAMS_S} s")
+        time.sleep(0.25)

@@ -259,6 +259,7 @@ def load_model(console: Console, model: str | None) -> Loaded:
         decode_sizes=(4, SLOTS, 2 * SLOTS),
         token_sizes=(32, LIVE_BUDGET, FULL_BUDGET),
         num_gpu_blocks_override=PAGES + 1,
+        wait_for_all_programs=True,
     )
     columns = (
         TextColumn("{task.description:<9}"),

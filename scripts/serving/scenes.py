@@ -66,6 +66,7 @@ def streams() -> int:
     arguments = (
         *("--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", "1024"),
         *("--decode-sizes", f"1,32,128,{STREAMS}", "--token-sizes", "128,1024"),
+        "--wait-for-all-programs",
     )
     with Server(*arguments) as server:
         run = _load(server, works, [0.0] * STREAMS)
@@ -102,7 +103,7 @@ def overload() -> int:
     """Measure capacity, then Poisson arrivals at it, then at ten times that for a minute."""
     about = about_run()
     rng = np.random.default_rng(0)
-    with Server("--max-num-seqs", str(SLOTS)) as server:
+    with Server("--max-num-seqs", str(SLOTS), "--wait-for-all-programs") as server:
         _load(server, _works(64, rng), [0.0] * 64)  # warm-up
         # As many at once as run together, refilled at once: no queue, no empty slot.
         closed = _load(server, _works(CLOSED, rng), [0.0] * CLOSED, max_concurrency=SLOTS)

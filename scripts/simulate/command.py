@@ -86,6 +86,7 @@ def _load(module: Any, arguments: argparse.Namespace) -> Any:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         compilation_cache_dir=arguments.cache or "auto",
+        wait_for_all_programs=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model in MODELS:
