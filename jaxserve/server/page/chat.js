@@ -12,7 +12,7 @@ let model = null;
 
 const fields = () => [...$("settings").querySelectorAll("input:not([type=checkbox])")];
 
-// What is asked of the sampler: only fields that are filled in. Raises Refused.
+// The sampler's fields that are filled in. Raises Refused.
 function sampling() {
   const chosen = {};
   for (const { name, value } of fields()) {
@@ -59,7 +59,7 @@ function addMessage(role, text = "") {
   return { message, figures, body };
 }
 
-// Keeps the end in sight of a reader who is there, and leaves alone one who has scrolled up.
+// Keeps the end in sight, but for a reader who has scrolled up.
 let pinned = true, frame = 0;
 function follow() {
   frame ||= requestAnimationFrame(() => {

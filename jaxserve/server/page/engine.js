@@ -1,4 +1,4 @@
-// The engine as it runs: figures, page map, requests and plots, from /dashboard/events.
+// The engine as it runs, from /dashboard/events.
 
 import { Refused, call, duration, events, hasKey } from "/page/api.js";
 import { colourOf, drawMap, drawPlot } from "/page/draw.js";
@@ -15,7 +15,7 @@ const put = (element, text) => {
 };
 const whole = (value) => Math.round(value).toLocaleString("en");
 
-// Counters become rates: over the last second, or null where nothing was counted.
+// Counters become rates over the last second; null where nothing was counted.
 function remember({ at, stats, first_token, inter_token }) {
   if (history.length && at < history.at(-1).at) history = [];
   const counters = { tokens: [at, stats.generation_tokens], first_token, inter_token };
@@ -35,7 +35,7 @@ function showFigures({ stats, pages }) {
   put($("waiting"), whole(stats.num_waiting));
   put($("hits"), `${Math.round(100 * hits)}%`);
   const missing = stats.num_programs_missing;
-  put($("coming"), missing ? `${whole(missing)} faster programs are being compiled` : "");
+  put($("coming"), missing ? `; ${missing} programs to come` : "");
   for (const name of ["held", "shared", "cached"]) put($(name), whole(pages[name]));
   put($("blank"), whole(pages.total - pages.held - pages.cached));
   put($("scale"), pages.per_cell > 1 ? `one cell is ${pages.per_cell} pages` : "");
@@ -53,7 +53,7 @@ function drawAll({ pages }) {
   }
 }
 
-// A line of the table, made once and filled again and again: nothing moves as requests come and go.
+// A line of the table, made once: nothing moves as requests come and go.
 function lineAt(index) {
   if (!$("rows").rows[index]) $("rows").append($("line").content.cloneNode(true));
   return $("rows").rows[index];
