@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from copy import copy
 from dataclasses import dataclass
@@ -56,6 +56,30 @@ class Sampler:
 
 
 Program = Bucket | Sampler
+# Launches counted by the program that ran, and the rows or tokens that it had to hold.
+Demand = Mapping[tuple[Program, int], int]
+
+
+def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> float:
+    """Return the time that a program would have saved, had it been there.
+
+    Args:
+        demand: the launches that there were.
+        seconds: of a launch on padding, which is what a smaller size saves a part of.
+    """
+    saved, size = 0.0, _size(program)
+    for (used, held), count in demand.items():
+        is_alike = type(used) is type(program) and (
+            not (isinstance(used, Bucket) and isinstance(program, Bucket))
+            or used.decode_only == program.decode_only
+        )
+        if is_alike and held <= size < _size(used):
+            saved += count * seconds.get(used, 0.0) * (1 - size / _size(used))
+    return saved
+
+
+def _size(program: Program) -> int:
+    return program.num_rows if isinstance(program, Sampler) else program.num_tokens
 
 
 def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:

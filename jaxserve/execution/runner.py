@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.batch import pack, rows_of
-from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
+from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler
 from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
@@ -163,6 +163,7 @@ class Runner:
         self._counter = counter
         # Programs are added by another thread than the one that submits; both use the state.
         self._turn = threading.Lock()
+        self._demand: dict[tuple[Program, int], int] = {}
 
     @property
     def num_compiles(self) -> int:
@@ -187,6 +188,10 @@ class Runner:
         else:
             self._steps[program] = compiled
             self.buckets = self._all_buckets.present(self._steps)
+
+    def programs(self) -> list[Program]:
+        """Return the programs that are there; samplers after the launches that they follow."""
+        return [*self._steps, *self._samplers]
 
     def run_padding(self, program: Program, compiled: Any, batch: Int32[np.ndarray, " N"]) -> float:
         """Run a program on padding, once; return the seconds that takes.
@@ -227,6 +232,7 @@ class Runner:
         )
         greedy = not any_features and is_greedy(plan, slots)
         bucket = self.buckets.pick(plan, greedy, scores)
+        self._count(bucket, plan.total_tokens)
         state, self._state = self._state, None
         assert state is not None, "the runner is closed, or lacks the reset after a failed launch"
         new, whole = take_new_pages(plan, slots, room_for_pages(bucket, slots.page_size))
@@ -244,6 +250,7 @@ class Runner:
         elif bucket.keeps_logits:
             num_rows = bucket.num_rows if scores else len(plan)
             size = min(size for size in self._samplers if size.num_rows >= num_rows)
+            self._count(size, num_rows)
             state, drawn = self._draw(self._samplers[size], state, output, bucket, batch)
             if scores:
                 assert self._score is not None
@@ -273,6 +280,15 @@ class Runner:
         rows = rows_of(batch, bucket.num_tokens, bucket.num_rows)
         last_token, sampler, drawn = draw(state.last_token, state.sampler, output.logits, rows)
         return replace(state, last_token=last_token, sampler=sampler), drawn
+
+    def _count(self, program: Program, held: int) -> None:
+        key = program, held
+        self._demand[key] = self._demand.get(key, 0) + 1
+
+    def take_demand(self) -> Demand:
+        """Return the launches since the last call, for the choice of what to compile next."""
+        taken, self._demand = self._demand, {}
+        return taken
 
     def _load(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
         """Write what the sampler must know of the requests that are new in this step."""

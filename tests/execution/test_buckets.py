@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from jaxserve.execution.batch import pack, rows_of, rows_size, unpack
 from jaxserve.execution.buckets import (
+    Bucket,
     BucketSet,
+    Program,
+    Sampler,
     default_decode_sizes,
     default_token_sizes,
+    gain,
     sampler_sizes,
 )
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
@@ -166,3 +170,17 @@ def test_the_rows_of_a_batch_are_what_a_sampler_reads() -> None:
     for name in ("kv_len", "slots", "sample_slots", "temperature", "seed", "features", "top_k"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(part, name))
     assert len(part.tokens) == len(part.page_ids) == 0
+
+
+def test_a_program_gains_by_the_padding_it_saves() -> None:
+    decode, mixed = Bucket(32, 32, True), Bucket(512, 32, False)
+    demand = {(decode, 5): 10, (decode, 30): 99, (mixed, 40): 4, (Sampler(32), 1): 6}
+    seconds: dict[Program, float] = {decode: 2.0, mixed: 8.0, Sampler(32): 0.5}
+
+    def saved(program: Program) -> float:
+        return gain(program, demand, seconds)
+
+    assert saved(Bucket(8, 8, True)) == 10 * 2.0 * (1 - 8 / 32)
+    assert saved(Bucket(4, 4, True)) == saved(decode) == saved(Bucket(16, 32, False)) == 0
+    assert saved(Bucket(64, 32, False)) == 4 * 8.0 * (1 - 64 / 512)
+    assert saved(Sampler(1)) == 6 * 0.5 * (1 - 1 / 32) > saved(Sampler(8)) > 0

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
+from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, gain
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, best_first, choose_sizes
 from jaxserve.execution.start.compiler import Compiler
@@ -61,13 +61,13 @@ class ProgramsBehind:
         self._plan = plan
         self._on_plan = on_plan
         self._compile_seconds: list[float] = []
+        self._seconds: dict[Program, float] = {}  # of launches on padding
         self._process: CompilingProcess | None = None
         self._closing = False
         self._door = threading.Lock()
         there = set(runner.buckets)
         missing = [bucket for bucket in best_first(buckets) if bucket not in there]
-        # Without the largest decode every launch is one step long.
-        self._missing: list[Program] = [*missing[:1], *samplers, *missing[1:]]
+        self._missing: list[Program] = [*samplers, *missing]
         self._thread = threading.Thread(target=self._run, name="jaxserve-programs", daemon=True)
         # JAX must not be in a call of this thread when the interpreter ends.
         atexit.register(self.close)
@@ -96,10 +96,12 @@ class ProgramsBehind:
     def _run(self) -> None:
         timeline = self._compiler.store.timeline
         try:
+            for program in self._runner.programs():
+                self._time(program, None, 1)
             if self._plan is None:
                 self._measure()
             while self._missing and not self._closing:
-                self._add(self._missing[0])
+                self._add(self._next(self._missing))
             self.finished_at = time.time()
             timeline.mark("all programs are there")
             timeline.write()
@@ -122,13 +124,15 @@ class ProgramsBehind:
         """Add what is measured to choose the others; drop those that are not worth compiling."""
         measured = anchors(self._buckets)
         seconds: dict[Bucket, float] = {}
-        for program in [*self._missing]:
+        wanted = [p for p in self._missing if isinstance(p, Sampler) or p in measured]
+        while wanted:
             if self._closing:
                 return
-            if isinstance(program, Sampler):
-                self._add(program)
-            elif program in measured:
-                seconds[program] = self._add(program, _REPEATS)
+            program = self._next(wanted)
+            wanted.remove(program)
+            took = self._add(program, _REPEATS if isinstance(program, Bucket) else 1)
+            if isinstance(program, Bucket):
+                seconds[program] = took
         for bucket in set(measured) - set(seconds):
             seconds[bucket] = self._time(bucket, None, _REPEATS)
         compiled = self._compile_seconds
@@ -137,6 +141,17 @@ class ProgramsBehind:
         plan = choose_sizes(self._buckets, seconds, cost)
         self._missing = [program for program in self._missing if plan.has(program)]
         self._on_plan(plan)
+
+    def _next(self, programs: list[Program]) -> Program:
+        """Return the program that saves the most padding of what is served just now.
+
+        Where several are equal, as in an idle engine, the first; but the largest decode comes
+        before all, since without it every launch is one step long.
+        """
+        if self._buckets.largest_decode in programs:
+            return self._buckets.largest_decode
+        demand = self._runner.take_demand()
+        return max(programs, key=lambda program: gain(program, demand, self._seconds))
 
     def _add(self, program: Program, repeats: int = 1) -> float:
         """Put a program in its place; return the seconds of a launch on padding."""
@@ -161,7 +176,11 @@ class ProgramsBehind:
     def _time(self, program: Program, compiled: object, repeats: int) -> float:
         bucket = program if isinstance(program, Bucket) else self._buckets.largest
         batch = self._compiler.null_batch(bucket)
-        return min(self._runner.run_padding(program, compiled, batch) for _ in range(repeats))
+        took = min(self._runner.run_padding(program, compiled, batch) for _ in range(repeats))
+        if isinstance(program, Sampler):  # behind the largest launch
+            took = max(0.0, took - self._seconds[bucket])
+        self._seconds[program] = took
+        return took
 
     def _open_process(self) -> CompilingProcess:
         with self._door:

@@ -313,7 +313,9 @@ def _read_own(path: Path) -> bytes:
 
 
 def _files(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_file()]
+    with suppress(OSError):  # somebody removed the folder
+        return [path for path in directory.iterdir() if path.is_file()]
+    return []
 
 
 def _digest(content: bytes) -> str:
