@@ -233,3 +233,18 @@ def test_a_signal_whose_exception_is_lost_still_ends_the_start(
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def test_a_bar_grows_on_a_terminal_and_a_line_is_written_elsewhere() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        report = StartReport(stream)
+        for done in (0, 5, 10):
+            report.progress("compile", done, 10)
+    bars = [text.partition("[")[2].partition("]")[0] for text in terminal.getvalue().split("\r")]
+    assert [bar.count("#") for bar in bars] == [0, 12, 24] and {len(bar) for bar in bars} == {24}
+    assert file.getvalue().count("\n") == 1 and "compile 10/10" in file.getvalue()

@@ -98,6 +98,9 @@ class ProgramsBehind:
         try:
             for program in self._runner.programs():
                 self._time(program, None, 1)
+            if not all(self._compiler.has(p, self._runner.num_pages) for p in self._missing):
+                # Meanwhile it shows what is served, and so what is to be compiled first.
+                self._open_process().wait()
             if self._plan is None:
                 self._measure()
             while self._missing and not self._closing:
@@ -145,13 +148,22 @@ class ProgramsBehind:
     def _next(self, programs: list[Program]) -> Program:
         """Return the program that saves the most padding of what is served just now.
 
-        Where several are equal, as in an idle engine, the first; but the largest decode comes
-        before all, since without it every launch is one step long.
+        Where several are equal, as in an idle engine, the first. The largest decode, without which
+        every launch is one step long, comes before all but the decode that fits what is served:
+        several steps of the largest would take too long for few rows.
         """
-        if self._buckets.largest_decode in programs:
-            return self._buckets.largest_decode
         demand = self._runner.take_demand()
-        return max(programs, key=lambda program: gain(program, demand, self._seconds))
+
+        def saved(program: Program) -> float:
+            return gain(program, demand, self._seconds)
+
+        if self._buckets.largest_decode not in programs:
+            return max(programs, key=saved)
+        if any(bucket.decode_only for bucket in self._runner.buckets):
+            return self._buckets.largest_decode
+        decodes = [p for p in programs if isinstance(p, Bucket) and p.decode_only]
+        best = max(decodes, key=saved)
+        return best if saved(best) > 0 else self._buckets.largest_decode
 
     def _add(self, program: Program, repeats: int = 1) -> float:
         """Put a program in its place; return the seconds of a launch on padding."""

@@ -85,6 +85,17 @@ class CompilingProcess:
         except OSError as error:
             raise CompilationFailed(f"no process to compile in can be started: {error}") from error
         self._send(task)
+        self._is_ready = False
+
+    def wait(self) -> None:
+        """Wait until it has started.
+
+        Raises:
+            CompilationFailed: it ended, or is not what compiles for this engine.
+        """
+        if not self._is_ready:
+            self._receive()
+        self._is_ready = True
 
     def compile(self, program: Program) -> float:
         """Compile a program; return the seconds that it took.
@@ -92,7 +103,11 @@ class CompilingProcess:
         Raises:
             CompilationFailed: it did not; or `close` was called by another thread.
         """
+        self.wait()
         self._send(program)
+        return self._receive()
+
+    def _receive(self) -> float:
         stdout = self._process.stdout
         assert stdout is not None
         try:
@@ -140,17 +155,17 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
     where = fingerprint()
     task.compiler.store = ProgramStore(task.directory, task.what, where)
     differs = sorted(name for name in where if where[name] != task.where.get(name))
+    error = f"it has another {', '.join(differs)} than the engine" if differs else None
+    started = time.perf_counter()
     while True:
+        pickle.dump((time.perf_counter() - started, error), answers)
+        answers.flush()
         program: Program = pickle.load(requests)
         started, error = time.perf_counter(), None
         try:
-            if differs:
-                raise CompilationFailed(f"another {', '.join(differs)} than the engine's")
             task.compiler.program(program, task.num_pages)
         except Exception as failure:
             error = f"{program}: {failure}"
-        pickle.dump((time.perf_counter() - started, error), answers)
-        answers.flush()
 
 
 def _yield_to_others() -> None:

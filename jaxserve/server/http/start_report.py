@@ -6,6 +6,9 @@ import signal
 import time
 from typing import TextIO
 
+# Cells of the bar that shows a stage's progress.
+_BAR = 24
+
 
 class Stop:
     """Handler of SIGTERM and of interrupts that ends the start.
@@ -50,7 +53,7 @@ class StartReport:
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report progress as an `OnProgress`.
 
-        On a terminal the line is rewritten, elsewhere a line is written when a stage is done.
+        On a terminal a bar grows, elsewhere a line is written when a stage is done.
         """
         self._check()
         if stage != self._stage:
@@ -58,6 +61,8 @@ class StartReport:
         seconds = time.perf_counter() - self._started
         text = f"jaxserve: {stage} {done}/{total} ({seconds:.1f} s)"
         if self._stream.isatty():
+            full = _BAR * min(done, total) // max(total, 1)
+            text = f"jaxserve: {stage} [{'#' * full:.<{_BAR}}] {done}/{total} ({seconds:.1f} s)"
             end = "\n" if done >= total else "\r"
             print(text, end=end, file=self._stream, flush=True)
         elif done >= total:
