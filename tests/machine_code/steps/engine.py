@@ -71,11 +71,13 @@ class RecordedEngine:
         self._buckets = setup.buckets(num_steps)
         pages = setup.num_pages
         programs = Programs(
-            {bucket: self._compiler.step(bucket, pages) for bucket in self._buckets},
-            self._compiler.make_state(pages),
-            self._compiler.load_slot(),
-            self._compiler.set_rows(),
-            {count: self._compiler.set_allowed(count) for count in setup.mask_counts()},
+            steps={bucket: self._compiler.step(bucket, pages) for bucket in self._buckets},
+            samplers={},  # a card's programs have theirs inside
+            score=None,
+            make_state=self._compiler.make_state(pages),
+            load_slot=self._compiler.load_slot(),
+            set_rows=self._compiler.set_rows(),
+            set_allowed={count: self._compiler.set_allowed(count) for count in setup.mask_counts()},
         )
         self._programs = self._recorder.watch(programs)
 

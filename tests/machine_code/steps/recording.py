@@ -56,6 +56,8 @@ class Recorder:
             steps={
                 bucket: self._step(str(bucket), step) for bucket, step in programs.steps.items()
             },
+            samplers=programs.samplers,
+            score=programs.score,
             make_state=programs.make_state,
             load_slot=self._edit(LOAD_SLOT, SAMPLER, programs.load_slot),
             set_rows=self._edit(SET_ROWS, TABLE, programs.set_rows),
