@@ -82,8 +82,8 @@ def _size(program: Program) -> int:
     return program.num_rows if isinstance(program, Sampler) else program.num_tokens
 
 
-def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the rows that there are samplers for."""
+def few_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the row counts of small programs: samplers, and those that replace masks."""
     return tuple(sorted({1, 8, max_num_seqs} & set(range(1, max_num_seqs + 1))))
 
 

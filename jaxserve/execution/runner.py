@@ -124,6 +124,7 @@ class Runner:
     Attributes:
         buckets: the padded shapes that there are programs for.
         most_steps: most decode steps of one launch, once all programs are there.
+        counts_demand: whether launches are counted for `take_demand`.
         weight_bytes: of the parameters as they are stored.
     """
 
@@ -163,6 +164,7 @@ class Runner:
         self._counter = counter
         # Programs are added by another thread than the one that submits; both use the state.
         self._turn = threading.Lock()
+        self.counts_demand = False
         self._demand: dict[tuple[Program, int], int] = {}
 
     @property
@@ -282,6 +284,8 @@ class Runner:
         return replace(state, last_token=last_token, sampler=sampler), drawn
 
     def _count(self, program: Program, held: int) -> None:
+        if not self.counts_demand:
+            return
         key = program, held
         self._demand[key] = self._demand.get(key, 0) + 1
 

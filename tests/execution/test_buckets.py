@@ -17,8 +17,8 @@ from jaxserve.execution.buckets import (
     Sampler,
     default_decode_sizes,
     default_token_sizes,
+    few_sizes,
     gain,
-    sampler_sizes,
 )
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
 from jaxserve.execution.sampling import is_greedy
@@ -153,7 +153,7 @@ def test_programs_without_a_sampler_keep_their_logits_and_have_all_rows() -> Non
     # Prompts are scored behind the largest alone.
     assert split.pick(mixed, scores=True) == split.largest
     assert plain.pick(mixed, scores=True) == plain.pick(mixed)
-    assert [sampler_sizes(most) for most in (1, 5, 40)] == [(1,), (1, 5), (1, 8, 40)]
+    assert [few_sizes(most) for most in (1, 5, 40)] == [(1,), (1, 5), (1, 8, 40)]
 
 
 def test_the_rows_of_a_batch_are_what_a_sampler_reads() -> None:

@@ -96,6 +96,7 @@ class ProgramsBehind:
     def _run(self) -> None:
         timeline = self._compiler.store.timeline
         try:
+            self._runner.counts_demand = True
             for program in self._runner.programs():
                 self._time(program, None, 1)
             if not all(self._compiler.has(p, self._runner.num_pages) for p in self._missing):
@@ -118,6 +119,7 @@ class ProgramsBehind:
                     error,
                 )
         finally:
+            self._runner.counts_demand = False
             with self._door:
                 if self._process is not None:
                     self._process.close()

@@ -13,7 +13,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
-from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, default_steps, sampler_sizes
+from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, default_steps, few_sizes
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
 from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
 from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
@@ -159,7 +159,6 @@ class WarmUp:
 
     def _compile(self, pool: ThreadPoolExecutor, on_progress: OnProgress | None) -> Programs:
         """Compile the programs of a start, the one that takes longest first."""
-        counts = sorted({1, 8, self.config.max_num_seqs or 1})
         if not self._waits_for_all:
             self._take_noted_sizes()
             self._submit(pool, self._first_steps())
@@ -167,7 +166,7 @@ class WarmUp:
         score = pool.submit(self._compile_score)
         loading = pool.submit(self.compiler.load_slot)
         rows = pool.submit(self.compiler.set_rows)
-        masks = {count: pool.submit(self.compiler.set_allowed, count) for count in counts}
+        masks = {count: pool.submit(self.compiler.set_allowed, count) for count in self._few_sizes}
         make_state = self._make_state = self.compiler.make_state(self.num_pages)
         if self._waits_for_all and not self._sizes_are_named:
             self._choose_sizes(pool)
@@ -218,13 +217,13 @@ class WarmUp:
         """Start to compile the samplers that follow launches without one, or the largest alone."""
         if not self.buckets.largest.keeps_logits:
             return {}
-        sizes = self._sampler_sizes if self._waits_for_all else self._sampler_sizes[-1:]
+        sizes = self._few_sizes if self._waits_for_all else self._few_sizes[-1:]
         samplers = map(Sampler, sizes)
         return {sampler: pool.submit(self.compiler.sampler, sampler) for sampler in samplers}
 
     @property
-    def _sampler_sizes(self) -> tuple[int, ...]:
-        return sampler_sizes(self.config.max_num_seqs or 1)
+    def _few_sizes(self) -> tuple[int, ...]:
+        return few_sizes(self.config.max_num_seqs or 1)
 
     def _compile_score(self) -> Compiled | None:
         largest = self.buckets.largest
@@ -233,8 +232,8 @@ class WarmUp:
     def _first_steps(self) -> list[Bucket]:
         """Return the buckets without which an engine cannot serve, or would start at a crawl.
 
-        The largest of mixed rows would do; with 135M parameters it takes five times as long for a
-        token of one row as the largest decode.
+        The largest of mixed rows would do, but with 135M parameters a token of one row takes it
+        about three times as long as a decode.
         """
         buckets = self.buckets
         largest, decode, early = buckets.largest, buckets.largest_decode, buckets.early
@@ -258,7 +257,7 @@ class WarmUp:
             return None
         plan = self.report.bucket_plan
         is_chosen = self._sizes_are_named or plan.step_seconds is not None
-        samplers = [Sampler(size) for size in self._sampler_sizes[:-1]]
+        samplers = [Sampler(size) for size in self._few_sizes[:-1]]
         return ProgramsBehind(
             *(runner, self.compiler, self.buckets, samplers),
             *(plan if is_chosen else None, self._note),
