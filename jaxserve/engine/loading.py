@@ -22,6 +22,7 @@ from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
 from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
+from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
@@ -146,6 +147,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     started = time.perf_counter()
     with timeline.span("read and place the weights"):
         model = _model(config, source, model_config, dtype, device, on_progress)
+    return_memory()  # of what reading took: programs and the cache take its place
     weights_seconds = time.perf_counter() - started
     with timeline.span("plan the cache and the programs"):
         start = WarmUp(config, model_config, model, cache=programs, timeline=timeline)

@@ -19,10 +19,14 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import Loaded
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
+from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.request import FinishReason, Request
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+# Without work for so long, memory is given back: within a pause of a conversation that would cost
+# its next answer a few milliseconds.
+_REST_SECONDS = 10.0
 NOT_PICKLED = (
     "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
     "process that uses it, from the same arguments"
@@ -55,6 +59,7 @@ class EngineThread:
         self._process = os.getpid()
         self._idle = True
         self._moved_at = time.monotonic()
+        self._rests_at: float | None = self._moved_at + _REST_SECONDS
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -172,6 +177,10 @@ class EngineThread:
                     self.engine.step()
                     if self.engine.progress != before:
                         self._moved_at = time.monotonic()
+                        self._rests_at = self._moved_at + _REST_SECONDS
+                elif self._rests_at is not None and time.monotonic() >= self._rests_at:
+                    self._rests_at = None
+                    return_memory()
         except BaseException as error:
             _log.critical("the engine ended on an error", exc_info=error)
             self._dead = error
@@ -183,11 +192,17 @@ class EngineThread:
             self.engine.close(None if self._dead is None else f"the engine ended: {self._dead}")
 
     def _take_messages(self) -> bool:
-        """Handle the messages that came in, after waiting for work. Return False once closing."""
+        """Handle the messages that came in, after waiting for work. Return False once closing.
+
+        It returns without any once it is time to rest.
+        """
         with self._wake:
             while not (self._inbox or self._closing or self.engine.has_work):
                 self._idle = True
-                self._wake.wait()
+                rests_at = self._rests_at
+                left = None if rests_at is None else max(0.0, rests_at - time.monotonic())
+                if not self._wake.wait(left):
+                    return True
             if self._idle:
                 self._idle, self._moved_at = False, time.monotonic()
             if self._closing:

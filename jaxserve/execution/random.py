@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false
 """Random numbers for rows: those of jax.random, written out.
 
-JAX runs Threefry as a loop on CPU, which takes XLA 0.3 seconds to compile in every program; these
-few additions take a quarter of that, and are one kernel on a GPU.
+JAX runs the rounds of Threefry as a loop on CPU, which takes XLA 0.3 seconds to compile in every
+program; these few additions take a quarter of that, and are one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.execution.typed_jax import fori_loop
+from pallas_kernels.devices import target_device
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32, UInt32
 
     Words = UInt32[Array, "*sizes"]
+    Pairs = UInt32[Array, "2 R"]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -36,6 +40,12 @@ def threefry(key: tuple[Words, Words], count: tuple[Words, Words]) -> tuple[Word
     return x, y
 
 
+def _rehash(_: Int32[Array, ""], words: tuple[Pairs, Pairs]) -> tuple[Pairs, Pairs]:
+    """Return the next key, and zeros to count by."""
+    key, count = words
+    return jnp.stack(threefry((key[0], key[1]), (count[0], count[1]))), jnp.zeros_like(count)
+
+
 def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, " R"]) -> Float32[Array, " R"]:
     """Return jax.random.uniform(fold_in(key, position)) of each row, in [0, 1).
 
@@ -43,7 +53,11 @@ def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, " R"]) -> Float32
         seed: the words of a threefry key.
     """
     zero = jnp.zeros(position.shape, jnp.uint32)
-    folded = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))
-    high, low = threefry(folded, (zero, zero))
+    key, count = (seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32))
+    if target_device().is_gpu:  # a loop would keep the step from being one graph
+        high, low = threefry(threefry(key, count), (zero, zero))
+    else:
+        # XLA on CPU computes the words anew for each use, unless they come out of a loop.
+        high, low = fori_loop(0, 2, _rehash, (jnp.stack(key), jnp.stack(count)))[0]
     mantissa = ((high ^ low) >> 9) | jnp.uint32(_ONE)
     return lax.bitcast_convert_type(mantissa, jnp.float32) - 1

@@ -13,6 +13,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, best_first, choose_sizes
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.compiling_process import CompilingProcess
+from jaxserve.execution.start.memory_return import return_memory
 
 _log = logging.getLogger(__name__)
 # Launches of padding for a measurement; each delays a request by one step.
@@ -96,6 +97,7 @@ class ProgramsBehind:
     def _run(self) -> None:
         timeline = self._compiler.store.timeline
         try:
+            return_memory()  # of the start: what comes now takes its place
             self._runner.counts_demand = True
             for program in self._runner.programs():
                 self._time(program, None, 1)
@@ -124,6 +126,7 @@ class ProgramsBehind:
                 if self._process is not None:
                     self._process.close()
             self._compiler.store.prune()
+            return_memory()
 
     def _measure(self) -> None:
         """Add what is measured to choose the others; drop those that are not worth compiling."""
@@ -185,6 +188,7 @@ class ProgramsBehind:
         seconds = self._time(program, compiled, repeats)
         self._runner.add(program, compiled)
         self._missing.remove(program)
+        return_memory()
         return seconds
 
     def _time(self, program: Program, compiled: object, repeats: int) -> float:

@@ -4,23 +4,26 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
+from jax.stages import Lowered
 
 from jaxserve.execution.buckets import Program
 from jaxserve.execution.start.compilation import fingerprint
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.memory_return import return_memory
 from jaxserve.execution.start.programs import ProgramStore
 
 # Settings of JAX that programs depend on, and which a caller may have changed in its process.
@@ -153,19 +156,36 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
     for name, value in task.settings.items():
         jax.config.update(name, value)
     where = fingerprint()
-    task.compiler.store = ProgramStore(task.directory, task.what, where)
+    task.compiler.store = _FrugalStore(task.directory, task.what, where)
     differs = sorted(name for name in where if where[name] != task.where.get(name))
     error = f"it has another {', '.join(differs)} than the engine" if differs else None
     started = time.perf_counter()
     while True:
         pickle.dump((time.perf_counter() - started, error), answers)
         answers.flush()
+        _forget()
         program: Program = pickle.load(requests)
         started, error = time.perf_counter(), None
         try:
             task.compiler.program(program, task.num_pages)
         except Exception as failure:
             error = f"{program}: {failure}"
+
+
+class _FrugalStore(ProgramStore):
+    """A store beside an engine that needs the memory: what tracing took is given back at once."""
+
+    def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
+        lowered = super()._trace(lower, name)
+        _forget()
+        return lowered
+
+
+def _forget() -> None:
+    """Give back what JAX and the heap keep of earlier programs."""
+    jax.clear_caches()
+    gc.collect()
+    return_memory()
 
 
 def _yield_to_others() -> None:
