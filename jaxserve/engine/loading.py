@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.weights import random_weights
+from jaxserve.weights.expected import expected_model
 from jaxserve.weights.placement import use_output_rows
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import DeviceLimits, target_device
@@ -144,13 +146,18 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     sampling = default_sampling(source.generation_config, str(source.path))
     ends = _eos_token_ids(model_config, source.generation_config, tokenizer)
 
+    def plan(model: Decoder) -> WarmUp:
+        with timeline.span("plan the cache and the programs"):
+            return WarmUp(config, model_config, model, cache=programs, timeline=timeline)
+
+    def read() -> Decoder:
+        with timeline.span("read and place the weights"):
+            return _model(config, source, model_config, dtype, device, on_progress)
+
     started = time.perf_counter()
-    with timeline.span("read and place the weights"):
-        model = _model(config, source, model_config, dtype, device, on_progress)
+    start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
     return_memory()  # of what reading took: programs and the cache take its place
     weights_seconds = time.perf_counter() - started
-    with timeline.span("plan the cache and the programs"):
-        start = WarmUp(config, model_config, model, cache=programs, timeline=timeline)
     start.report.stages["weights"] = weights_seconds
     capacity = _capacity(config, model_config, start.num_pages)
     with timeline.span("programs"):
@@ -289,6 +296,51 @@ def _model(
     if device.is_gpu and not device.runs_triton:
         use_output_rows(model)
     return model
+
+
+def _expected(
+    config: EngineConfig,
+    source: Source,
+    model_config: ModelConfig,
+    dtype: Any,
+    device: DeviceLimits,
+) -> Decoder | None:
+    """Return what `_model` will, without weights; None where the files alone can say, and on a GPU.
+
+    There XLA measures kernels while it compiles, and nothing else may run on the device.
+    """
+    form = choose_quantization(config.quantization, model_config)
+    is_plain = form is None and model_config.quantization is None and config.kv_cache_dtype != "fp8"
+    is_read = config.load_format == "dummy" or isinstance(source.weights, Path)
+    if device.platform != "cpu" or not is_plain or not is_read:
+        return None
+    return expected_model(model_config, dtype, panels=True)
+
+
+def _warm_up(
+    expected: Decoder | None, plan: Callable[[Decoder], WarmUp], read: Callable[[], Decoder]
+) -> WarmUp:
+    """Read the weights, while programs are compiled where it is known what for; return the rest.
+
+    Args:
+        expected: the model without its weights, if it is known.
+        plan: makes the start of a model.
+        read: returns the model with its weights.
+    """
+    if expected is None:
+        return plan(read())
+    start = plan(expected)
+    try:
+        start.begin()
+        model = read()
+        if start.compiler.place(model):
+            return start
+    except BaseException:
+        start.close(wait=False)
+        raise
+    start.close()
+    _log.warning("programs were compiled for another model than was read; they are compiled anew")
+    return plan(model)
 
 
 def _eos_token_ids(

@@ -14,9 +14,12 @@ import jax
 import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
+from jaxserve.engine import loading
 from jaxserve.engine.source import find_source
 from jaxserve.execution.start import compilation
 from jaxserve.execution.start.compilation import fingerprint, prepare_cache
+from jaxserve.models import read_model_config
+from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -85,6 +88,29 @@ def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path / "nowhere", **SMALL)
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+        LLM(tmp_path, **SMALL)
+
+
+def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
+    with LLM(checkpoint, **SMALL) as llm:
+        [expected] = llm.generate(prompt, sampling)
+        assert "another model" not in caplog.text
+    narrow = expected_model(read_model_config(checkpoint), "bfloat16", panels=True)
+    monkeypatch.setattr(loading, "expected_model", lambda *_, **__: narrow)
+    with LLM(checkpoint, **SMALL) as llm:
+        assert "another model" in caplog.text
+        [found] = llm.generate(prompt, sampling)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_damaged_file_is_refused_while_programs_are_compiled(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         LLM(tmp_path, **SMALL)
 
 

@@ -62,7 +62,7 @@ class Compiler:
     Args:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
-        model: with its weights placed.
+        model: with its weights placed, or shapes in their place until `place`.
 
     Attributes:
         leaves: the model's arrays, in the order in which programs take them.
@@ -76,14 +76,27 @@ class Compiler:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, model: Decoder) -> None:
         self.config = config
         self.model_config = model_config
-        dtype = model.norm.scale[...].dtype
-        self.dtype: np.dtype[Any] = dtype
+        dtype = self.dtype = np.dtype(model.norm.scale.dtype)
         self._logits = accumulator(dtype)
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
         self.leaves: list[jax.Array] = leaves
         self.kv_dtype = kv_dtype(config.kv_cache_dtype, dtype, target_device().platform)
         self._null_slots = _slot_table(config)
+
+    def place(self, model: Decoder) -> bool:
+        """Take the weights; return False where programs were made for others."""
+        graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
+        leaves, treedef = jax.tree.flatten(state)  # pyright: ignore[reportUnknownVariableType]
+        if (graphdef, treedef) != (self._graphdef, self._treedef):
+            return False
+        if any(
+            (new.shape, new.dtype) != (leaf.shape, leaf.dtype)
+            for new, leaf in zip(leaves, self.leaves, strict=True)
+        ):
+            return False
+        self.leaves = leaves
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to compile the same programs: of arrays, the shapes."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.stages import Compiled
@@ -54,13 +55,30 @@ class StartReport:
         return f"{self.store}; {self.bucket_plan}; on {self.device}"
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The programs of a start besides its launches, as they are compiled."""
+
+    samplers: dict[Sampler, Future[Compiled]]
+    score: Future[Compiled | None]
+    load_slot: Future[Compiled]
+    set_rows: Future[Compiled]
+    masks: dict[int, Future[Compiled]]
+
+    @property
+    def all(self) -> list[Future[Any]]:
+        """All of them."""
+        others = (self.score, self.load_slot, self.set_rows)
+        return [*self.samplers.values(), *others, *self.masks.values()]
+
+
 class WarmUp:
     """The start of a runner: everything that must not happen while requests wait.
 
     Args:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
-        model: with its weights placed.
+        model: with its weights placed, or shapes in their place until `place`.
         greedy_decode: see BucketSet; None for yes on a GPU.
         cache: folder of compiled programs; None keeps none.
         timeline: of the start.
@@ -107,6 +125,8 @@ class WarmUp:
         self.page_bytes = page_bytes(model_config, config.block_size, self.compiler.kv_dtype)
         self._steps: dict[Bucket, Compiled] = {}
         self._compiling: dict[Bucket, Future[Compiled]] = {}
+        self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
+        self._parts: Parts | None = None
         self._state: DeviceState | None = None
         self._make_state: Callable[[], DeviceState] | None = None
         size = CacheSize(config, model_config, self.compiler, self.page_bytes, self.buckets.largest)
@@ -135,6 +155,31 @@ class WarmUp:
             split_sampler=not self._compile_first,
         )
 
+    def begin(self) -> None:
+        """Start to compile what the first answer needs, while the weights are read. Idempotent."""
+        if self._parts is not None:
+            return
+        if not self._waits_for_all:
+            self._take_noted_sizes()
+            self._submit(self._first_steps())
+        submit = self._pool.submit
+        self._parts = Parts(
+            self._samplers(),
+            submit(self._compile_score),
+            submit(self.compiler.load_slot),
+            submit(self.compiler.set_rows),
+            {count: submit(self.compiler.set_allowed, count) for count in self._few_sizes},
+        )
+
+    def close(self, wait: bool = True) -> None:
+        """End what `begin` started, once programs that are being compiled are there. Idempotent.
+
+        Args:
+            wait: whether to wait for them.
+        """
+        # An interrupt must not wait for the programs that have not been started.
+        self._pool.shutdown(wait, cancel_futures=True)
+
     def run(self, on_progress: OnProgress | None = None) -> Runner:
         """Make the cache, compile, and run each program once on padding.
 
@@ -143,12 +188,11 @@ class WarmUp:
         for.
         """
         started = time.perf_counter()
-        pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
+        self.begin()
         try:
-            programs = self._compile(pool, on_progress)
+            programs = self._compile(on_progress)
         finally:
-            # An interrupt must not wait for the programs that have not been started.
-            pool.shutdown(wait=True, cancel_futures=True)
+            self.close()
         self.compiler.store.prune()
         self.report.stages["compile"] = time.perf_counter() - started
         started = time.perf_counter()
@@ -157,35 +201,28 @@ class WarmUp:
         self.report.stages["warm_up"] = time.perf_counter() - started
         return runner
 
-    def _compile(self, pool: ThreadPoolExecutor, on_progress: OnProgress | None) -> Programs:
+    def _compile(self, on_progress: OnProgress | None) -> Programs:
         """Compile the programs of a start, the one that takes longest first."""
-        if not self._waits_for_all:
-            self._take_noted_sizes()
-            self._submit(pool, self._first_steps())
-        samplers = self._samplers(pool)
-        score = pool.submit(self._compile_score)
-        loading = pool.submit(self.compiler.load_slot)
-        rows = pool.submit(self.compiler.set_rows)
-        masks = {count: pool.submit(self.compiler.set_allowed, count) for count in self._few_sizes}
+        assert self._parts is not None
+        parts = self._parts
         make_state = self._make_state = self.compiler.make_state(self.num_pages)
         if self._waits_for_all and not self._sizes_are_named:
-            self._choose_sizes(pool)
+            self._choose_sizes()
         steps = list(self.buckets) if self._waits_for_all else self._first_steps()
-        parts = [*samplers.values(), score, loading, rows, *masks.values()]
-        total = len(steps) + len(parts)
-        self._compile_steps(pool, sorted(steps, reverse=True), on_progress, total)
-        for done, part in enumerate(parts, len(steps) + 1):
+        total = len(steps) + len(parts.all)
+        self._compile_steps(sorted(steps, reverse=True), on_progress, total)
+        for done, part in enumerate(parts.all, len(steps) + 1):
             part.result()
             if on_progress is not None:
                 on_progress("compile", done, total)
         return Programs(
             self._steps,
-            {sampler: compiled.result() for sampler, compiled in samplers.items()},
-            score.result(),
+            {sampler: compiled.result() for sampler, compiled in parts.samplers.items()},
+            parts.score.result(),
             make_state,
-            loading.result(),
-            rows.result(),
-            {count: compiled.result() for count, compiled in masks.items()},
+            parts.load_slot.result(),
+            parts.set_rows.result(),
+            {count: compiled.result() for count, compiled in parts.masks.items()},
         )
 
     def _make_runner(self, programs: Programs) -> Runner:
@@ -213,13 +250,13 @@ class WarmUp:
     def _sizes_are_named(self) -> bool:
         return bool(self.config.decode_sizes or self.config.token_sizes)
 
-    def _samplers(self, pool: ThreadPoolExecutor) -> dict[Sampler, Future[Compiled]]:
+    def _samplers(self) -> dict[Sampler, Future[Compiled]]:
         """Start to compile the samplers that follow launches without one, or the largest alone."""
         if not self.buckets.largest.keeps_logits:
             return {}
         sizes = self._few_sizes if self._waits_for_all else self._few_sizes[-1:]
         samplers = map(Sampler, sizes)
-        return {sampler: pool.submit(self.compiler.sampler, sampler) for sampler in samplers}
+        return {sampler: self._pool.submit(self.compiler.sampler, sampler) for sampler in samplers}
 
     @property
     def _few_sizes(self) -> tuple[int, ...]:
@@ -267,18 +304,16 @@ class WarmUp:
         self.report.bucket_plan = plan
         self.compiler.store.note(plan.notes())
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, buckets: Iterable[Bucket]
-    ) -> dict[Bucket, Future[Compiled]]:
+    def _submit(self, buckets: Iterable[Bucket]) -> dict[Bucket, Future[Compiled]]:
         """Start to compile buckets, each once."""
         for bucket in buckets:
             if bucket not in self._compiling:
-                self._compiling[bucket] = pool.submit(self.compiler.step, bucket, self.num_pages)
+                future = self._pool.submit(self.compiler.step, bucket, self.num_pages)
+                self._compiling[bucket] = future
         return self._compiling
 
     def _compile_steps(
         self,
-        pool: ThreadPoolExecutor,
         buckets: list[Bucket],
         on_progress: OnProgress | None = None,
         total: int = 0,
@@ -289,7 +324,7 @@ class WarmUp:
             self._state = None
         elif self._state is None:
             self._state = self._empty_state()
-        compiling = self._submit(pool, buckets)
+        compiling = self._submit(buckets)
         waiting: list[tuple[Bucket, Compiled]] = []
         for done, bucket in enumerate(buckets, 1):
             step = compiling[bucket].result()
@@ -317,7 +352,7 @@ class WarmUp:
                 self._steps[bucket] = step
                 self._run_padding(bucket)
 
-    def _choose_sizes(self, pool: ThreadPoolExecutor) -> None:
+    def _choose_sizes(self) -> None:
         """Replace the default sizes by those that are worth their time to compile here."""
         store = self.compiler.store
         notes = store.notes()
@@ -326,7 +361,7 @@ class WarmUp:
         else:
             buckets = anchors(self.buckets)
             started, built = time.perf_counter(), store.num_built
-            self._compile_steps(pool, buckets)
+            self._compile_steps(buckets)
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS

@@ -1,0 +1,46 @@
+"""The model that a load will return, before any weight has been read."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.models.panels import PanelWeight
+from jaxserve.weights.placement import panel_axes
+from pallas_kernels.cpu.panels import panel_shape
+
+
+def expected_model(config: ModelConfig, dtype: DTypeLike, panels: bool) -> Decoder:
+    """Build the structure of a model whose weights are placed in full, with shapes for arrays.
+
+    Args:
+        config: of the model.
+        dtype: of its parameters.
+        panels: whether matrices are laid out for the CPU's own products.
+    """
+    model = abstract_model(config, dtype)
+    for _, node in nnx.iter_graph(model) if panels else ():
+        if isinstance(node, nnx.Param):
+            expected = _panels(node)
+            if expected is not None:
+                node.set_value(expected)
+    return model
+
+
+def _panels(parameter: nnx.Param[Any]) -> PanelWeight | None:
+    """Return the shape that a parameter has in panels; None where it has none."""
+    shape, dtype = parameter.shape, np.dtype(parameter.dtype)
+    axes = panel_axes(parameter.get_metadata().get("axes"), dtype)
+    if axes is None:
+        return None
+    inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)
+    leading = shape[: len(shape) - len(inputs) - len(outputs)]
+    matrix, stored = panel_shape(prod(inputs), prod(outputs), dtype)
+    panels: Any = jax.ShapeDtypeStruct((*leading, *matrix), stored)
+    return PanelWeight(panels, dtype.name, outputs, prod(inputs))
