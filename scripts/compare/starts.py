@@ -1,0 +1,177 @@
+"""Starts of jaxserve and other servers in turns: with nothing kept from earlier ones, and warm.
+
+    python -m scripts.compare.starts --models small,wide,1b
+    python -m scripts.compare.starts --engines jaxserve,llama.cpp --repeats 5
+
+Each start is a process of its own, in turns with those of the other engines. Cold is a start with
+empty folders of caches, but with the checkpoint converted and its pages in the system's cache;
+warm is the next one over the same folders. Seconds are from before the process is started to the
+first answer of /health, and to that of a completion of one token; memory is the highest sum of
+resident bytes up to there. Medians of the turns are printed and stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+from jaxserve.config import prepare_process
+from scripts.compare.command import ENGINES, first_model
+from scripts.compare.engine import Engine, Setting
+from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
+from scripts.compare.process import Started
+from scripts.lib import paths
+from scripts.lib.argument_types import positive_integer, results_file, some_of
+from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
+from scripts.lib.model_shapes import BFLOAT16, COMMON, SHAPES, dtype_of, shape_of
+from scripts.lib.random_checkpoint import random_checkpoint
+from scripts.lib.run_main import end_at_sigterm, run_main
+from scripts.lib.run_record import about_run
+from scripts.lib.server_process import ask, free_port
+
+USUAL = "jaxserve,llama.cpp,openvino,vllm"
+BILLION = "1b-bf16"  # of Llama-3.2-1B's shape, stored in bfloat16
+MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES), BILLION)
+LLAMA_1B = COMMON | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+ROWS, MAX_LEN, THREADS = 16, 1024, 2
+Numbers = dict[str, float]
+
+
+def setting_of(model: str) -> Setting:
+    """Return what all engines have in common; write the checkpoint where it is not there."""
+    folder = cache_folder()
+    if model == BILLION:
+        checkpoint = bfloat16_checkpoint(LLAMA_1B, folder / "models" / "1b")
+    else:
+        checkpoint = random_checkpoint(shape_of(model), folder / "models")
+    return Setting(Path(checkpoint), ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
+
+
+def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbers:
+    """Start a server once, over these folders of caches; return its seconds and its memory."""
+    port = free_port()
+    folders = {"XDG_CACHE_HOME": caches / "cache", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor"}
+    environment = engine.environment(python, setting) | {k: str(v) for k, v in folders.items()}
+    server = Started(
+        engine.command(python, setting, port),
+        environment,
+        f"http://127.0.0.1:{port}",
+        caches / "log",
+        THREADS,
+    )
+    begun = time.perf_counter()
+    with server:
+        body = {"model": first_model(server.url), "prompt": list(range(5, 21)), "max_tokens": 1}
+        ask(server.url + "/v1/completions", body | engine.extra)
+        answered = time.perf_counter() - begun
+        peak = server.peak_bytes / 2**20
+        engine.settle(server.url)
+    return {"ready": server.start_seconds, "first answer": answered, "peak MiB": peak}
+
+
+def turns(
+    engines: dict[str, Path], setting: Setting, repeats: int
+) -> Iterator[tuple[str, str, Numbers | str]]:
+    """Start every engine cold and warm, one after the other; yield its name, kind and numbers."""
+    for _ in range(repeats):
+        for name, python in engines.items():
+            with tempfile.TemporaryDirectory() as temporary:
+                for kind in ("cold", "warm"):
+                    try:
+                        yield name, kind, start(ENGINES[name], python, setting, Path(temporary))
+                    except (RuntimeError, OSError) as error:
+                        yield name, kind, str(error)
+
+
+def installed(names: list[str], settings: list[Setting]) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Install engines and convert checkpoints; return interpreters, and versions or reasons."""
+    found: dict[str, Path] = {}
+    about: dict[str, Any] = {}
+    for name in names:
+        engine = ENGINES[name]
+        try:
+            python = python_of(engine, {})
+            for setting in settings:
+                engine.prepare(python, setting)
+        except (NotInstalled, CalledProcessError) as reason:
+            about[name] = f"not installed: {reason}"
+            print(f"{name}: {about[name]}", file=sys.stderr)
+            continue
+        found[name] = python
+        about[name] = versions(python, engine.version_of) | engine.facts(python)
+    return found, about
+
+
+def medians(found: list[tuple[str, str, Numbers | str]]) -> dict[str, dict[str, Numbers | str]]:
+    """Return medians by engine and kind; a kind of start that failed has its reason."""
+    table: dict[str, dict[str, Numbers | str]] = {}
+    for name, kind, _ in found:
+        runs = [numbers for n, k, numbers in found if (n, k) == (name, kind)]
+        good = [numbers for numbers in runs if isinstance(numbers, dict)]
+        value: Numbers | str = str(runs[0])
+        if good:
+            value = {key: statistics.median(run[key] for run in good) for key in good[0]}
+            value["starts"] = len(good)
+        table.setdefault(name, {})[kind] = value
+    return table
+
+
+def show(model: str, table: dict[str, dict[str, Numbers | str]]) -> None:
+    """Print a table of a model."""
+    print(f"{model:<12}{'':<18}{'ready, s':>10}{'answer, s':>11}{'peak, MiB':>11}")
+    for name, kinds in table.items():
+        for kind, value in kinds.items():
+            text = str(value)[:80]
+            if isinstance(value, dict):
+                text = f"{value['ready']:>10.2f}{value['first answer']:>11.2f}"
+                text += f"{value['peak MiB']:>11.0f}"
+            print(f"{name:<12}{kind:<18}{text}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.compare.starts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--engines", type=some_of(ENGINES), default=USUAL, help="(%(default)s)")
+    parser.add_argument(
+        "--models", type=some_of(MODELS), default="small,wide", help="(%(default)s)"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=3)
+    parser.add_argument("--json", type=results_file, default=paths.RESULTS / "compare_starts.json")
+    arguments = parser.parse_args()
+    prepare_process()
+    settings = {model: setting_of(model) for model in arguments.models}
+    engines, about = installed(arguments.engines, list(settings.values()))
+    results: dict[str, Any] = {"about": about_run(), "engines": about}
+    for model, setting in settings.items():
+        found: list[tuple[str, str, Numbers | str]] = []
+        for turn in turns(engines, setting, arguments.repeats):
+            found.append(turn)
+            print(model, *turn, file=sys.stderr)
+            results[model] = medians(found)
+            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        show(model, results[model])
+    return 0
+
+
+if __name__ == "__main__":
+    end_at_sigterm()
+    run_main(main)
