@@ -16,7 +16,7 @@ from jaxserve.config import EngineConfig, cpu_threads
 from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, default_steps, few_sizes
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
 from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
-from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
+from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, busy_seconds, choose_sizes
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
@@ -330,7 +330,8 @@ class WarmUp:
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
-            plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
+            busy = busy_seconds(target_device().platform)
+            plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost, busy)
             store.note(plan.notes())
             self._take(plan)
         kept = set(self.buckets)
