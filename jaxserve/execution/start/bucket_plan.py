@@ -81,9 +81,10 @@ class BucketPlan:
             return text
         times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in self.step_seconds.items())
         left_out = f"decode {_listed(self.dropped[0])}; tokens {_listed(self.dropped[1])}"
+        busy = _duration(self.busy_seconds)
         return (
             f"{text}. Left out: {left_out}. A program compiles in {self.compile_seconds:.1f} s and "
-            f"is kept if it saves that in {_duration(self.busy_seconds)} of work; padding takes {times}"
+            f"is kept if it saves that in {busy} of work; padding takes {times}"
         )
 
 

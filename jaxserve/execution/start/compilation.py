@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.execution.start.autotuning import lay_down
 from jaxserve.execution.start.programs import ProgramStore, make_private
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
@@ -40,24 +41,31 @@ _NOT_COMPILED = (
 def prepare_cache(directory: Path) -> Path | None:
     """Make ready what JAX keeps by itself; the folder for compiled programs, or None for none.
 
-    On a GPU, XLA keeps what it measured to choose its kernels. JAX couples that to its own cache of
-    programs, which is left empty: see ProgramStore. Where the user has set that cache up, it
-    stays, and takes the place of ours.
+    On a GPU, XLA keeps what it measured to choose its kernels, beside what comes with this package.
+    JAX couples that to its own cache of programs, which is left empty: see ProgramStore. Where the
+    user has set that cache up, it stays, and takes the place of ours.
     """
     kept = getattr(jax.config, "jax_compilation_cache_dir", None)
     autotuning = directory / "autotuning"
     if kept not in (None, str(autotuning)):
         _log.info("compiled programs are left to JAX's own cache in %s", kept)
         return None
-    if kept is None and target_device().is_gpu:
-        try:
-            make_private(autotuning)
-        except OSError as error:
-            _log.warning("autotuning results are not kept: %s", error)
-        else:
-            jax.config.update("jax_compilation_cache_dir", str(autotuning))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    device = target_device()
+    if kept is None and device.is_gpu:
+        keep_choices(device.kind, autotuning)
     return directory / "programs"
+
+
+def keep_choices(kind: str, autotuning: Path) -> None:
+    """Give XLA a folder for what it measures on a card of this kind, with what we have of it."""
+    try:
+        make_private(autotuning)
+    except OSError as error:
+        _log.warning("autotuning results are not kept: %s", error)
+        return
+    lay_down(kind, autotuning)
+    jax.config.update("jax_compilation_cache_dir", str(autotuning))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
 
 
 def open_store(
