@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
+from jaxserve.config import EngineConfig
+from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, default_steps
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -24,6 +25,32 @@ _BUSY_SECONDS = {"cpu": 120.0, "gpu": 4 * 3600.0}
 def busy_seconds(platform: str) -> float:
     """Return the busy time in which a program must save more than it costs to compile."""
     return _BUSY_SECONDS["cpu" if platform == "cpu" else "gpu"]
+
+
+def buckets_of(
+    config: EngineConfig,
+    platform: str,
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None],
+    greedy_decode: bool,
+) -> BucketSet:
+    """Return the buckets of an engine.
+
+    Args:
+        config: resolved (see `EngineConfig.resolve`).
+        platform: of its device.
+        sizes: of decodes, and of other steps; None for the defaults.
+        greedy_decode: see `BucketSet`.
+    """
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    return BucketSet(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        *sizes,
+        greedy_decode,
+        config.num_scheduler_steps or default_steps(platform),
+        # On a GPU a second launch is not known to cost less than a conditional node.
+        split_sampler=platform == "cpu",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Worker that compiles an engine's programs for a card which is not there, and times each part.
+
+Runs inside the environment that ``start_table.py`` makes.
+"""
+
+from __future__ import annotations
+
+import time
+
+BEGAN = time.perf_counter()
+
+import json  # noqa: E402
+import pathlib  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from jaxserve.config import EngineConfig  # noqa: E402
+from jaxserve.execution.start.autotuning import read_choices  # noqa: E402
+from jaxserve.execution.start.compilation import keep_choices  # noqa: E402
+from jaxserve.execution.start.described_card import DescribedCard  # noqa: E402
+from jaxserve.execution.start.for_card import CardPrograms  # noqa: E402
+from jaxserve.models import abstract_model, parse_model_config  # noqa: E402
+from scripts.gpu.models import MODELS  # noqa: E402
+
+PARTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
+    "/jax/core/compile/backend_compile_duration": "compile_s",
+}
+"""Parts of a compilation by JAX's names of them."""
+
+
+class Clock:
+    """Seconds of the parts of compilations, as JAX reports them."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS.values(), 0.0)
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event in PARTS:
+            self.seconds[PARTS[event]] += seconds
+
+
+def main() -> int:
+    name, model, rows, tokens, first, out = sys.argv[1:]
+    imports = time.perf_counter() - BEGAN
+    card = DescribedCard.of(name)
+    began = time.perf_counter()
+    model_config = parse_model_config(MODELS[model].config())
+    described = abstract_model(model_config, jnp.bfloat16)
+    sizes = int(rows), int(tokens)
+    config = EngineConfig().resolve("gpu", model_config.context_length, sizes)
+    assert config.max_model_len is not None
+    with tempfile.TemporaryDirectory() as work:
+        folder = pathlib.Path(work)
+        keep_choices(name, folder / "autotuning")
+        engine = CardPrograms(
+            config, model_config.for_length(config.max_model_len), described, card, folder / "kept"
+        )
+        shapes = time.perf_counter() - began
+        pages = engine.estimated_pages()
+        programs: list[dict[str, Any]] = []
+        for label, compile_it in list(engine.programs(pages))[: int(first) or None]:
+            clock, began, spent = Clock(), time.perf_counter(), time.process_time()
+            with card.tracing():
+                compiled = compile_it()
+            seconds = {part: round(value, 3) for part, value in clock.seconds.items()}
+            whole = time.perf_counter() - began
+            size = sum(path.stat().st_size for path in (folder / "kept/objects").iterdir())
+            size -= sum(program["bytes"] for program in programs)
+            programs.append(
+                {
+                    "name": label.replace(f", {pages} pages", ""),
+                    **seconds,
+                    "seconds": round(whole, 3),
+                    "python_s": round(whole - clock.seconds["compile_s"], 3),
+                    "cpu_s": round(time.process_time() - spent, 3),
+                    "temp_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
+                    "bytes": size,
+                }
+            )
+            print(programs[-1], file=sys.stderr, flush=True)
+    about = {"pages": pages, "choices": len(read_choices(name))}
+    report = {"about": about, "imports_s": imports, "shapes_s": shapes, "programs": programs}
+    pathlib.Path(out).write_text(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
