@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.loading import choose_quantization, placed_dtype, resolved_config
 from jaxserve.engine.source import Source, find_source
-from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
+from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.execution.start.autotuning import read_choices
 from jaxserve.execution.start.compilation import keep_choices
 from jaxserve.execution.start.described_card import DescribedCard
@@ -19,8 +17,8 @@ from jaxserve.execution.start.for_card import (
     CardProgramsReport,
     OnProgram,
     card_memory,
+    start_card_compiler,
 )
-from jaxserve.execution.start.jax_start import find_parts, plugin_remedy
 from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.weights.quantized_shapes import quantize_shapes
@@ -44,7 +42,6 @@ def compile_for_card(
             before its weights are read.
     """
     card = DescribedCard.of(name)
-    _check_compiler(card, root)
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     if cache in (None, "none"):
@@ -62,6 +59,7 @@ def compile_for_card(
     if not plan.fits:
         raise InvalidRequest(refusal(config, weights, plan, memory), "gpu_memory_utilization")
     sizes = plan.sizes.seqs, plan.sizes.tokens
+    start_card_compiler(card, root)
     config = resolved_config(config, source, card.card.limits, sizes)
     assert config.max_model_len is not None
     model_config = source.model_config.for_length(config.max_model_len)
@@ -71,23 +69,6 @@ def compile_for_card(
     model = _shapes(model_config, dtype, form, card)
     programs = CardPrograms(config, model_config, model, card, directory / "programs")
     return programs.compile(num_choices, on_program)
-
-
-def _check_compiler(card: DescribedCard, root: Path) -> None:
-    """Start what compiles for cards.
-
-    Raises:
-        DeviceError: it is not installed, or does not start.
-    """
-    parts = find_parts(root)
-    remedy = plugin_remedy(parts)
-    if remedy is not None:
-        raise DeviceError(f"compiling for {card.card.limits} needs JAX's plugin for CUDA: {remedy}")
-    jax.config.update("jax_platforms", "cpu")  # a card that is there is left alone
-    try:
-        _ = card.device
-    except Exception as error:  # of a plugin: whatever it is, its user gets a sentence
-        raise DeviceError(f"nothing can be compiled for {card.card.limits}: {error}") from error
 
 
 def _form(config: EngineConfig, source: Source) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,23 +25,27 @@ def quantize_shapes(described: nnx.Module, form: str, output_rows: bool = False)
     for _, parameter in nnx.iter_graph(described):
         if not isinstance(parameter, nnx.Param):
             continue
-        contract = PROJECTIONS.get(parameter.get_metadata().get("axes"))
+        axes: Any = parameter.get_metadata().get("axes")
+        contract = PROJECTIONS.get(axes)
         if contract is None:
             continue
         shape = parameter.get_value().shape
         inputs, outputs = flat_shape(shape, contract)
         rows, groups = inputs // codes_a_row(form), inputs // INT4_GROUP if form == "int4" else 1
-        code, scale = jnp.int8 if form == "int8" else jnp.uint8, jnp.float32
-        zeros = None
-        if form == "int4":
-            scale, zeros = jnp.bfloat16, jax.ShapeDtypeStruct((groups, outputs), jnp.uint8)
+        has_zeros = form == "int4"
+        code = jnp.int8 if form == "int8" else jnp.uint8
         weight = QuantizedWeight(
-            jax.ShapeDtypeStruct((rows, outputs), code),
-            jax.ShapeDtypeStruct((groups, outputs), scale),
-            zeros,
+            _shape(code, rows, outputs),
+            _shape(jnp.bfloat16 if has_zeros else jnp.float32, groups, outputs),
+            _shape(jnp.uint8, groups, outputs) if has_zeros else None,
             None,
             form,
             inputs,
             shape[contract:],
         )
         parameter.set_value(jax.eval_shape(with_output_rows, weight) if output_rows else weight)
+
+
+def _shape(dtype: Any, *shape: int) -> Any:
+    """Describe an array, where one is expected."""
+    return jax.ShapeDtypeStruct(shape, dtype)

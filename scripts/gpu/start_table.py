@@ -30,7 +30,7 @@ from scripts.gpu.offline_environment import (
     make_environment,
 )
 from scripts.gpu.targets import Target
-from scripts.lib.argument_types import new_folder, whole
+from scripts.lib.argument_types import integer_from_0, new_folder, positive_integer
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
@@ -39,9 +39,9 @@ GOAL = {"python_s": 3.0, "trace_and_lower_s": 0.7}
 """Seconds of Python for the largest step program: all of it, and tracing and lowering alone."""
 HEAD = """# Programs of a start: {model} on {card}
 
-`{command}`, {date}. Compiled on {cores} without the card: nothing was
-run. {rows} rows, {tokens:,} tokens, {pages:,} pages of cache; {choices} choices of XLA's that were measured on such a
-card were at hand. Seconds on one thread.
+`{command}`, {date}. Compiled on {cores} without the card: nothing
+was run. {rows} rows, {tokens:,} tokens, {pages:,} pages of cache; {choices} choices of XLA's
+that were measured on such a card were at hand. Seconds on one thread.
 
 | program | trace | lower | compile | MB |
 |---|---|---|---|---|"""
@@ -118,9 +118,11 @@ def main() -> int:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="8b")
     parser.add_argument("--card", default="NVIDIA H200")
-    parser.add_argument("--rows", type=whole, default=256)
-    parser.add_argument("--tokens", type=whole, default=8192)
-    parser.add_argument("--first", type=whole, default=0, help="so many programs; 0 for all")
+    parser.add_argument("--rows", type=positive_integer, default=256)
+    parser.add_argument("--tokens", type=positive_integer, default=8192)
+    parser.add_argument(
+        "--first", type=integer_from_0, default=0, help="so many programs; 0 for all"
+    )
     parser.add_argument("--out", type=new_folder, default=str(RESULTS))
     arguments, command = parser.parse_args(), about_run()["command"]
     try:

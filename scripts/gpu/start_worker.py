@@ -5,26 +5,23 @@ Runs inside the environment that ``start_table.py`` makes.
 
 from __future__ import annotations
 
+import json
+import pathlib
+import sys
+import tempfile
 import time
+from typing import Any
 
-BEGAN = time.perf_counter()
+import jax
+import jax.numpy as jnp
 
-import json  # noqa: E402
-import pathlib  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-
-from jaxserve.config import EngineConfig  # noqa: E402
-from jaxserve.execution.start.autotuning import read_choices  # noqa: E402
-from jaxserve.execution.start.compilation import keep_choices  # noqa: E402
-from jaxserve.execution.start.described_card import DescribedCard  # noqa: E402
-from jaxserve.execution.start.for_card import CardPrograms  # noqa: E402
-from jaxserve.models import abstract_model, parse_model_config  # noqa: E402
-from scripts.gpu.models import MODELS  # noqa: E402
+from jaxserve.config import EngineConfig
+from jaxserve.execution.start.autotuning import read_choices
+from jaxserve.execution.start.compilation import keep_choices
+from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.execution.start.for_card import CardPrograms
+from jaxserve.models import abstract_model, parse_model_config
+from scripts.gpu.models import MODELS
 
 PARTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_s",
@@ -38,8 +35,12 @@ class Clock:
     """Seconds of the parts of compilations, as JAX reports them."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS.values(), 0.0)
+        self.seconds: dict[str, float] = {}
+        self.reset()
         jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PARTS.values(), 0.0)
 
     def _add(self, event: str, seconds: float, **_: Any) -> None:
         if event in PARTS:
@@ -48,8 +49,8 @@ class Clock:
 
 def main() -> int:
     name, model, rows, tokens, first, out = sys.argv[1:]
-    imports = time.perf_counter() - BEGAN
-    card = DescribedCard.of(name)
+    imports = time.process_time()
+    card, clock = DescribedCard.of(name), Clock()
     began = time.perf_counter()
     model_config = parse_model_config(MODELS[model].config())
     described = abstract_model(model_config, jnp.bfloat16)
@@ -66,7 +67,8 @@ def main() -> int:
         pages = engine.estimated_pages()
         programs: list[dict[str, Any]] = []
         for label, compile_it in list(engine.programs(pages))[: int(first) or None]:
-            clock, began, spent = Clock(), time.perf_counter(), time.process_time()
+            clock.reset()
+            began, spent = time.perf_counter(), time.process_time()
             with card.tracing():
                 compiled = compile_it()
             seconds = {part: round(value, 3) for part, value in clock.seconds.items()}

@@ -146,7 +146,7 @@ class DescribedCard:
         Raises:
             RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
         """
-        topology = topologies.get_topology_desc(
+        topology: Any = topologies.get_topology_desc(
             platform="cuda", target_config=self.description, topology="1x1x1"
         )
         return topology.devices[0]
@@ -180,9 +180,11 @@ class DescribedCard:
         options: dict[str, Any] = {"donate_argnums": donate, "keep_unused": keep_unused}
         if not arguments:  # then nothing else says where it runs
             options["out_shardings"] = placed
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), arguments
-        )
+
+        def place(array: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+
+        shapes: Any = jax.tree.map(place, arguments)
         with self.tracing():
             traced = jax.jit(function, **options).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda",))

@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
+from jaxserve.errors import DeviceError
 from jaxserve.execution.buckets import few_sizes
 from jaxserve.execution.start.bucket_plan import buckets_of
 from jaxserve.execution.start.cache_size import CACHE_NOTES, CacheSize
@@ -27,6 +29,7 @@ from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler, program_name
 from jaxserve.execution.start.described_card import RESERVED, DescribedCard
 from jaxserve.execution.start.device import DeviceMemory, named_device
+from jaxserve.execution.start.jax_start import find_parts, plugin_remedy
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import page_bytes
 from jaxserve.models import Decoder, ModelConfig
@@ -39,6 +42,27 @@ def card_memory(card: DescribedCard) -> DeviceMemory:
     """Return the memory that an engine may have of a card that is not there."""
     memory = named_device(card.card.name)
     return replace(memory, free=memory.free - RESERVED)
+
+
+def start_card_compiler(card: DescribedCard, root: Path) -> None:
+    """Start what compiles for cards, here where no card is opened.
+
+    Args:
+        card: to compile for.
+        root: of the files by which a driver is found.
+
+    Raises:
+        DeviceError: it is not installed, or does not start.
+    """
+    parts = find_parts(root)
+    remedy = plugin_remedy(parts)
+    if remedy is not None:
+        raise DeviceError(f"compiling for {card.card.limits} needs JAX's plugin for CUDA: {remedy}")
+    jax.config.update("jax_platforms", "cpu")  # a card that is there is left alone
+    try:
+        _ = card.device
+    except Exception as error:  # of a plugin: whatever it is, its user gets a sentence
+        raise DeviceError(f"nothing can be compiled for {card.card.limits}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,28 @@ class ProgramStore:
             self._warn("compiled programs are not kept: %s", error)
         else:
             self.folder = folder
+            self._name_settings()
 
     def __str__(self) -> str:
         where = "nowhere: nothing is kept" if self.folder is None else self.folder
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {where}"
+
+    def _name_settings(self) -> None:
+        """Say in the folder what it is for; where it is new, name one for another device."""
+        assert self.folder is not None
+        if (self.folder / "what").exists():
+            return
+        for other in sorted(self.folder.parent.iterdir()):
+            read = self._read(other / "what") if (other / "what").exists() else None
+            what: dict[str, Any] = {} if read is None else json.loads(read)
+            names = {name for name in {*what, *self.what} if what.get(name) != self.what.get(name)}
+            if what and "device" in names and "model" not in names:
+                self._warn(
+                    "programs in %s are refused: they are for %s (another %s)",
+                    *(other, what["device"], ", ".join(sorted(names))),
+                )
+        content = json.dumps(self.what, sort_keys=True).encode()
+        self._write(self.folder / "what", {"name": "what"}, content)
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
         """Return the program of this name; `lower` traces it where no file has it. Thread-safe."""

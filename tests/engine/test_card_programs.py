@@ -1,0 +1,82 @@
+"""Compiling for a card that is not there: what is refused, and with which advice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import EngineConfig
+from jaxserve.engine.card_programs import compile_for_card
+from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
+from jaxserve.execution.start import for_card
+from jaxserve.execution.start.jax_start import CudaParts, plugin_remedy
+from scripts.gpu.models import MODELS
+
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def config(folder: Path, model: str = "8b", **fields: Any) -> EngineConfig:
+    """A model of which nothing but its config.json is there."""
+    found = MODELS[model].config() | fields.pop("model_fields", {})
+    (folder / "config.json").write_text(json.dumps(found))
+    return EngineConfig(model=str(folder), compilation_cache_dir=str(folder / "kept"), **fields)
+
+
+def refused(settings: EngineConfig, card: str = "NVIDIA H100") -> str:
+    with pytest.raises((ValueError, DeviceError)) as caught:
+        compile_for_card(settings, card, lambda *_: pytest.fail("something was compiled"))
+    return str(caught.value)
+
+
+def test_a_card_that_is_not_in_the_table_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    said = refused(config(tmp_path), "H1000")
+    assert "there is no card 'H1000'" in said and "H100 PCIe" in said
+    assert "allowed: capability 7.5, 8.0" in refused(config(tmp_path), "V100")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    said = refused(config(tmp_path, "70b"), "RTX 4090")
+    assert "does not fit on NVIDIA GeForce RTX 4090" in said
+
+
+def test_shapes_that_only_the_weights_say_are_refused(tmp_path: Path) -> None:
+    stored = {"quantization_config": FP8}
+    assert "weights are 'fp8'" in refused(config(tmp_path, model_fields=stored))
+    experts = MIXTRAL | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    assert "experts are quantized to int8" in refused(
+        config(tmp_path, "tiny", model_fields=experts, quantization="int8")
+    )
+    with pytest.raises(UnsupportedModel):
+        compile_for_card(config(tmp_path, model_fields=stored), "H100", lambda *_: None)
+
+
+def test_programs_that_are_not_kept_are_of_no_use(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    object.__setattr__(settings, "compilation_cache_dir", "none")
+    with pytest.raises(InvalidRequest, match="allowed: a folder"):
+        compile_for_card(settings, "H100", lambda *_: None)
+
+
+def test_the_plugin_is_named_with_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        for_card, "find_parts", lambda _: CudaParts(False, False, None, {}, "0.11.2")
+    )
+    said = refused(config(tmp_path))
+    assert "needs JAX's plugin for CUDA: it is not installed" in said
+    assert "pip install 'jaxserve[cuda13]'" in said
+
+
+def test_a_plugin_of_another_version_is_none() -> None:
+    def remedy(plugins: dict[str, str]) -> str | None:
+        return plugin_remedy(CudaParts(False, False, None, plugins, "0.11.2"))
+
+    assert remedy({"cuda13": "0.11.2"}) is None
+    assert "jax-cuda13-plugin 0.11.1 does not fit jaxlib 0.11.2" in (
+        remedy({"cuda13": "0.11.1"}) or ""
+    )
