@@ -129,11 +129,13 @@ class ProgramStore:
         if program is not None:
             return program
         lowered = self._trace(lower, name)
-        key = _object_key(lowered, self.where)
+        # What XLA made of it says no more, and is twenty times as long where a program is large.
+        kernels = _kernels(lowered.as_text())
+        key = _object_key(lowered, kernels, self.where)
         program = None if key == found else self._load(self._objects / key, name)
         if program is None:
             program = self._compile(lowered, name)
-            self._keep(self._objects / key, program)
+            self._keep(self._objects / key, program, kernels)
         content = json.dumps({"where": self.where, "object": key}).encode()
         self._write(entry, {"name": name}, content)
         return program
@@ -237,9 +239,8 @@ class ProgramStore:
             self.num_loaded += 1
         return program
 
-    def _keep(self, path: Path, program: Compiled) -> None:
+    def _keep(self, path: Path, program: Compiled, kernels: dict[str, bytes]) -> None:
         try:
-            kernels = _kernels(program.as_text() or "")
             content = pickle.dumps((*serialize_executable.serialize(program), kernels))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             self._warn("a program cannot be kept: %s", error)
@@ -366,9 +367,9 @@ def _kernels(program: str) -> dict[str, bytes]:
     return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
 
 
-def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
+def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[str, Any]) -> str:
     """Hash XLA's input, the machine and the versions, but not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
-    kernels = {name: _digest(code) for name, code in _kernels(text).items()}
-    return _digest((_FORM + json.dumps([given, kernels], sort_keys=True) + trees + text).encode())
+    codes = {name: _digest(code) for name, code in kernels.items()}
+    return _digest((_FORM + json.dumps([given, codes], sort_keys=True) + trees + text).encode())
