@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.engine.card_programs import compile_for_card
 from jaxserve.errors import DeviceError, InvalidRequest, UnsupportedModel
 from jaxserve.execution.start import for_card
+from jaxserve.execution.start.cache_size import CACHE_NOTES
+from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.execution.start.for_card import CardPrograms
 from jaxserve.execution.start.jax_start import CudaParts, plugin_remedy
+from jaxserve.models import abstract_model, parse_model_config
 from scripts.gpu.models import MODELS
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
@@ -70,6 +76,28 @@ def test_the_plugin_is_named_with_how_to_get_it(
     said = refused(config(tmp_path))
     assert "needs JAX's plugin for CUDA: it is not installed" in said
     assert "pip install 'jaxserve[cuda13]'" in said
+
+
+@pytest.mark.usefixtures("no_jax_cache")
+def test_programs_that_are_there_are_not_compiled_again(tmp_path: Path) -> None:
+    """Not even the largest, by which the cache has its size."""
+    model_config = parse_model_config(MODELS["tiny"].config())
+    settings = EngineConfig(decode_sizes=(2,), token_sizes=(16,), max_model_len=64)
+    settings = settings.resolve("gpu", 64, (2, 16))
+    card = DescribedCard.of("NVIDIA H100")
+    model = abstract_model(model_config, jnp.bfloat16)
+    programs = CardPrograms(settings, model_config, model, card, tmp_path / "programs")
+    pages = programs.estimated_pages()
+    names = [name for name, _ in programs.programs(pages)]
+    assert names[0] == f"16 tokens, 2 rows, {pages} pages" and len(set(names)) == len(names) == 8
+    store = programs.compiler.store
+    assert store.where["platform"] is None and store.where["device"] == f"gpu {card.card.name}"
+    for name in names:  # any program does
+        store.get(name, lambda: jax.jit(lambda x: x + 1).lower(1.0))
+    store.note({"pages": pages}, CACHE_NOTES)
+    report = programs.compile(0, lambda *_: None)
+    assert report.pages == pages and store.num_built == len(names)
+    assert f"for {card.card.name}, {pages} pages of cache" in str(report)
 
 
 def test_a_plugin_of_another_version_is_none() -> None:

@@ -140,7 +140,7 @@ def test_programs_for_a_device_that_is_not_there_are_kept_and_not_loaded(tmp_pat
 def test_programs_for_another_device_are_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    what = {"model": "one", "device": "NVIDIA H100 PCIe", "threads": 0}
+    what = {"model": "one", "device": "NVIDIA H100 PCIe", "threads": 0, "asked_sizes": [(1,), ()]}
     store(tmp_path / "programs", what).get("one", lower)
     assert not caplog.messages
     for _ in range(2):

@@ -144,6 +144,9 @@ class CardPrograms:
         Raises:
             InvalidRequest: there is no memory for two pages.
         """
+        noted = self.compiler.store.notes(CACHE_NOTES)
+        if noted is not None and self.compiler.has(self.buckets.largest, noted["pages"]):
+            return noted["pages"]  # by the largest program, which need not be compiled again
         with self.card.tracing():
             pages = self._size.pages()
         self.compiler.store.note({"pages": pages}, CACHE_NOTES)

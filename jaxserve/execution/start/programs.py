@@ -107,16 +107,17 @@ class ProgramStore:
         assert self.folder is not None
         if (self.folder / "what").exists():
             return
+        content = json.dumps(self.what, sort_keys=True).encode()
+        ours: dict[str, Any] = json.loads(content)  # a tuple is a list there
         for other in sorted(self.folder.parent.iterdir()):
             read = self._read(other / "what") if (other / "what").exists() else None
             what: dict[str, Any] = {} if read is None else json.loads(read)
-            names = {name for name in {*what, *self.what} if what.get(name) != self.what.get(name)}
+            names = {name for name in {*what, *ours} if what.get(name) != ours.get(name)}
             if what and "device" in names and "model" not in names:
                 self._warn(
                     "programs in %s are refused: they are for %s (another %s)",
                     *(other, what["device"], ", ".join(sorted(names))),
                 )
-        content = json.dumps(self.what, sort_keys=True).encode()
         self._write(self.folder / "what", {"name": "what"}, content)
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
