@@ -103,8 +103,9 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         f"Python of the largest: {largest['python_s']:.2f} s, of which tracing and lowering "
         f"{largest['trace_s'] + largest['lower_s']:.2f} (goals: {GOAL['python_s']:g} and "
-        f"{GOAL['trace_and_lower_s']:g}). Before the first program: imports "
-        f"{report['imports_s']:.2f} s, the model's shapes {report['shapes_s']:.2f} s.",
+        f"{GOAL['trace_and_lower_s']:g}). Before the first program: "
+        f"imports {report['imports_s']:.2f} s, Pallas among them; the model's shapes "
+        f"{report['shapes_s']:.2f} s.",
     ]
     return "\n".join(lines) + "\n"
 

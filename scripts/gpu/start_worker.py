@@ -19,6 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.start.autotuning import read_choices
 from jaxserve.execution.start.compilation import keep_choices
 from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.execution.start.device import importing_kernels
 from jaxserve.execution.start.for_card import CardPrograms
 from jaxserve.models import abstract_model, parse_model_config
 from scripts.gpu.models import MODELS
@@ -49,8 +50,10 @@ class Clock:
 
 def main() -> int:
     name, model, rows, tokens, first, out = sys.argv[1:]
-    imports = time.process_time()
     card, clock = DescribedCard.of(name), Clock()
+    if (importing := importing_kernels(card.card.limits)) is not None:
+        importing.join()  # in a start it imports while weights are read
+    imports = time.process_time()
     began = time.perf_counter()
     model_config = parse_model_config(MODELS[model].config())
     described = abstract_model(model_config, jnp.bfloat16)

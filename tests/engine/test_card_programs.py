@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +111,17 @@ def test_a_plugin_of_another_version_is_none() -> None:
     assert "jax-cuda13-plugin 0.11.1 does not fit jaxlib 0.11.2" in (
         remedy({"cuda13": "0.11.1"}) or ""
     )
+
+
+def test_kernels_of_a_card_are_imported_while_weights_are_read() -> None:
+    code = """
+        import sys
+        from jaxserve.execution.start.device import importing_kernels
+        from pallas_kernels.devices import find_card
+        assert importing_kernels(find_card("T4").limits) is None
+        for card, module in (("A100", "triton_ragged"), ("H100", "hopper_ragged")):
+            assert f"pallas_kernels.gpu.{module}" not in sys.modules
+            importing_kernels(find_card(card).limits).join()
+            assert f"pallas_kernels.gpu.{module}" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
