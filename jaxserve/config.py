@@ -377,14 +377,14 @@ def _runs_on_cpu() -> bool:
     return not (has_cuda_plugin() and driver_cards())
 
 
-def prepare_process(**environment: Any) -> None:
+def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
     """Prepare what must be set before JAX is imported; later calls change nothing.
 
-    Variables that the user has set win over ours.
+    Variables that the user has set win over ours; `for_gpu` sets a GPU's where there is none.
     """
     if "jax" in sys.modules:
         return
-    if not _runs_on_cpu():
+    if for_gpu or not _runs_on_cpu():
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     elif sys.platform == "linux":
         _allocate_from_heap()

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from jaxserve.commands.options import (
     CommandError,
@@ -15,9 +16,13 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
+from jaxserve.config import prepare_process
 from jaxserve.server.http.start_report import StartReport
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
+
+# Options that vLLM has too, with another meaning.
+OWN = ("device",)
 
 
 def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -28,7 +33,8 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="build what a start needs ahead of time",
         description="Compile every program that `jaxserve serve` with the same models and engine "
         "options runs, and keep them in the compilation cache. They hold for this machine's kind "
-        "of device and these versions; a start with others says so and compiles anew.",
+        "of device, or for the card that --device names, and these versions; a start with others "
+        "says so and compiles anew.",
     )
     parser.add_argument(
         "models",
@@ -36,8 +42,14 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="[NAME=]MODEL",
         help="as for serve (default: the bundled model)",
     )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help='a card that need not be there, like "NVIDIA H100", for which one model is compiled '
+        "from its configuration alone; needs JAX's plugin for CUDA",
+    )
     add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
-    add_engine(parser, "For each model.", ["seed"])
+    add_engine(parser, "For each model.", ["seed"], OWN)
     parser.set_defaults(run=compile_programs)
 
 
@@ -47,10 +59,12 @@ def compile_programs(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: a setting is wrong, or a model cannot be loaded.
     """
+    if arguments.device is not None:
+        return _compile_for_card(arguments)
     loaded, report = [], StartReport(sys.stderr)
     try:
         server = ServerConfig(**given(arguments, ["model_weights"]))
-        specs = plan_models(arguments.models, engine_settings(arguments), server)
+        specs = plan_models(arguments.models, engine_settings(arguments, OWN), server)
         check_models(specs)
         load = importlib.import_module("jaxserve.engine.loading").load  # brings JAX with it
         for spec in specs:
@@ -65,3 +79,27 @@ def compile_programs(arguments: argparse.Namespace) -> int:
             parts.runner.close()
     starts = [parts.start for parts in loaded]
     return 0 if all(start and start.store.folder is not None for start in starts) else 1
+
+
+def _compile_for_card(arguments: argparse.Namespace) -> int:
+    """Compile for a card that need not be there. Return 1 where programs could not be kept.
+
+    Raises:
+        CommandError: no such card, model or plugin, or a setting is wrong.
+    """
+    report = StartReport(sys.stderr)
+    try:
+        specs = plan_models(arguments.models, engine_settings(arguments, OWN), ServerConfig())
+        check_models(specs)
+        if len(specs) > 1:
+            raise CommandError("device: programs for a card are compiled for one model at a time")
+        prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+        compile_for_card = importlib.import_module(
+            "jaxserve.engine.card_programs"  # brings JAX with it
+        ).compile_for_card
+        on_program = partial(report.progress, "compile")
+        made = compile_for_card(specs[0].config, arguments.device, on_program)
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    print(f"{specs[0].names[0]}: {made}")
+    return 0 if made.store.folder is not None else 1

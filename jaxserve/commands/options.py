@@ -9,7 +9,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NoReturn
 
 from jaxserve.config import EngineConfig
@@ -94,15 +94,23 @@ def add_fields(
 
 
 def add_engine(
-    parser: argparse.ArgumentParser, about: str | None = None, more: Iterable[str] = ()
+    parser: argparse.ArgumentParser,
+    about: str | None = None,
+    more: Iterable[str] = (),
+    own: Container[str] = (),
 ) -> None:
     """Declare an engine's settings, and vLLM's unsupported ones, which `--help` leaves out.
 
     `engine_settings` returns those that are given.
+
+    Args:
+        own: names that the command gives a meaning of its own.
     """
     group = parser.add_argument_group("engine", about)
     add_fields(group, EngineConfig, [*ENGINE_FIELDS, *more])
     for name, row in UNSERVED.items():
+        if name in own:
+            continue
         is_flag = any(isinstance(value, bool) for value in row.neutral)
         kind: dict[str, Any] = {"type": _plain_value}
         if is_flag:
@@ -120,13 +128,14 @@ def _plain_value(text: str) -> Any:
         return text
 
 
-def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return an engine's settings that are given, the seed included.
+def engine_settings(arguments: argparse.Namespace, own: Container[str] = ()) -> dict[str, Any]:
+    """Return an engine's settings that are given, the seed included; `own` as for `add_engine`.
 
     Raises:
         InvalidRequest: one that is not supported, with what to do instead.
     """
-    return served(given(arguments, [*ENGINE_FIELDS, "seed", *UNSERVED]))
+    unserved = [name for name in UNSERVED if name not in own]
+    return served(given(arguments, [*ENGINE_FIELDS, "seed", *unserved]))
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     with timeline.span("start the device"):
         device, dtype, sizes = _start_device(config, source)
     programs = _programs_folder(config)
-    config = _resolved(config, source, device, sizes)
+    config = resolved_config(config, source, device, sizes)
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
     tokenizer = None
@@ -184,7 +184,7 @@ def _programs_folder(config: EngineConfig) -> Path | None:
     return None if cache in (None, "none") else prepare_cache(Path(cache))
 
 
-def _resolved(
+def resolved_config(
     config: EngineConfig, source: Source, device: DeviceLimits, sizes: tuple[int, int] | None
 ) -> EngineConfig:
     """Fill in what the device and the model decide."""

@@ -10,8 +10,9 @@
         each kind of kernel and the host's time of a dispatch
     2   attention at the shapes of the goals; launches of 8 steps; 8B's steps with XLA's flags
         varied; products of few rows; ten items of tuning
-    3   an engine of 0.6B: a cold start, 256 requests, a start from files; torch's attention and
-        Transformers' continuous batching on the same card; then an engine of 8B
+    3   an engine of 0.6B: a cold start, 256 requests, a start from files, one from files that were
+        compiled as without the card; torch's attention and Transformers' continuous batching on
+        the same card; then an engine of 8B
 
 Each command may be on another machine of the same kind: it takes over what the folder of an earlier
 one has (its own, if it was killed), does what that lacks of its number and of those before it, and
@@ -104,6 +105,7 @@ STAGES = (
     Stage(2, "products"),
     Stage(2, "tuning", "bfloat16 h128"),
     Stage(3, "served", "(0.6b|tiny) (started|step)", variables=FREE),
+    Stage(3, "served", "(0.6b|tiny) from", variables=FREE),
     Stage(3, "peers", "sdpa|batching (0.6b|tiny)", variables=FREE),
     Stage(3, "served", "8b (started|step)", variables=FREE),
     Stage(3, "steps"),

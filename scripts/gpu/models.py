@@ -18,13 +18,10 @@ from jaxserve.execution.start.compiler import product_precision
 from jaxserve.execution.state import make_state
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
-from jaxserve.models.output_rows import with_output_rows
-from jaxserve.models.quantized import PROJECTIONS, QuantizedWeight, flat_shape
 from jaxserve.models.registry import abstract_model
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.weights.quantize import INT4_GROUP
-from pallas_kernels.quantized_codes import codes_a_row
+from jaxserve.weights.quantized_shapes import quantize_shapes
 
 PAGE_SIZE = 16
 
@@ -147,33 +144,6 @@ def scattered_pages(R: int, context: int) -> np.ndarray:
     pages = -(-context // PAGE_SIZE)
     order = 1 + np.random.default_rng(0).permutation(R * pages)
     return np.concatenate([order, np.zeros(pages)]).astype(np.int32).reshape(R + 1, pages)
-
-
-def quantize_shapes(described: nnx.Module, form: str, output_rows: bool = False) -> None:
-    """Replace the shapes of the blocks' matrices by those of codes, as quantized at load."""
-    for _, parameter in nnx.iter_graph(described):
-        if not isinstance(parameter, nnx.Param):
-            continue
-        contract = PROJECTIONS.get(parameter.get_metadata().get("axes"))
-        if contract is None:
-            continue
-        shape = parameter.get_value().shape
-        inputs, outputs = flat_shape(shape, contract)
-        rows, groups = inputs // codes_a_row(form), inputs // INT4_GROUP if form == "int4" else 1
-        code, scale = jnp.int8 if form == "int8" else jnp.uint8, jnp.float32
-        zeros = None
-        if form == "int4":
-            scale, zeros = jnp.bfloat16, jax.ShapeDtypeStruct((groups, outputs), jnp.uint8)
-        weight = QuantizedWeight(
-            jax.ShapeDtypeStruct((rows, outputs), code),
-            jax.ShapeDtypeStruct((groups, outputs), scale),
-            zeros,
-            None,
-            form,
-            inputs,
-            shape[contract:],
-        )
-        parameter.set_value(jax.eval_shape(with_output_rows, weight) if output_rows else weight)
 
 
 def step_call(

@@ -17,9 +17,6 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.experimental import topologies
-
 from scripts.gpu.launch_order import memory_micros, neighbours, order_faults, read_order
 from scripts.gpu.targets import Target
 
@@ -72,24 +69,6 @@ class Compiler:
     disassembles: bool = False
     orders: bool = False
 
-    @functools.cached_property
-    def device(self) -> Any:
-        """A description of the card that can be compiled for."""
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=self.target.description, topology="1x1x1"
-        )
-        return topology.devices[0]
-
-    @property
-    def mesh(self) -> Any:
-        """A mesh that names the card which kernels are traced for."""
-        described = jax.sharding.AbstractDevice(
-            device_kind=self.target.pallas_name,
-            num_cores=self.target.card.num_sms,
-            platform="gpu",
-        )
-        return jax.sharding.AbstractMesh((), (), abstract_device=described)
-
     def compile(
         self,
         function: Callable[..., Any],
@@ -103,17 +82,7 @@ class Compiler:
             donate: arguments that it takes over.
             keep_unused: give the program those arguments too that nothing in it reads.
         """
-        placed = jax.sharding.SingleDeviceSharding(self.device)
-        options: dict[str, Any] = {"donate_argnums": donate, "keep_unused": keep_unused}
-        if not shapes:  # then nothing else says where it runs
-            options["out_shardings"] = placed
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes
-        )
-        with jax.sharding.use_abstract_mesh(self.mesh):
-            traced = jax.jit(function, **options).trace(*shapes)
-            lowered = traced.lower(lowering_platforms=("cuda",))
-        return lowered.compile()
+        return self.target.lower(function, shapes, donate, keep_unused).compile()
 
     def row(
         self,

@@ -8,9 +8,11 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from scripts.gpu import models as gpu_models
@@ -213,6 +215,55 @@ def _step_by_step(setting: Setting, name: str) -> dict[str, Any]:
     return {**_rates_of(found), "note": note, "start": found["start"]}
 
 
+def _compile_ahead(settings: Run, card: str | None) -> str:
+    """Run `jaxserve compile` for a card as if it were not there; None for this process's device.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    words = [sys.executable, "-m", "jaxserve", "compile", str(settings["model"])]
+    words.append("--skip-tokenizer-init")
+    words += ["--device", card] if card else []
+    for name, value in settings.items():
+        if name != "model":
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+    environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
+    command = {"env": {**environment, **IN_CHECKOUT}, "stdout": subprocess.PIPE, "text": True}
+    done = subprocess.run(words, check=False, **command)
+    if done.returncode:
+        raise RuntimeError(f"jaxserve compile ended with {done.returncode}; see the log")
+    return done.stdout.splitlines()[-1]
+
+
+def _started_from_afar(setting: Setting, name: str) -> dict[str, Any]:
+    """Start an engine from programs that were compiled as for a card that is not there.
+
+    Whether a card loads such files only a card can show. Where it does not, the engine compiles
+    them anew, and serves. A dry run compiles for the CPU that it is on.
+    """
+    prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
+    card = None if setting.dry_run else jax.devices()[0].device_kind
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": 1}
+        if not setting.dry_run:
+            settings |= {"decode_sizes": [1, 256], "token_sizes": [1024, 8192]}
+        begun = time.monotonic()
+        made = _compile_ahead(settings, card)
+        took = time.monotonic() - begun
+        given = {"settings": settings, "prompts": prompts[:1], "outputs": outputs[:1], "rounds": 1}
+        found = result_of(start_engine(given))
+    return {
+        "verdict": "ok" if found["compiles"] == 0 else "WRONG",
+        "value": found["start"]["ready"],
+        "unit": "s until ready",
+        "note": f"compiled ahead in {took:.0f} s; compilations of the start: {found['compiles']}",
+        "made": made,
+        "start": found["start"],
+        "buckets": found["buckets"],
+    }
+
+
 def served(setting: Setting) -> Iterator[Item]:
     """Serve with the bundled model as the CPU does; then with models of real sizes."""
     yield "bundled model, 64 requests", lambda: _served_as_on_cpu(setting)
@@ -221,3 +272,4 @@ def served(setting: Setting) -> Iterator[Item]:
     for name in ("tiny",) if setting.dry_run else ("0.6b", "8b"):
         yield f"{name} started twice, 256 requests", lambda n=name: _started_twice(setting, n)
         yield f"{name} step by step, 256 requests", lambda n=name: _step_by_step(setting, n)
+        yield f"{name} from files made without it", lambda n=name: _started_from_afar(setting, n)

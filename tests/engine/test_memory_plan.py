@@ -24,7 +24,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Sampler
 from jaxserve.execution.start import cache_size
 from jaxserve.execution.start import device as device_module
-from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
+from jaxserve.execution.start.cache_size import CACHE_NOTES, CacheSize, temporary_bytes_of
 from jaxserve.execution.start.device import (
     DeviceMemory,
     named_device,
@@ -39,6 +39,7 @@ from jaxserve.execution.start.memory_plan import (
     plan_memory,
     temporary_bytes,
 )
+from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.machine import DriverCard, VisibleCard
 from jaxserve.models import ModelConfig, parse_model_config
@@ -341,6 +342,33 @@ def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
     again = [] if size.program else [(largest, pages)]
     assert asked[0][0] == largest and len([*asked, *again]) == compiled
     assert (size.program is not None) == (asked == [(largest, pages)])
+
+
+@pytest.mark.parametrize("needs", [1.0, 1.5])
+def test_a_card_takes_the_pages_that_programs_were_compiled_for_if_they_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: float
+) -> None:
+    limits = DeviceLimits("gpu", "", (8, 9))
+    start = start_of()
+    size = size_of(start)
+    size.config = replace(start.config, num_gpu_blocks_override=None)
+    estimate = temporary_bytes(start.model_config, start.compiler.dtype, Sizes(0.9, 8, 64), limits)
+    analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
+    program = SimpleNamespace(memory_analysis=lambda: analysis)
+    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
+    start.compiler.store = ProgramStore(tmp_path / "programs", {}, {})
+    monkeypatch.setattr(start.compiler, "step", lambda *_: program)
+    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
+    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    fitting = size.pages()
+    for noted, taken in ((0.95, 0.95), (1.0, 1.0), (1.01, 1.0), (0.8, 1.0)):
+        start.compiler.store.note({"pages": int(noted * fitting)}, CACHE_NOTES)
+        size.program = None
+        assert size.pages() == int(taken * fitting)
+    start.compiler.store.note({"pages": int(0.95 * fitting)}, CACHE_NOTES)
+    assert size.pages() == int(0.95 * fitting) and size.program is program
 
 
 def test_the_cache_is_made_once_all_is_compiled_on_a_gpu() -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from jaxserve.execution.buckets import Bucket, BucketSet
 from jaxserve.execution.start.bucket_plan import (
-    BUSY_SECONDS,
     BucketPlan,
     anchors,
     best_first,
+    busy_seconds,
     choose_sizes,
 )
 
 BUCKETS = BucketSet(32, 512)
 LEAST = (1, 32), (512,)
+BUSY = busy_seconds("cpu")
 
 
 def plan(seconds_a_token: float, fixed: float, compile_seconds: float) -> BucketPlan:
     seconds = {b: fixed + seconds_a_token * b.num_tokens for b in anchors(BUCKETS)}
-    return choose_sizes(BUCKETS, seconds, compile_seconds)
+    return choose_sizes(BUCKETS, seconds, compile_seconds, BUSY)
 
 
 def test_the_measured_buckets_span_both_kinds() -> None:
@@ -40,7 +41,7 @@ def test_sizes_that_take_equally_long_are_one() -> None:
     """As on a GPU: a few tokens more cost nothing, many do."""
     flat = plan(0.0, 1e-3, 0.1)
     assert (flat.decode_sizes, flat.token_sizes) == LEAST
-    some = plan(1e-6, 1e-3, BUSY_SECONDS / 300)
+    some = plan(1e-6, 1e-3, BUSY / 300)
     assert len(some.decode_sizes) < 4 < len(some.token_sizes) < 10
 
 
@@ -48,32 +49,53 @@ def test_a_size_goes_exactly_when_it_costs_more_than_it_saves() -> None:
     """Two sizes of each kind: leaving the smaller out makes its quarter of the work longer."""
     buckets = BucketSet(2, 2, (1, 2), (1, 2))
     seconds = {b: 1.0 + 0.5 * (b.num_tokens == 2) for b in buckets}
-    saved = BUSY_SECONDS / 4 * 0.5
-    assert choose_sizes(buckets, seconds, saved * 0.99).token_sizes == (1, 2)
-    assert choose_sizes(buckets, seconds, saved * 1.01).token_sizes == (2,)
-    assert choose_sizes(buckets, seconds, saved * 1.01).decode_sizes == (1, 2)
+    saved = BUSY / 4 * 0.5
+    assert choose_sizes(buckets, seconds, saved * 0.99, BUSY).token_sizes == (1, 2)
+    assert choose_sizes(buckets, seconds, saved * 1.01, BUSY).token_sizes == (2,)
+    assert choose_sizes(buckets, seconds, saved * 1.01, BUSY).decode_sizes == (1, 2)
 
 
 def test_what_was_dropped_counts_when_more_is_dropped() -> None:
     """The work of a size left out is padded further by each one that is left out after it."""
     buckets = BucketSet(3, 3, (3,), (1, 2, 3))
     seconds = {b: {1: 1.0, 2: 1.1, 3: 1.2}[b.num_tokens] for b in buckets}
-    share = BUSY_SECONDS / 6
+    share = BUSY / 6
     # Without 2 its work takes 1.2 / 1.1; without 1 too, that of 1 takes 1.2 in place of 1.
     for cost, kept in ((0.09, (1, 2, 3)), (0.095, (1, 3)), (0.19, (1, 3)), (0.21, (3,))):
-        assert choose_sizes(buckets, seconds, share * cost).token_sizes == kept, cost
+        assert choose_sizes(buckets, seconds, share * cost, BUSY).token_sizes == kept, cost
 
 
 def test_a_larger_step_measured_faster_is_noise() -> None:
     seconds = {b: 1.0 / b.num_tokens for b in anchors(BUCKETS)}
-    noisy = choose_sizes(BUCKETS, seconds, 0.1)
+    noisy = choose_sizes(BUCKETS, seconds, 0.1, BUSY)
     assert (noisy.decode_sizes, noisy.token_sizes) == LEAST
 
 
+def test_a_card_keeps_the_sizes_between_its_smallest_and_largest() -> None:
+    """With what an H200's launches of padding took, and with what programs of an 8B cost it."""
+    buckets = BucketSet(256, 8192, greedy_decode=True, num_steps=8)
+    small = {1: 1.99, 32: 1.73, 256: 2.31}, {16: 2.67, 512: 5.39, 8192: 19.42}
+    large = {1: 4.2, 32: 5.4, 256: 16.1}, {16: 6.0, 512: 12.0, 8192: 190.0}
+    kept: list[BucketPlan] = []
+    for (decode, tokens), cost in ((small, 3.0), (large, 5.0), (large, 25.0)):
+        seconds = {
+            bucket: (decode if bucket.decode_only else tokens)[bucket.num_tokens] / 1e3
+            for bucket in anchors(buckets)
+        }
+        kept.append(choose_sizes(buckets, seconds, cost, busy_seconds("gpu")))
+        short = choose_sizes(buckets, seconds, cost, busy_seconds("cpu"))
+        assert {*short.decode_sizes} <= {*kept[-1].decode_sizes}
+        assert {*short.token_sizes} < {*kept[-1].token_sizes}
+        assert len(kept[-1].decode_sizes) >= 4 and len(kept[-1].token_sizes) >= 8, str(kept[-1])
+    assert short.decode_sizes == (1, 32, 256)  # two minutes, at 25 s a program
+    assert {1, 2, 8, 16, 24, 32, 48, 64} <= {*kept[2].decode_sizes}
+    assert "saves that in 4 hours of work" in str(kept[0])
+
+
 def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
-    one = plan(1e-6, 1e-3, BUSY_SECONDS / 300)
+    one = plan(1e-6, 1e-3, BUSY / 300)
     assert str(BucketPlan.from_notes(one.notes())) == str(one)
-    assert "Left out: decode 2 4 16 24;" in str(one) and f"{BUSY_SECONDS / 300:.1f} s" in str(one)
+    assert "Left out: decode 2 4 16 24;" in str(one) and f"{BUSY / 300:.1f} s" in str(one)
     assert str(BucketPlan.of(BucketSet(2, 16))) == "buckets: decode 1 2; tokens 16"
     assert Bucket(1, 1, True) in BUCKETS
 

@@ -114,6 +114,43 @@ def test_another_machine_or_version_is_refused_by_name(
     assert run(store(folder, where=WHERE | {name: "other"}).get("one", never)) == [3, 4, 5, 6]
 
 
+def test_what_is_unknown_of_a_machine_differs_from_nothing(tmp_path: Path) -> None:
+    """Whoever compiles for a card that is not there does not know its driver."""
+    folder = tmp_path / "programs"
+    partly = store(folder, where=WHERE | {"cpu": None})
+    partly.get("one", lower)
+    partly.note({"pages": 7}, "cache")
+    for cpu in ("a", "b", None):
+        again = store(folder, where=WHERE | {"cpu": cpu})
+        assert run(again.get("one", never)) == [3, 4, 5, 6]
+        assert again.notes("cache") == {"pages": 7}
+    other = store(folder, where=WHERE | {"cpu": "b", "jaxlib": "2"})
+    assert other.find("one") is None and other.notes("cache") is None
+
+
+def test_programs_for_a_device_that_is_not_there_are_kept_and_not_loaded(tmp_path: Path) -> None:
+    away = ProgramStore(tmp_path / "programs", WHAT, WHERE, is_loadable=False)
+    for _ in range(2):
+        assert run(away.get("one", lower)) == [3, 4, 5, 6]
+        assert away.has("one") and away.find("one") is None
+    assert (away.num_built, away.num_loaded) == (2, 0)
+    assert run(store(tmp_path / "programs").get("one", never)) == [3, 4, 5, 6]
+
+
+def test_programs_for_another_device_are_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    what = {"model": "one", "device": "NVIDIA H100 PCIe", "threads": 0, "asked_sizes": [(1,), ()]}
+    store(tmp_path / "programs", what).get("one", lower)
+    assert not caplog.messages
+    for _ in range(2):
+        other = store(tmp_path / "programs", what | {"device": "NVIDIA H200"})
+        assert not other.has("one")
+        [refused] = caplog.messages  # once, when the folder is new
+        assert "they are for NVIDIA H100 PCIe (another device)" in refused
+    assert run(store(tmp_path / "programs", what).get("one", never)) == [3, 4, 5, 6]
+
+
 def test_other_settings_have_a_folder_of_their_own(folder: Path) -> None:
     other = store(folder, what={"model": "two"})
     assert run(other.get("one", lambda: lower(7.0))) == [7, 8, 9, 10]

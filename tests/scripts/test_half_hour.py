@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pallas_kernels.devices import find_card
-from scripts.gpu import half_hour, kernel_checks, report
+from scripts.gpu import half_hour, kernel_checks, report, serving
 from scripts.gpu.half_hour import STAGES, Stage
 from scripts.gpu.page import page
 from scripts.gpu.serving import compare
@@ -125,6 +125,14 @@ def test_every_stage_has_items(stage: Stage, monkeypatch: pytest.MonkeyPatch) ->
         counts.append(len(tasks))
     assert all(counts) or (stage.only == "8b (started|step)" and counts == [0, 2])
     assert stage.variant in ("", *VARIANTS)
+
+
+def test_an_engine_starts_from_what_another_process_compiled_ahead() -> None:
+    """On a card that process sees none; dry, it compiles for the CPU."""
+    items = dict(serving.served(Setting(True, {"parts": {}})))
+    found = items["tiny from files made without it"]()
+    assert found["verdict"] == "ok" and found["note"].endswith("compilations of the start: 0")
+    assert "programs compiled, 0 read" in found["made"] and found["value"] > 0
 
 
 def test_a_card_has_what_a_step_is_made_of_checked(monkeypatch: pytest.MonkeyPatch) -> None:

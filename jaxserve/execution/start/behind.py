@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, gain
 from jaxserve.execution.runner import Runner
-from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, best_first, choose_sizes
+from jaxserve.execution.start.bucket_plan import (
+    BucketPlan,
+    anchors,
+    best_first,
+    busy_seconds,
+    choose_sizes,
+)
 from jaxserve.execution.start.compiler import Compiler
 from jaxserve.execution.start.compiling_process import CompilingProcess
 from jaxserve.execution.start.memory_return import return_memory
@@ -146,7 +152,7 @@ class ProgramsBehind:
         compiled = self._compile_seconds
         # Where all came from files, other sizes may not be there: they cost what is usual.
         cost = sum(compiled) / len(compiled) if compiled else COMPILE_SECONDS
-        plan = choose_sizes(self._buckets, seconds, cost)
+        plan = choose_sizes(self._buckets, seconds, cost, busy_seconds("cpu"))
         self._missing = [program for program in self._missing if plan.has(program)]
         self._on_plan(plan)
 

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler
+from jaxserve.config import EngineConfig
+from jaxserve.execution.buckets import Bucket, BucketSet, Program, Sampler, default_steps
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-# Busy time in which a program must save more than it costs to compile.
-BUSY_SECONDS = 120.0
+# Busy seconds in which a program must save more than it costs to compile, by platform. A CPU is
+# often one of a laptop's, where whoever starts an engine waits for it and stops it soon. A card is
+# rented to serve for hours: there a program compiles in 1 to 25 s, and within two minutes of steps
+# of milliseconds nearly none would save that, so that a step of 9 rows would run as one of 256.
+_BUSY_SECONDS = {"cpu": 120.0, "gpu": 4 * 3600.0}
+
+
+def busy_seconds(platform: str) -> float:
+    """Return the busy time in which a program must save more than it costs to compile."""
+    return _BUSY_SECONDS["cpu" if platform == "cpu" else "gpu"]
+
+
+def buckets_of(
+    config: EngineConfig,
+    platform: str,
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None],
+    greedy_decode: bool,
+) -> BucketSet:
+    """Return the buckets of an engine.
+
+    Args:
+        config: resolved (see `EngineConfig.resolve`).
+        platform: of its device.
+        sizes: of decodes, and of other steps; None for the defaults.
+        greedy_decode: see `BucketSet`.
+    """
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    return BucketSet(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        *sizes,
+        greedy_decode,
+        config.num_scheduler_steps or default_steps(platform),
+        # On a GPU a second launch is not known to cost less than a conditional node.
+        split_sampler=platform == "cpu",
+    )
 
 
 @dataclass(frozen=True)
@@ -27,6 +62,7 @@ class BucketPlan:
         dropped: sizes of either kind that were candidates and are not worth their time.
         compile_seconds: of one program, by the clock while others compile too; 0 if unknown.
         step_seconds: label of a measured bucket -> seconds of its step that holds padding only.
+        busy_seconds: within which a program had to save its time; 0 if nothing was chosen.
     """
 
     decode_sizes: tuple[int, ...]
@@ -34,6 +70,7 @@ class BucketPlan:
     dropped: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     compile_seconds: float = 0.0
     step_seconds: Mapping[str, float] | None = None
+    busy_seconds: float = 0.0
 
     @classmethod
     def of(cls, buckets: BucketSet) -> BucketPlan:
@@ -51,6 +88,7 @@ class BucketPlan:
             (tuple(decode), tuple(tokens)),
             notes["compile_seconds"],
             notes["step_seconds"],
+            notes["busy_seconds"],
         )
 
     def has(self, program: Program) -> bool:
@@ -70,10 +108,17 @@ class BucketPlan:
             return text
         times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in self.step_seconds.items())
         left_out = f"decode {_listed(self.dropped[0])}; tokens {_listed(self.dropped[1])}"
+        busy = _duration(self.busy_seconds)
         return (
             f"{text}. Left out: {left_out}. A program compiles in {self.compile_seconds:.1f} s and "
-            f"is kept if it saves that in {BUSY_SECONDS:.0f} s of work; padding takes {times}"
+            f"is kept if it saves that in {busy} of work; padding takes {times}"
         )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the unit that people would say it in: 120 s, 4 hours."""
+    hours = seconds / 3600
+    return f"{hours:g} hour{'s' if hours > 1 else ''}" if hours >= 1 else f"{seconds:.0f} s"
 
 
 def _listed(sizes: tuple[int, ...]) -> str:
@@ -125,20 +170,24 @@ def _halving(ladder: list[Bucket]) -> list[Bucket]:
 
 
 def choose_sizes(
-    buckets: BucketSet, step_seconds: Mapping[Bucket, float], compile_seconds: float
+    buckets: BucketSet,
+    step_seconds: Mapping[Bucket, float],
+    compile_seconds: float,
+    busy_seconds: float,
 ) -> BucketPlan:
     """Leave out the sizes whose padding costs less than compiling them.
 
     The time of a step between two measured sizes is taken to lie on the line between them, and
     work is taken to be spread evenly: half of the busy time goes to decode steps, half to the
     others, and the same share of it to each candidate size. What the next larger size takes
-    longer, over that share of `BUSY_SECONDS`, is what leaving a size out costs.
+    longer, over that share of `busy_seconds`, is what leaving a size out costs.
 
     Args:
         buckets: the candidates; the largest of each kind is always kept, and the smallest decode
             step, which one request alone runs.
         step_seconds: of the buckets that `anchors` names.
         compile_seconds: of one program.
+        busy_seconds: see the function of this name.
     """
     kept: list[tuple[int, ...]] = []
     dropped: list[tuple[int, ...]] = []
@@ -147,23 +196,26 @@ def choose_sizes(
         measured = [size for size in ladder if ladder[size] in step_seconds]
         seconds = np.interp(sizes, measured, [step_seconds[ladder[size]] for size in measured])
         # A step of more never takes less; where it was measured so, that is noise.
-        mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds)
+        share = busy_seconds / 2 / len(seconds)
+        mask = _worth_keeping(np.maximum.accumulate(seconds), compile_seconds, share)
         mask[0] |= next(iter(ladder.values())).decode_only
         kept.append(tuple(sizes[mask].tolist()))
         dropped.append(tuple(sizes[~mask].tolist()))
     times = {str(bucket): step_seconds[bucket] for bucket in sorted(step_seconds)}
-    return BucketPlan(kept[0], kept[1], (dropped[0], dropped[1]), compile_seconds, times)
+    return BucketPlan(
+        *(kept[0], kept[1], (dropped[0], dropped[1])),
+        *(compile_seconds, times, busy_seconds),
+    )
 
 
 def _worth_keeping(
-    seconds: Float[np.ndarray, " n"], compile_seconds: float
+    seconds: Float[np.ndarray, " n"], compile_seconds: float, share: float
 ) -> Bool[np.ndarray, " n"]:
     """Drop the size of least loss, again and again, while it is below the gain."""
     kept = np.ones(len(seconds), bool)
 
     def loss(mask: Bool[np.ndarray, " n"]) -> float:
         padded = np.flatnonzero(mask)[np.cumsum(mask) - mask]
-        share = BUSY_SECONDS / 2 / len(seconds)
         return share * float((seconds[padded] / seconds - 1).sum())
 
     while kept[:-1].any():

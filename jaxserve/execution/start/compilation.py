@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 from jaxserve.config import EngineConfig, compiler_settings, cpu_threads
+from jaxserve.execution.start.autotuning import lay_down
+from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore, make_private
 from jaxserve.execution.typed_jax import devices
 from jaxserve.models import ModelConfig
@@ -40,24 +42,31 @@ _NOT_COMPILED = (
 def prepare_cache(directory: Path) -> Path | None:
     """Make ready what JAX keeps by itself; the folder for compiled programs, or None for none.
 
-    On a GPU, XLA keeps what it measured to choose its kernels. JAX couples that to its own cache of
-    programs, which is left empty: see ProgramStore. Where the user has set that cache up, it
-    stays, and takes the place of ours.
+    On a GPU, XLA keeps what it measured to choose its kernels, beside what comes with this package.
+    JAX couples that to its own cache of programs, which is left empty: see ProgramStore. Where the
+    user has set that cache up, it stays, and takes the place of ours.
     """
     kept = getattr(jax.config, "jax_compilation_cache_dir", None)
     autotuning = directory / "autotuning"
     if kept not in (None, str(autotuning)):
         _log.info("compiled programs are left to JAX's own cache in %s", kept)
         return None
-    if kept is None and target_device().is_gpu:
-        try:
-            make_private(autotuning)
-        except OSError as error:
-            _log.warning("autotuning results are not kept: %s", error)
-        else:
-            jax.config.update("jax_compilation_cache_dir", str(autotuning))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    device = target_device()
+    if kept is None and device.is_gpu:
+        keep_choices(device.kind, autotuning)
     return directory / "programs"
+
+
+def keep_choices(kind: str, autotuning: Path) -> None:
+    """Give XLA a folder for what it measures on a card of this kind, with what we have of it."""
+    try:
+        make_private(autotuning)
+    except OSError as error:
+        _log.warning("autotuning results are not kept: %s", error)
+        return
+    lay_down(kind, autotuning)
+    jax.config.update("jax_compilation_cache_dir", str(autotuning))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
 
 
 def open_store(
@@ -65,6 +74,7 @@ def open_store(
     config: EngineConfig,
     model_config: ModelConfig,
     leaves: list[jax.Array],
+    card: DescribedCard | None = None,
 ) -> ProgramStore:
     """Open the store of the programs of an engine's earlier starts.
 
@@ -72,7 +82,8 @@ def open_store(
         directory: where programs are kept, or None.
         config: resolved.
         model_config: of the model.
-        leaves: its arrays.
+        leaves: its arrays, or their shapes.
+        card: that the programs are for, if it is not JAX's device.
     """
     settings = {
         field.name: getattr(config, field.name)
@@ -84,22 +95,29 @@ def open_store(
         "model": repr(model_config),
         "leaves": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves],
         "asked_sizes": [config.decode_sizes, config.token_sizes],
-        "device": devices()[0].device_kind,
-        "threads": cpu_threads(),
+        "device": devices()[0].device_kind if card is None else card.card.name,
+        # Programs of a card leave its host nothing to do that depends on it.
+        "threads": cpu_threads() if card is None and devices()[0].platform == "cpu" else 0,
     }
-    return ProgramStore(directory, what, fingerprint())
+    return ProgramStore(directory, what, fingerprint(card), is_loadable=card is None)
 
 
-def fingerprint() -> dict[str, Any]:
-    """Return what compiled programs depend on besides settings: versions, machine, source."""
+def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
+    """Return what compiled programs depend on besides settings: versions, machine, source.
+
+    Args:
+        card: that is not there; of its machine only the card itself is known.
+    """
     device = devices()[0]
+    is_cpu = card is None and device.platform == "cpu"
+    name = f"{device.platform} {device.device_kind}" if card is None else f"gpu {card.card.name}"
     return {
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         "flax": metadata.version("flax"),
-        "device": f"{device.platform} {device.device_kind}",
-        "platform": device.client.platform_version,
-        "cpu": f"{_cpu_features()}, {cpu_threads()} threads",
+        "device": name,
+        "platform": device.client.platform_version if card is None else None,
+        "cpu": f"{_cpu_features()}, {cpu_threads()} threads" if is_cpu else None,
         "compiler_settings": compiler_settings()
         | {
             name: str(getattr(jax.config, name, None))

@@ -25,6 +25,7 @@ from jaxserve.execution.sampler_state import (
     null_load,
     set_allowed,
 )
+from jaxserve.execution.start.described_card import DescribedCard
 from jaxserve.execution.start.programs import ProgramStore
 from jaxserve.execution.state import DeviceState, StepOutput, kv_dtype, make_state
 from jaxserve.execution.step import choose_tokens, decode_steps, model_step, score_positions
@@ -62,7 +63,8 @@ class Compiler:
     Args:
         config: resolved (see `EngineConfig.resolve`).
         model_config: of the model.
-        model: with its weights placed, or shapes in their place until `place`.
+        model: with its weights placed, or shapes in their place until `place`, if ever.
+        card: that is not there, to compile for instead of JAX's device.
 
     Attributes:
         leaves: the model's arrays, in the order in which programs take them.
@@ -73,10 +75,17 @@ class Compiler:
 
     store: ProgramStore
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: Decoder) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: Decoder,
+        card: DescribedCard | None = None,
+    ) -> None:
+        self._card = card
         self.config = config
         self.model_config = model_config
-        dtype = self.dtype = np.dtype(model.norm.scale.dtype)
+        dtype = self.dtype = np.dtype(model.norm.scale.get_value().dtype)  # of a shape alone too
         self._logits = accumulator(dtype)
         self._graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         leaves, self._treedef = jax.tree.flatten(state)
@@ -156,20 +165,28 @@ class Compiler:
 
     def find(self, program: Program, num_pages: int) -> Compiled | None:
         """Load a launch or a sampler from a file; None where it must be compiled."""
-        return self.store.find(_name(program, num_pages))
+        return self.store.find(program_name(program, num_pages))
 
     def has(self, program: Program, num_pages: int) -> bool:
         """Return whether `find` would find a file."""
-        return self.store.has(_name(program, num_pages))
+        return self.store.has(program_name(program, num_pages))
 
     def step(self, bucket: Bucket, num_pages: int) -> Compiled:
         """Compile the launches of a bucket, over a cache of so many pages."""
-        name = _name(bucket, num_pages)
+        name = program_name(bucket, num_pages)
         return self.store.get(name, partial(self._lower_step, bucket, num_pages))
 
     def _lower_step(self, bucket: Bucket, num_pages: int) -> Lowered:
         run, arguments = self.step_call(bucket, num_pages)
-        return jax.jit(run, donate_argnums=1).lower(*arguments)
+        return self._lower(run, *arguments, donate=1)
+
+    def _lower(
+        self, function: Callable[..., Any], *arguments: Any, donate: int | tuple[int, ...] = ()
+    ) -> Lowered:
+        """Lower a function of arrays, or of their shapes; of those it donates some."""
+        if self._card is not None:
+            return self._card.lower(function, arguments, donate)
+        return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
     def step_call(
         self, bucket: Bucket, num_pages: int
@@ -211,9 +228,9 @@ class Compiler:
             words = jax.ShapeDtypeStruct((rows_size(most),), np.int32)
             logits = jax.ShapeDtypeStruct((most, self.model_config.vocab_size), self._logits)
             arguments = (state.last_token, state.sampler, logits, words)
-            return jax.jit(run, donate_argnums=(0, 1)).lower(*arguments)
+            return self._lower(run, *arguments, donate=(0, 1))
 
-        return self.store.get(_name(sampler, 0), lower)
+        return self.store.get(program_name(sampler, 0), lower)
 
     def score(self, bucket: Bucket) -> Compiled:
         """Compile what scores the prompts of a bucket's steps."""
@@ -236,7 +253,7 @@ class Compiler:
                 hidden=shape((bucket.num_tokens, config.hidden_size), self.dtype),
             )
             with product_precision(self.config.float32_matmul_precision, self.dtype):
-                return jax.jit(run).lower(self.leaves, output, self.null_batch(bucket))
+                return self._lower(run, self.leaves, output, self.null_batch(bucket))
 
         rows, config = bucket.num_rows, self.model_config
         return self.store.get(f"score, {bucket}", lower)
@@ -244,21 +261,17 @@ class Compiler:
     def make_state(self, num_pages: int) -> Compiled:
         """Compile the maker of an empty device state."""
         make = self.state_maker(num_pages)
-        return self.store.get(f"state, {num_pages} pages", lambda: jax.jit(make).lower())
+        return self.store.get(f"state, {num_pages} pages", lambda: self._lower(make))
 
     def load_slot(self) -> Compiled:
         """Compile what writes a request's settings into the sampler's state."""
         load, shapes = self.null_load(), self.sampler_shapes()
-        return self.store.get(
-            "load slot", lambda: jax.jit(load_slot, donate_argnums=0).lower(shapes, load)
-        )
+        return self.store.get("load slot", lambda: self._lower(load_slot, shapes, load, donate=0))
 
     def set_rows(self) -> Compiled:
         """Compile what replaces whole rows of the page table."""
         table, rows = self.table_shape(), self.null_rows()
-        return self.store.get(
-            "set rows", lambda: jax.jit(set_rows, donate_argnums=0).lower(table, *rows)
-        )
+        return self.store.get("set rows", lambda: self._lower(set_rows, table, *rows, donate=0))
 
     def set_allowed(self, count: int) -> Compiled:
         """Compile what replaces the masks of so many slots in the sampler's state."""
@@ -267,7 +280,7 @@ class Compiler:
         slots = jax.ShapeDtypeStruct((count,), np.int32)
         return self.store.get(
             f"set allowed, {count}",
-            lambda: jax.jit(set_allowed, donate_argnums=0).lower(shapes, slots, words),
+            lambda: self._lower(set_allowed, shapes, slots, words, donate=0),
         )
 
 
@@ -276,7 +289,8 @@ def _slot_table(config: EngineConfig) -> SlotTable:
     return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
 
 
-def _name(program: Program, num_pages: int) -> str:
+def program_name(program: Program, num_pages: int) -> str:
+    """Return the name of a launch or a sampler in the store; over a cache of so many pages."""
     if isinstance(program, Sampler):
         return str(program)
     apart = ", sampler apart" if program.keeps_logits else ""

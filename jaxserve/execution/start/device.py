@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 
 import jax
 from jax._src import xla_bridge
@@ -138,8 +140,24 @@ def open_device(memory: DeviceMemory, budget: int) -> None:
     if memory.card is None:
         start_jax()
         return
+    importing_kernels(memory.limits)
     preallocate = not memory.limits.shares_host_memory
     with claimed(memory.card, budget / max(memory.total, 1), preallocate):
         platform = start_jax()
     if platform != "cpu":
         _log.info("%s: JAX may take %.1f GiB (GPU %s)", memory, budget / GIB, memory.card.setting)
+
+
+def importing_kernels(limits: DeviceLimits) -> threading.Thread | None:
+    """Import Pallas and its kernels for a card in a thread that needs not be waited for.
+
+    It takes about a second, which the first program would spend while others wait, and weights are
+    read in the meantime.
+    """
+    if not limits.runs_triton:
+        return None
+    name = "hopper_ragged" if limits.has_wgmma else "triton_ragged"
+    module = f"pallas_kernels.gpu.{name}"
+    thread = threading.Thread(target=import_module, args=(module,), name="imports", daemon=True)
+    thread.start()
+    return thread

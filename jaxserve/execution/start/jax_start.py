@@ -181,6 +181,14 @@ def remedy(parts: CudaParts) -> str:
     return _pip("cuda13" if is_new else "cuda12", parts)
 
 
+def plugin_remedy(parts: CudaParts) -> str | None:
+    """Say how to get a plugin that compiles for cards which are not there; None where one is."""
+    misfits = _misfits(parts)
+    if len(misfits) < len(parts.plugins):
+        return None
+    return f"{'; '.join(misfits) or 'it is not installed'}; {_pip('cuda13', parts)}"
+
+
 def _misfits(parts: CudaParts) -> list[str]:
     """Say which plugins JAX refuses: by the numbers that their versions begin with."""
     return [

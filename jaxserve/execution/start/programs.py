@@ -49,6 +49,9 @@ class ProgramStore:
 
     An object has the machine code of the kernels of `pallas_kernels.cpu.ffi` that it calls.
 
+    What is None in a fingerprint is unknown, and differs from nothing: what compiles for a card
+    that is not there cannot say everything of its machine.
+
     JAX's own cache is not used for these programs: on CPU, what comes out of it cannot be
     serialized again (its functions are not found when it runs, jaxlib 0.10.2).
 
@@ -56,6 +59,7 @@ class ProgramStore:
         directory: None keeps nothing; made if missing.
         what: what the programs are for, as JSON values: it names their folder.
         where: what they were compiled on and from; programs with another are refused.
+        is_loadable: whether what is compiled can be loaded here, and not only kept.
 
     Attributes:
         directory, what, where: likewise.
@@ -66,9 +70,14 @@ class ProgramStore:
     """
 
     def __init__(
-        self, directory: Path | None, what: Mapping[str, Any], where: Mapping[str, Any]
+        self,
+        directory: Path | None,
+        what: Mapping[str, Any],
+        where: Mapping[str, Any],
+        is_loadable: bool = True,
     ) -> None:
         self.directory, self.what = directory, what
+        self.is_loadable = is_loadable
         self.num_loaded = self.num_built = 0
         self.timeline = Timeline()
         self.seconds = {"load": 0.0, "trace": 0.0, "compile": 0.0}
@@ -87,10 +96,29 @@ class ProgramStore:
             self._warn("compiled programs are not kept: %s", error)
         else:
             self.folder = folder
+            self._name_settings()
 
     def __str__(self) -> str:
         where = "nowhere: nothing is kept" if self.folder is None else self.folder
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {where}"
+
+    def _name_settings(self) -> None:
+        """Say in the folder what it is for; where it is new, name one for another device."""
+        assert self.folder is not None
+        if (self.folder / "what").exists():
+            return
+        content = json.dumps(self.what, sort_keys=True).encode()
+        ours: dict[str, Any] = json.loads(content)  # a tuple is a list there
+        for other in sorted(self.folder.parent.iterdir()):
+            read = self._read(other / "what") if (other / "what").exists() else None
+            what: dict[str, Any] = {} if read is None else json.loads(read)
+            names = {name for name in {*what, *ours} if what.get(name) != ours.get(name)}
+            if what and "device" in names and "model" not in names:
+                self._warn(
+                    "programs in %s are refused: they are for %s (another %s)",
+                    *(other, what["device"], ", ".join(sorted(names))),
+                )
+        self._write(self.folder / "what", {"name": "what"}, content)
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
         """Return the program of this name; `lower` traces it where no file has it. Thread-safe."""
@@ -102,11 +130,13 @@ class ProgramStore:
         if program is not None:
             return program
         lowered = self._trace(lower, name)
-        key = _object_key(lowered, self.where)
+        # What XLA made of it says no more, and is twenty times as long where a program is large.
+        kernels = _kernels(lowered.as_text())
+        key = _object_key(lowered, kernels, self.where)
         program = None if key == found else self._load(self._objects / key, name)
         if program is None:
             program = self._compile(lowered, name)
-            self._keep(self._objects / key, program)
+            self._keep(self._objects / key, program, kernels)
         content = json.dumps({"where": self.where, "object": key}).encode()
         self._write(entry, {"name": name}, content)
         return program
@@ -125,19 +155,19 @@ class ProgramStore:
         found = self._named_object(self.folder / _file_name(name))
         return None if found is None else self._load(self._objects / found, name)
 
-    def notes(self) -> dict[str, Any] | None:
+    def notes(self, name: str = "notes") -> dict[str, Any] | None:
         """Return what `note` kept for this start; None where there is nothing that can be used."""
         if self.folder is None:
             return None
-        read = self._read(self.folder / "notes")
+        read = self._read(self.folder / name)
         kept = None if read is None else json.loads(read)
-        return kept["notes"] if kept is not None and kept["where"] == self.where else None
+        return None if kept is None or self._differs(kept["where"]) else kept["notes"]
 
-    def note(self, notes: Mapping[str, Any]) -> None:
-        """Keep JSON values that were measured on this machine."""
+    def note(self, notes: Mapping[str, Any], name: str = "notes") -> None:
+        """Keep JSON values that later starts are to have, in a file of this name."""
         if self.folder is not None:
             content = json.dumps({"where": self.where, "notes": notes}).encode()
-            self._write(self.folder / "notes", {"name": "notes"}, content)
+            self._write(self.folder / name, {"name": name}, content)
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
         with self._timed("trace", name):
@@ -171,9 +201,9 @@ class ProgramStore:
         except (ValueError, KeyError, TypeError) as error:
             self._warn("%s cannot be used and is made anew: %s", entry, error)
             return None
-        if where == self.where:
+        names = self._differs(where)
+        if not names:
             return key
-        names = sorted(n for n in {*where, *self.where} if where.get(n) != self.where.get(n))
         self._warn(
             "programs in %s are refused: they were compiled with another %s; they are traced again",
             entry.parent,
@@ -181,7 +211,14 @@ class ProgramStore:
         )
         return None
 
+    def _differs(self, where: Mapping[str, Any]) -> list[str]:
+        """Return the names by which a fingerprint is another than this start's."""
+        pairs = {name: (where.get(name), self.where.get(name)) for name in {*where, *self.where}}
+        return sorted(name for name, (a, b) in pairs.items() if a != b and None not in (a, b))
+
     def _load(self, path: Path, name: str) -> Compiled | None:
+        if not self.is_loadable:
+            return None
         with self._timed("load", name):
             content = self._read(path)
             if content is None:
@@ -203,9 +240,8 @@ class ProgramStore:
             self.num_loaded += 1
         return program
 
-    def _keep(self, path: Path, program: Compiled) -> None:
+    def _keep(self, path: Path, program: Compiled, kernels: dict[str, bytes]) -> None:
         try:
-            kernels = _kernels(program.as_text() or "")
             content = pickle.dumps((*serialize_executable.serialize(program), kernels))
         except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
             self._warn("a program cannot be kept: %s", error)
@@ -332,9 +368,9 @@ def _kernels(program: str) -> dict[str, bytes]:
     return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
 
 
-def _object_key(lowered: Lowered, where: Mapping[str, Any]) -> str:
+def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[str, Any]) -> str:
     """Hash XLA's input, the machine and the versions, but not the source that was traced."""
     given = {name: value for name, value in where.items() if name != "source"}
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
-    kernels = {name: _digest(code) for name, code in _kernels(text).items()}
-    return _digest((_FORM + json.dumps([given, kernels], sort_keys=True) + trees + text).encode())
+    codes = {name: _digest(code) for name, code in kernels.items()}
+    return _digest((_FORM + json.dumps([given, codes], sort_keys=True) + trees + text).encode())

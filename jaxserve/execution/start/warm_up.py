@@ -14,10 +14,16 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig, cpu_threads
-from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, default_steps, few_sizes
+from jaxserve.execution.buckets import Bucket, BucketSet, Sampler, few_sizes
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
 from jaxserve.execution.start.behind import COMPILE_SECONDS, ProgramsBehind
-from jaxserve.execution.start.bucket_plan import BucketPlan, anchors, choose_sizes
+from jaxserve.execution.start.bucket_plan import (
+    BucketPlan,
+    anchors,
+    buckets_of,
+    busy_seconds,
+    choose_sizes,
+)
 from jaxserve.execution.start.cache_size import CacheSize, temporary_bytes_of
 from jaxserve.execution.start.compilation import open_store
 from jaxserve.execution.start.compiler import Compiler
@@ -103,13 +109,12 @@ class WarmUp:
         timeline: Timeline | None = None,
     ) -> None:
         device = target_device()
-        platform = device.platform
+        self._platform = platform = device.platform
         self.config = config
         self.model_config = model_config
         # On a GPU, XLA tries kernels on arrays of a weight's size while it compiles: the cache must
         # not have taken their memory yet.
         self._compile_first = platform != "cpu"
-        self._num_steps = config.num_scheduler_steps or default_steps(platform)
         self._greedy_decode = device.is_gpu if greedy_decode is None else greedy_decode
         self.buckets = self._make_buckets(config.decode_sizes, config.token_sizes)
         self._counter = CompileCounter()
@@ -143,17 +148,8 @@ class WarmUp:
     def _make_buckets(
         self, decode_sizes: Sequence[int] | None, token_sizes: Sequence[int] | None
     ) -> BucketSet:
-        assert self.config.max_num_seqs and self.config.max_num_batched_tokens
-        return BucketSet(
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            decode_sizes,
-            token_sizes,
-            self._greedy_decode,
-            self._num_steps,
-            # On a GPU a second launch is not known to cost less than a conditional node.
-            split_sampler=not self._compile_first,
-        )
+        sizes = decode_sizes, token_sizes
+        return buckets_of(self.config, self._platform, sizes, self._greedy_decode)
 
     def begin(self) -> None:
         """Start to compile what the first answer needs, while the weights are read. Idempotent."""
@@ -365,7 +361,8 @@ class WarmUp:
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
-            plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost)
+            busy = busy_seconds(target_device().platform)
+            plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost, busy)
             store.note(plan.notes())
             self._take(plan)
         kept = set(self.buckets)

@@ -25,7 +25,7 @@ def main() -> int:
     compiler = Compiler(Target.of(card), Dumps(folder / "xla", folder / "mosaic"))
     ran: dict[str, set[str]] = {}
     for number, name in enumerate(sys.argv[4:]):
-        traced = StepProgram(setup, name).trace(compiler.mesh)
+        traced = StepProgram(setup, name).trace(compiler.target.mesh)
         compiler.dumps.clear()
         with noting_functions(ran):
             # An argument is there whether or not a program reads it, so that all take the same.

@@ -1,0 +1,102 @@
+"""Programs of a model for a card that is not there, compiled from shapes: no weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig, user_cache_dir
+from jaxserve.engine.loading import choose_quantization, placed_dtype, resolved_config
+from jaxserve.engine.source import Source, find_source
+from jaxserve.errors import InvalidRequest, UnsupportedModel
+from jaxserve.execution.start.autotuning import read_choices
+from jaxserve.execution.start.compilation import keep_choices
+from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.execution.start.for_card import (
+    CardPrograms,
+    CardProgramsReport,
+    OnProgram,
+    card_memory,
+    start_card_compiler,
+)
+from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
+from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.weights.quantized_shapes import quantize_shapes
+
+
+def compile_for_card(
+    config: EngineConfig, name: str, on_program: OnProgram, root: Path = Path("/")
+) -> CardProgramsReport:
+    """Compile the programs that an engine runs on a card, and keep them in the compilation cache.
+
+    Args:
+        config: names the model, and what a start on the card will have set.
+        name: of the card, as `find_card` takes it.
+        on_program: called as programs get there.
+        root: of the files by which a driver is found.
+
+    Raises:
+        ValueError: there is no such card, or it cannot be compiled for.
+        DeviceError: the plugin that compiles for cards is not installed, or does not start.
+        InvalidRequest, UnsupportedModel: the model does not fit, or its shapes are not known
+            before its weights are read.
+    """
+    card = DescribedCard.of(name)
+    cache = config.compilation_cache_dir
+    cache = user_cache_dir() if cache == "auto" else cache
+    if cache in (None, "none"):
+        raise InvalidRequest(
+            "compilation_cache_dir: programs for a card that is not there are only of use where "
+            "they are kept; allowed: a folder",
+            "compilation_cache_dir",
+        )
+    source = find_source(config, config_only=True)
+    dtype = placed_dtype(config, source, card.card.limits)
+    form = _form(config, source)
+    memory = card_memory(card)
+    weights = Weights(source.model_config, dtype)
+    plan = plan_memory(config, weights, form, memory)
+    if not plan.fits:
+        raise InvalidRequest(refusal(config, weights, plan, memory), "gpu_memory_utilization")
+    sizes = plan.sizes.seqs, plan.sizes.tokens
+    start_card_compiler(card, root)
+    config = resolved_config(config, source, card.card.limits, sizes)
+    assert config.max_model_len is not None
+    model_config = source.model_config.for_length(config.max_model_len)
+    directory = Path(cache)
+    num_choices = len(read_choices(card.card.name))
+    keep_choices(card.card.name, directory / "autotuning")
+    model = _shapes(model_config, dtype, form, card)
+    programs = CardPrograms(config, model_config, model, card, directory / "programs")
+    return programs.compile(num_choices, on_program)
+
+
+def _form(config: EngineConfig, source: Source) -> str | None:
+    """Return what the weights are quantized to as they are loaded.
+
+    Raises:
+        UnsupportedModel: they are stored quantized, or experts are to be.
+    """
+    model_config = source.model_config
+    made: Any = None if config.load_format == "dummy" else source.fixed_quantization
+    form = choose_quantization(config.quantization, model_config) or made
+    allowed = "allowed: weights in full, also with --quantization where there are no experts"
+    if model_config.quantization is not None:
+        method = model_config.quantization.method
+        raise UnsupportedModel(
+            f"device: the checkpoint's weights are {method!r}, whose shapes only its files say; "
+            f"{allowed}"
+        )
+    if form is not None and model_config.experts is not None:
+        raise UnsupportedModel(f"device: experts are quantized to {form}; {allowed}")
+    return form
+
+
+def _shapes(
+    model_config: ModelConfig, dtype: Any, form: str | None, card: DescribedCard
+) -> Decoder:
+    """Describe the model as it is placed on the card."""
+    model = abstract_model(model_config, dtype)
+    if form is not None:
+        quantize_shapes(model, form, output_rows=not card.card.limits.runs_triton)
+    return model

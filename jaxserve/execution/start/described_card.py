@@ -1,0 +1,190 @@
+# pyright: reportUnknownMemberType=false
+"""DescribedCard: a card that is not there, as XLA's compiler and Pallas take it.
+
+XLA compiles for a card that is not there from a description of it, Pallas for a name that it has.
+What comes out is what the card's own machine would compile, but that nothing is timed there: XLA
+takes the choices that it finds in files (see `autotuning`), and its cost model's for the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.stages import Lowered
+
+from pallas_kernels.devices import GIB, KIB, Capability, Card, find_card
+
+
+@dataclasses.dataclass(frozen=True)
+class Class:
+    """Class of cards: numbers for XLA's cost model, and a name that Pallas has.
+
+    Attributes:
+        pallas_name: a card of this capability in the table of Pallas's Triton backend.
+        threads: most threads of a multiprocessor.
+        cache: MiB of the second-level cache, of the largest card.
+        clock: GHz.
+    """
+
+    pallas_name: str
+    threads: int
+    cache: int
+    clock: float
+
+
+CLASSES: Mapping[Capability, Class] = MappingProxyType(
+    {
+        (7, 5): Class("Tesla T4", 1024, 4, 1.59),
+        (8, 0): Class("NVIDIA A100", 2048, 40, 1.41),
+        (8, 6): Class("NVIDIA A10", 1536, 6, 1.7),
+        (8, 9): Class("NVIDIA L4", 1536, 72, 2.52),
+        (9, 0): Class("NVIDIA H200", 2048, 60, 1.98),
+        (10, 0): Class("NVIDIA B200", 2048, 126, 1.96),
+        (10, 3): Class("NVIDIA B300", 2048, 126, 1.92),
+        (11, 0): Class("NVIDIA Thor", 1536, 32, 1.57),
+        (12, 0): Class("NVIDIA RTX PRO 6000", 1536, 96, 2.41),
+        (12, 1): Class("NVIDIA GB10", 1536, 24, 2.4),
+    }
+)
+ACCELERATED = frozenset({(9, 0), (10, 0), (10, 3), (11, 0)})
+"""Capabilities with instructions of their own (sm_90a): without them LLVM ends the process."""
+
+DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {sms}
+  fpus_per_core: {lanes}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock}
+  device_memory_size: {memory} shared_memory_per_block_optin: {shared}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+MEASURED_BANDWIDTH: Mapping[str, float] = MappingProxyType({"NVIDIA H200": 4814e9})
+"""Bytes a second by memory clock and bus width, where a driver was asked. XLA's choices lie in a
+folder named by a hash of this number, beside others that the classes have right."""
+RESERVED = GIB
+"""Bytes of a card's memory that its driver and a process's context are taken to hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedCard:
+    """A card to compile for.
+
+    Attributes:
+        card: of the table.
+    """
+
+    card: Card
+
+    @classmethod
+    def of(cls, name: str) -> DescribedCard:
+        """Describe a card by any name of `find_card`.
+
+        Raises:
+            ValueError: the table has no such card, or the compiler does not know its class.
+        """
+        card = find_card(name)
+        if card.capability not in CLASSES:
+            allowed = ", ".join(".".join(map(str, capability)) for capability in CLASSES)
+            raise ValueError(f"{card.limits} is not compiled for; allowed: capability {allowed}")
+        return cls(card)
+
+    @property
+    def pallas_name(self) -> str:
+        """A name of the same capability that Pallas has."""
+        return CLASSES[self.card.capability].pallas_name
+
+    @property
+    def arch(self) -> str:
+        """The name that ptxas has for it."""
+        major, minor = self.card.capability
+        return f"sm_{major}{minor}{'a' if self.card.capability in ACCELERATED else ''}"
+
+    @property
+    def description(self) -> str:
+        """The card as a GpuTargetConfigProto in text."""
+        card, (major, minor) = self.card, self.card.capability
+        shared, group = card.limits.shared_memory, CLASSES[card.capability]
+        return DESCRIPTION.format(
+            # From 8.0 on the system keeps a KiB of each block's.
+            shared_core=shared + (KIB if major >= 8 else 0),
+            threads=group.threads,
+            sms=card.num_sms,
+            lanes=64 if card.capability in ((7, 5), (8, 0)) else 128,
+            bandwidth=int(MEASURED_BANDWIDTH.get(card.name, card.bandwidth)),
+            cache=group.cache * KIB * KIB,
+            clock=group.clock,
+            memory=card.memory,
+            shared=shared,
+            major=major,
+            minor=minor,
+            features="ACCELERATED_FEATURES" if card.capability in ACCELERATED else "NONE",
+            name=card.name,
+        )
+
+    @functools.cached_property
+    def device(self) -> Any:
+        """The card as something of JAX's that can be compiled for; nothing can be put there.
+
+        Raises:
+            RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
+        """
+        topology: Any = topologies.get_topology_desc(
+            platform="cuda", target_config=self.description, topology="1x1x1"
+        )
+        return topology.devices[0]
+
+    @property
+    def mesh(self) -> Any:
+        """A mesh that names the card which programs are traced for."""
+        described = jax.sharding.AbstractDevice(
+            device_kind=self.pallas_name, num_cores=self.card.num_sms, platform="gpu"
+        )
+        return jax.sharding.AbstractMesh((), (), abstract_device=described)
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Return a context in which programs are traced for the card, in the thread that enters."""
+        return jax.sharding.use_abstract_mesh(self.mesh)
+
+    def lower(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donate: int | tuple[int, ...] = (),
+        keep_unused: bool = False,
+    ) -> Lowered:
+        """Lower a function of arrays, or of their shapes, to what XLA compiles for the card.
+
+        Args:
+            donate: numbers of arguments that it takes over.
+            keep_unused: give the program those arguments too that nothing in it reads.
+        """
+        placed = jax.sharding.SingleDeviceSharding(self.device)
+        options: dict[str, Any] = {"donate_argnums": donate, "keep_unused": keep_unused}
+        if not arguments:  # then nothing else says where it runs
+            options["out_shardings"] = placed
+
+        def place(array: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+
+        shapes: Any = jax.tree.map(place, arguments)
+        with self.tracing():
+            traced = jax.jit(function, **options).trace(*shapes)
+            return traced.lower(lowering_platforms=("cuda",))

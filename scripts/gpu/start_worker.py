@@ -1,0 +1,100 @@
+"""Worker that compiles an engine's programs for a card which is not there, and times each part.
+
+Runs inside the environment that ``start_table.py`` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.start.autotuning import read_choices
+from jaxserve.execution.start.compilation import keep_choices
+from jaxserve.execution.start.described_card import DescribedCard
+from jaxserve.execution.start.device import importing_kernels
+from jaxserve.execution.start.for_card import CardPrograms
+from jaxserve.models import abstract_model, parse_model_config
+from scripts.gpu.models import MODELS
+
+PARTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
+    "/jax/core/compile/backend_compile_duration": "compile_s",
+}
+"""Parts of a compilation by JAX's names of them."""
+
+
+class Clock:
+    """Seconds of the parts of compilations, as JAX reports them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.reset()
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PARTS.values(), 0.0)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event in PARTS:
+            self.seconds[PARTS[event]] += seconds
+
+
+def main() -> int:
+    name, model, rows, tokens, first, out = sys.argv[1:]
+    card, clock = DescribedCard.of(name), Clock()
+    if (importing := importing_kernels(card.card.limits)) is not None:
+        importing.join()  # in a start it imports while weights are read
+    imports = time.process_time()
+    began = time.perf_counter()
+    model_config = parse_model_config(MODELS[model].config())
+    described = abstract_model(model_config, jnp.bfloat16)
+    sizes = int(rows), int(tokens)
+    config = EngineConfig().resolve("gpu", model_config.context_length, sizes)
+    assert config.max_model_len is not None
+    with tempfile.TemporaryDirectory() as work:
+        folder = pathlib.Path(work)
+        keep_choices(name, folder / "autotuning")
+        engine = CardPrograms(
+            config, model_config.for_length(config.max_model_len), described, card, folder / "kept"
+        )
+        shapes = time.perf_counter() - began
+        pages = engine.estimated_pages()
+        programs: list[dict[str, Any]] = []
+        for label, compile_it in list(engine.programs(pages))[: int(first) or None]:
+            clock.reset()
+            began, spent = time.perf_counter(), time.process_time()
+            with card.tracing():
+                compiled = compile_it()
+            seconds = {part: round(value, 3) for part, value in clock.seconds.items()}
+            whole = time.perf_counter() - began
+            size = sum(path.stat().st_size for path in (folder / "kept/objects").iterdir())
+            size -= sum(program["bytes"] for program in programs)
+            programs.append(
+                {
+                    "name": label.replace(f", {pages} pages", ""),
+                    **seconds,
+                    "seconds": round(whole, 3),
+                    "python_s": round(whole - clock.seconds["compile_s"], 3),
+                    "cpu_s": round(time.process_time() - spent, 3),
+                    "temp_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
+                    "bytes": size,
+                }
+            )
+            print(programs[-1], file=sys.stderr, flush=True)
+    about = {"pages": pages, "choices": len(read_choices(name))}
+    report = {"about": about, "imports_s": imports, "shapes_s": shapes, "programs": programs}
+    pathlib.Path(out).write_text(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

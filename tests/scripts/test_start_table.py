@@ -1,0 +1,52 @@
+"""A start's programs, compiled for a card that is not there, and the seconds of their parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu import start_table
+
+PARTS = {"trace_s": 1.0, "lower_s": 0.5, "compile_s": 9.0}
+PROGRAM = {"name": "32 tokens, 4 rows", **PARTS, "python_s": 2.5, "bytes": 2_500_000}
+ABOUT = {
+    "command": "python -m scripts.gpu.start_table",
+    "date": "2026-11-26",
+    "cores": "2 cores",
+    "model": "8b",
+    "card": "NVIDIA H200",
+    "rows": 4,
+    "tokens": 32,
+    "pages": 7,
+    "choices": 632,
+}
+
+
+def test_goals_are_of_the_largest_step_alone() -> None:
+    small = PROGRAM | {"name": "load slot", "trace_s": 9.0}
+    report = {"about": ABOUT, "programs": [PROGRAM, small], "imports_s": 2.0, "shapes_s": 0.1}
+    assert start_table.faults(report) == ["32 tokens, 4 rows: trace_and_lower_s is 1.50; goal: 0.7"]
+    text = start_table.table(report)
+    assert "| 32 tokens, 4 rows | 1.00 | 0.50 | 9.00 | 2.5 |" in text
+    assert "| all 2 | 10.0 | 1.0 | 18.0 | 5 |" in text and "632 choices" in text
+
+
+def test_programs_of_a_start_are_compiled_and_kept_without_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_compiler: Path
+) -> None:
+    command = ["start_table", "--env", str(offline_compiler.parents[1]), "--model", "tiny"]
+    command += ["--rows", "1", "--tokens", "16", "--first", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert start_table.main() == 0
+    report = json.loads((tmp_path / "start_tiny.json").read_text())
+    assert [p["name"] for p in report["programs"]] == [
+        *("16 tokens, 1 rows", "greedy decode 1, up to 8 steps")
+    ]
+    for program in report["programs"]:
+        assert min(program["bytes"], *(program[part] for part in PARTS)) > 0
+        assert program["python_s"] < program["seconds"]
+    assert report["about"]["choices"] > 600
+    assert "greedy decode 1, up to 8 steps" in (tmp_path / "start_tiny.md").read_text()
