@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import device_limit
 
 _log = logging.getLogger(__name__)
+# Bytes of a checkpoint that take a second to read from a disk.
+_LONG_READ = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -307,14 +310,23 @@ def _expected(
 ) -> Decoder | None:
     """Return what `_model` will, without weights; None where the files alone can say, and on a GPU.
 
-    There XLA measures kernels while it compiles, and nothing else may run on the device.
+    There XLA measures kernels while it compiles, and nothing else may run on the device. Small
+    models are read first: tracing, which holds Python's lock, would delay that more than it gains.
     """
     form = choose_quantization(config.quantization, model_config)
     is_plain = form is None and model_config.quantization is None and config.kv_cache_dtype != "fp8"
-    is_read = config.load_format == "dummy" or isinstance(source.weights, Path)
-    if device.platform != "cpu" or not is_plain or not is_read:
+    if device.platform != "cpu" or not is_plain or config.load_format == "dummy":
+        return None
+    if not isinstance(source.weights, Path) or _tensor_bytes(source.weights) < _LONG_READ:
         return None
     return expected_model(model_config, dtype, panels=True)
+
+
+def _tensor_bytes(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files of tensors; 0 where they cannot be seen."""
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0
 
 
 def _warm_up(

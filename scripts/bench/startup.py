@@ -3,6 +3,7 @@
     python -m scripts.bench.startup --json scripts/results/bench_startup.json
     python -m scripts.bench.startup --model bundled --repeats 5
     python -m scripts.bench.startup --model 1b --kind cold
+    python -m scripts.bench.startup --model 8b --timelines scripts/results
 
 Every start is a process of its own, timed from before it is spawned:
 
@@ -20,10 +21,12 @@ come behind the first answers are waited for, while the engine is idle. Compilat
 to there: of the engine's process, those of them after it was ready, and of the process beside it.
 
 `135m` is a random Llama of SmolLM-135M's shape, written to disk in bfloat16 and served in float32;
-`1b` one of Llama-3.2-1B's, served in bfloat16. Both are served with token ids only.
+`1b` one of Llama-3.2-1B's, served in bfloat16. `8b` is of Llama-3.1-8B's shape in int8, drawn in
+memory: a cold start alone, until it is ready. They are served with token ids only.
 Gates: a cold start of the bundled model is ready within 6 s of spawning the process, of 135m within
 8 s; a warm one within 3 s and 10 s. No process compiles after it is ready, and no compilation is in
-any start but the cold one. Of `1b`, how long it takes is not gated.
+any start but the cold one. Of `1b` and `8b`, how long it takes is not gated. `--timelines` keeps
+what each cold start did when, for Perfetto (ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -56,10 +59,12 @@ GATES = {
     "bundled": {"cold": 6.0, "warm": 3.0},
     "135m": {"cold": 8.0, "warm": 10.0},
     "1b": {},
+    "8b": {},
 }
 USUAL = ("bundled", "135m")
 IDS_ONLY = {"max_model_len": 1024, "skip_tokenizer_init": True}
 LIMITS = {"bundled": {}, "135m": IDS_ONLY, "1b": IDS_ONLY | {"dtype": "bfloat16"}}
+LIMITS["8b"] = LIMITS["1b"] | {"load_format": "dummy", "quantization": "int8"}
 STAGES = "imports weights programs warm_up rest ready first_token all_programs".split()
 WRITTEN = COMMON | {"torch_dtype": "bfloat16", "eos_token_id": 2}
 LLAMAS = {
@@ -74,6 +79,16 @@ LLAMAS = {
         "num_key_value_heads": 8,
         "head_dim": 64,
     },
+    "8b": WRITTEN
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
 }
 COMPILED = "Finished XLA compilation of"
 COMPILES = ("compiles", "programs_built", "compiles_behind")
@@ -87,6 +102,10 @@ def write_llama(model: str, folder: Path) -> str:
     # Imported here: a start is timed with what it imports itself.
     from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
 
+    if LIMITS[model].get("load_format") == "dummy":  # then the configuration is all that is read
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(LLAMAS[model]))
+        return str(folder)
     return str(bfloat16_checkpoint(LLAMAS[model], folder))
 
 
@@ -112,7 +131,9 @@ def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any])
         engine.step()
     first = time.time()
     assert len(tokens) == 1
-    last = last_program(engine, ready)
+    # Where launches take minutes of padding, nobody waits for the programs behind the first answer.
+    is_dummy = limits.get("load_format") == "dummy"
+    last = ready if is_dummy else last_program(engine, ready)
     stage_seconds = stages["weights"] + stages["compile"] + stages["warm_up"]
     stats = engine.stats()
     numbers = {
@@ -233,17 +254,24 @@ def median(runs: list[Numbers]) -> Numbers:
 
 
 def measure(
-    model: str | None, limits: dict[str, Any], repeats: int, folder: Path, kinds: list[str]
+    model: str | None,
+    limits: dict[str, Any],
+    repeats: int,
+    folder: Path,
+    kinds: list[str],
+    timeline: Path | None = None,
 ) -> Iterator[tuple[str, Numbers]]:
     """Measure every kind of start of one model, one after another.
 
     Args:
         folder: programs are kept here; those of an earlier run go where a start must find none.
+        timeline: file for that of the cold start.
     """
     cache, prebuilt = folder / "cache", folder / "prebuilt"
     if "cold" in kinds:
         shutil.rmtree(cache, ignore_errors=True)
-        yield "cold", start(model, cache, limits)
+        profiled = {} if timeline is None else {"profile_start": str(timeline.resolve())}
+        yield "cold", start(model, cache, limits | profiled)
     if "warm" in kinds:
         if "cold" not in kinds:
             compile_ahead(model, cache, limits)
@@ -322,6 +350,7 @@ def main() -> int:
     parser.add_argument(
         "--json", type=results_file, help="write the numbers here, beside those there"
     )
+    parser.add_argument("--timelines", type=Path, help="keep those of cold starts in this folder")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -338,8 +367,10 @@ def main() -> int:
             if model in LLAMAS:
                 path = write_llama(model, place / "model")
             kinds = arguments.kind or ["cold", "warm", "prebuilt"]
+            kinds = ["cold"] if model == "8b" else kinds
+            timeline = arguments.timelines and arguments.timelines / f"start_{model}.trace.json"
             results[model] = {}
-            starts = measure(path, LIMITS[model], arguments.repeats, place, kinds)
+            starts = measure(path, LIMITS[model], arguments.repeats, place, kinds, timeline)
             for kind, numbers in starts:
                 results[model][kind] = numbers
                 if arguments.json:

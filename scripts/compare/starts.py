@@ -1,6 +1,6 @@
 """Starts of jaxserve and other servers in turns: with nothing kept from earlier ones, and warm.
 
-    python -m scripts.compare.starts --models small,wide,1b
+    python -m scripts.compare.starts --models small,deep
     python -m scripts.compare.starts --engines jaxserve,llama.cpp --repeats 5
 
 Each start is a process of its own, in turns with those of the other engines. Cold is a start with
@@ -30,25 +30,14 @@ from scripts.compare.environments import NotInstalled, cache_folder, python_of, 
 from scripts.compare.process import Started
 from scripts.lib import paths
 from scripts.lib.argument_types import positive_integer, results_file, some_of
-from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
-from scripts.lib.model_shapes import BFLOAT16, COMMON, SHAPES, dtype_of, shape_of
+from scripts.lib.model_shapes import BFLOAT16, SHAPES, dtype_of, shape_of
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import ask, free_port
 
 USUAL = "jaxserve,llama.cpp,openvino,vllm"
-BILLION = "1b-bf16"  # of Llama-3.2-1B's shape, stored in bfloat16
-MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES), BILLION)
-LLAMA_1B = COMMON | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
+MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
 ROWS, MAX_LEN, THREADS = 16, 1024, 2
 Numbers = dict[str, float]
 
@@ -56,11 +45,8 @@ Numbers = dict[str, float]
 def setting_of(model: str) -> Setting:
     """Return what all engines have in common; write the checkpoint where it is not there."""
     folder = cache_folder()
-    if model == BILLION:
-        checkpoint = bfloat16_checkpoint(LLAMA_1B, folder / "models" / "1b")
-    else:
-        checkpoint = random_checkpoint(shape_of(model), folder / "models")
-    return Setting(Path(checkpoint), ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
+    checkpoint = random_checkpoint(shape_of(model), folder / "models")
+    return Setting(checkpoint, ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
 
 
 def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbers:
@@ -152,7 +138,7 @@ def main() -> int:
     )
     parser.add_argument("--engines", type=some_of(ENGINES), default=USUAL, help="(%(default)s)")
     parser.add_argument(
-        "--models", type=some_of(MODELS), default="small,wide", help="(%(default)s)"
+        "--models", type=some_of(MODELS), default="small,deep", help="(%(default)s)"
     )
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--json", type=results_file, default=paths.RESULTS / "compare_starts.json")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
 from jaxserve.engine import loading
-from jaxserve.engine.source import find_source
-from jaxserve.execution.start import compilation
+from jaxserve.engine.source import Source, find_source
+from jaxserve.execution.start import compilation, programs
 from jaxserve.execution.start.compilation import fingerprint, prepare_cache
 from jaxserve.models import read_model_config
 from jaxserve.weights.expected import expected_model
@@ -94,6 +95,7 @@ def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
 def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
+    monkeypatch.setattr(loading, "_LONG_READ", 0)
     prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
     with LLM(checkpoint, **SMALL) as llm:
         [expected] = llm.generate(prompt, sampling)
@@ -106,7 +108,35 @@ def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_a_damaged_file_is_refused_while_programs_are_compiled(tmp_path: Path) -> None:
+def test_programs_are_compiled_while_weights_are_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, compiles = Source.load, threading.Event()
+
+    def slow_load(*given: Any, **more: Any) -> Any:
+        assert compiles.wait(60), "no program is compiled before the weights are there"
+        return read(*given, **more)
+
+    class Store(programs.ProgramStore):
+        def _compile(self, *given: Any) -> Any:
+            compiles.set()
+            return super()._compile(*given)
+
+    monkeypatch.setattr(loading, "_LONG_READ", 0)
+    monkeypatch.setattr(Source, "load", slow_load)
+    monkeypatch.setattr(compilation, "ProgramStore", Store)
+    prompt, sampling = [[5] * 9], SamplingParams(max_tokens=8, temperature=0)
+    with LLM(checkpoint, **SMALL) as llm:
+        [found] = llm.generate(prompt, sampling)
+    monkeypatch.undo()
+    with LLM(checkpoint, **SMALL) as llm:
+        assert llm.generate(prompt, sampling)[0].outputs[0].token_ids == found.outputs[0].token_ids
+
+
+def test_a_damaged_file_is_refused_while_programs_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_LONG_READ", 0)
     save_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
