@@ -22,19 +22,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
+from urllib.request import Request, urlopen
 
 from jaxserve.config import prepare_process
 from scripts.compare.command import ENGINES, first_model
 from scripts.compare.engine import Engine, Setting
 from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
-from scripts.compare.process import Started
+from scripts.compare.process import Started, memory_bytes, tree
 from scripts.lib import paths
 from scripts.lib.argument_types import positive_integer, results_file, some_of
 from scripts.lib.model_shapes import BFLOAT16, SHAPES, dtype_of, shape_of
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
-from scripts.lib.server_process import ask, free_port
+from scripts.lib.server_process import free_port
 
 USUAL = "jaxserve,llama.cpp,openvino,vllm"
 MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
@@ -64,11 +65,18 @@ def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbe
     begun = time.perf_counter()
     with server:
         body = {"model": first_model(server.url), "prompt": list(range(5, 21)), "max_tokens": 1}
-        ask(server.url + "/v1/completions", body | engine.extra)
+        complete(server.url, body | engine.extra)
         answered = time.perf_counter() - begun
-        peak = server.peak_bytes / 2**20
+        peak = max(server.peak_bytes, memory_bytes(tree(server.process.pid))) / 2**20
         engine.settle(server.url)
     return {"ready": server.start_seconds, "first answer": answered, "peak MiB": peak}
+
+
+def complete(url: str, body: dict[str, Any]) -> None:
+    """Have a server complete a prompt, as a stream: there is one that sends nothing else."""
+    data, kind = json.dumps(body | {"stream": True}).encode(), {"content-type": "application/json"}
+    with urlopen(Request(url + "/v1/completions", data, kind), timeout=300) as answer:
+        answer.read()
 
 
 def turns(
