@@ -73,7 +73,7 @@ def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbe
 
 
 def complete(url: str, body: dict[str, Any]) -> None:
-    """Have a server complete a prompt, as a stream: there is one that sends nothing else."""
+    """Complete a prompt, as a stream: there is a server that sends nothing else."""
     data, kind = json.dumps(body | {"stream": True}).encode(), {"content-type": "application/json"}
     with urlopen(Request(url + "/v1/completions", data, kind), timeout=300) as answer:
         answer.read()
