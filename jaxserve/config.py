@@ -316,7 +316,7 @@ def _allocate_from_heap() -> None:
     except (OSError, AttributeError):
         return
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    # In fewer, threads that compile wait for each other: a start takes a third longer.
+    # With one, threads that compile wait for each other: a cold start takes a third longer.
     mallopt(arena_max, 4)
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
@@ -381,7 +381,11 @@ def _runs_on_cpu() -> bool:
 def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
     """Prepare what must be set before JAX is imported; later calls change nothing.
 
-    Variables that the user has set win over ours; `for_gpu` sets a GPU's where there is none.
+    Variables that the user has set win over ours.
+
+    Args:
+        for_gpu: set what a GPU needs, whether there is one or not.
+        environment: more variables.
     """
     if "jax" in sys.modules:
         return

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, user_cache_dir
-from jaxserve.engine.loading import choose_quantization, placed_dtype, resolved_config
+from jaxserve.config import EngineConfig
+from jaxserve.engine.loading import (
+    cache_folder,
+    choose_quantization,
+    placed_dtype,
+    resolved_config,
+)
 from jaxserve.engine.source import Source, find_source
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.execution.start.autotuning import read_choices
@@ -42,9 +47,8 @@ def compile_for_card(
             before its weights are read.
     """
     card = DescribedCard.of(name)
-    cache = config.compilation_cache_dir
-    cache = user_cache_dir() if cache == "auto" else cache
-    if cache in (None, "none"):
+    directory = cache_folder(config)
+    if directory is None:
         raise InvalidRequest(
             "compilation_cache_dir: programs for a card that is not there are only of use where "
             "they are kept; allowed: a folder",
@@ -63,7 +67,6 @@ def compile_for_card(
     config = resolved_config(config, source, card.card.limits, sizes)
     assert config.max_model_len is not None
     model_config = source.model_config.for_length(config.max_model_len)
-    directory = Path(cache)
     num_choices = len(read_choices(card.card.name))
     keep_choices(card.card.name, directory / "autotuning")
     model = _shapes(model_config, dtype, form, card)

@@ -40,7 +40,7 @@ from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import device_limit
 
 _log = logging.getLogger(__name__)
-# Bytes of a checkpoint that take a second to read from a disk.
+# Bytes from which on a checkpoint is read while programs are compiled.
 _LONG_READ = 1 << 28
 
 
@@ -182,9 +182,15 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
 
 def _programs_folder(config: EngineConfig) -> Path | None:
     """Return where compiled programs are kept, if they are."""
+    cache = cache_folder(config)
+    return None if cache is None else prepare_cache(cache)
+
+
+def cache_folder(config: EngineConfig) -> Path | None:
+    """Return where what starts compile and measure is kept, if it is."""
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
-    return None if cache in (None, "none") else prepare_cache(Path(cache))
+    return None if cache in (None, "none") else Path(cache)
 
 
 def resolved_config(

@@ -312,17 +312,27 @@ def test_a_start_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert size.room(temporaries) == pytest.approx(room - 0.1 * GIB, rel=0.01)
 
 
+def sized_on_a_card(monkeypatch: pytest.MonkeyPatch) -> tuple[WarmUp, CacheSize, int]:
+    """Return a start, the size of its cache as on a card, and the temporaries estimated there."""
+    limits = DeviceLimits("gpu", "", (8, 9))
+    start = start_of()
+    size = size_of(start)
+    size.config = replace(start.config, num_gpu_blocks_override=None)
+    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
+    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
+    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
+    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
+    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    sizes = Sizes(0.9, 8, 64)
+    return start, size, temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
+
+
 @pytest.mark.parametrize(("needs", "compiled"), [(1.0, 1), (1.1, 1), (1.5, 2), (40.0, 2)])
 def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
     monkeypatch: pytest.MonkeyPatch, needs: float, compiled: int
 ) -> None:
     """Of a GPU's start, whose cache is what the largest program leaves."""
-    limits = DeviceLimits("gpu", "", (8, 9))
-    start = start_of()
-    size = size_of(start)
-    size.config = replace(start.config, num_gpu_blocks_override=None)
-    sizes = Sizes(0.9, 8, 64)
-    estimate = temporary_bytes(start.model_config, start.compiler.dtype, sizes, limits)
+    start, size, estimate = sized_on_a_card(monkeypatch)
     analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
     asked: list[tuple[Any, int]] = []
 
@@ -330,12 +340,7 @@ def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
         asked.append((bucket, num_pages))
         return SimpleNamespace(memory_analysis=lambda: analysis)
 
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
     monkeypatch.setattr(start.compiler, "step", compile_step)
-    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
-    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
-    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
     pages = size.pages()
     assert pages == size.within(size.room(max(analysis.temp_size_in_bytes, estimate * 9 // 8)))
     largest = start.buckets.largest
@@ -348,20 +353,11 @@ def test_the_largest_program_is_compiled_once_if_the_estimate_was_enough(
 def test_a_card_takes_the_pages_that_programs_were_compiled_for_if_they_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: float
 ) -> None:
-    limits = DeviceLimits("gpu", "", (8, 9))
-    start = start_of()
-    size = size_of(start)
-    size.config = replace(start.config, num_gpu_blocks_override=None)
-    estimate = temporary_bytes(start.model_config, start.compiler.dtype, Sizes(0.9, 8, 64), limits)
+    start, size, estimate = sized_on_a_card(monkeypatch)
     analysis = SimpleNamespace(temp_size_in_bytes=int(needs * estimate))
     program = SimpleNamespace(memory_analysis=lambda: analysis)
-    own = sum(leaf.nbytes for leaf in start.compiler.leaves)
-    memory = DeviceMemory(FREE.limits, 2 * GIB, GIB, is_limit=True, in_use=own)
     start.compiler.store = ProgramStore(tmp_path / "programs", {}, {})
     monkeypatch.setattr(start.compiler, "step", lambda *_: program)
-    monkeypatch.setattr(cache_size, "started_device", lambda: memory)
-    monkeypatch.setattr(cache_size, "target_device", lambda: limits)
-    monkeypatch.setattr(cache_size, "devices", lambda: [SimpleNamespace(platform="gpu")])
     fitting = size.pages()
     for noted, taken in ((0.95, 0.95), (1.0, 1.0), (1.01, 1.0), (0.8, 1.0)):
         start.compiler.store.note({"pages": int(noted * fitting)}, CACHE_NOTES)

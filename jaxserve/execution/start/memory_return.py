@@ -21,8 +21,8 @@ def return_memory() -> None:
     """Give back what is free in the heap, and the pages of libraries until they are used again.
 
     A compiler's code runs while programs are compiled or loaded; XLA's and LLVM's make 170 MB of a
-    process. Pages of a file are found again in the system's cache, a microsecond each. Nothing
-    happens where there is no Linux.
+    process. The system has them in its cache when they are needed again. Nothing happens where
+    there is no Linux.
     """
     if not sys.platform.startswith("linux"):
         return

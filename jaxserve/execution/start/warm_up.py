@@ -361,7 +361,7 @@ class WarmUp:
             built = store.num_built - built
             # Where all came from files, other sizes may not be there: they cost what is usual.
             cost = (time.perf_counter() - started) / built if built else COMPILE_SECONDS
-            busy = busy_seconds(target_device().platform)
+            busy = busy_seconds(self._platform)
             plan = choose_sizes(self.buckets, self._padding_seconds(buckets), cost, busy)
             store.note(plan.notes())
             self._take(plan)
