@@ -20,6 +20,7 @@ from jaxserve.models.layers import Delta, Embedding, GatedMLP, Norm, add, norm_o
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
+from jaxserve.models.rounding import rounded_once
 from pallas_kernels import has_add_norm
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class Decoder(nnx.Module):
             x = self.embedding(tokens)
             if config.scales.embedding != 1.0:
                 # Gemma was trained with the scale in x's dtype: 55.4 is 55.5 in bfloat16.
-                x = scaled(x, jnp.asarray(config.scales.embedding, x.dtype))
+                factor = jnp.asarray(config.scales.embedding, x.dtype)
+                x = rounded_once(lambda x: scaled(x, factor), x, step.positions)
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
             angles = {
                 rope: rope_cos_sin(step.positions, rope, config.rotary_dim, x.dtype)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.models.config.rope import (
@@ -19,6 +18,7 @@ from jaxserve.models.config.rope import (
     YarnScaling,
 )
 from jaxserve.models.linear import accumulator
+from jaxserve.models.rounding import rounded_once
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -108,14 +108,7 @@ def rope_cos_sin(
     def compute(angles: Float[Array, "T pairs"]) -> CosSin:
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
-    # XLA on CPU would compute them anew in every layer, for every head: it fuses them into whatever
-    # reads them, also past a barrier, but never past a conditional. This one is always true.
-    always = positions[0] > jnp.iinfo(positions.dtype).min
-    return lax.platform_dependent(
-        angles,
-        cpu=lambda angles: lax.cond(always, compute, lambda angles: (angles, angles), angles),
-        default=compute,
-    )
+    return rounded_once(compute, angles, positions)
 
 
 def _growth(

@@ -14,12 +14,13 @@ from tests.equivalence import Got, drive
 from tests.support.own_programs import own_programs
 from tests.support.workloads import Ask
 
-# One program for prompts and mixed steps, one for decodes.
+# One program for prompts and mixed steps, one for decodes of one row, and one for more.
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
     "token_sizes": (256,),
-    "decode_sizes": (8,),
+    "decode_sizes": (1, 8),
+    "wait_for_all_programs": True,
     "max_model_len": 2560,
     "num_gpu_blocks_override": 601,
     "check_invariants": True,
