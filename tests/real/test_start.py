@@ -1,4 +1,4 @@
-"""A start with real weights, whose programs come one after the other, answers the same to the bit."""
+"""A start with real weights, whose programs come one by one, answers the same to the bit."""
 
 from __future__ import annotations
 
