@@ -184,11 +184,15 @@ class Runner:
             self._state = self._make_state()
 
     def add(self, program: Program, compiled: Any) -> None:
-        """Put a program in its place, from the next launch on."""
+        """Put a program in its place, from the next launch on; forget what served before it."""
         if isinstance(program, Sampler):
             self._samplers[program] = compiled
-        else:
+            return
+        with self._turn:
             self._steps[program] = compiled
+            early = self._all_buckets.early
+            if early is not None and program == self._all_buckets.largest_decode:
+                self._steps.pop(early, None)
             self.buckets = self._all_buckets.present(self._steps)
 
     def programs(self) -> list[Program]:

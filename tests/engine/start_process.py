@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compiling_process import CompilingProcess
 
@@ -61,13 +62,16 @@ def behind_of(llm: LLM) -> ProgramsBehind:
 
 
 def facts(llm: LLM) -> dict[str, Any]:
-    stats, behind = llm.stats(), behind_of(llm)
+    stats, behind, runner = llm.stats(), behind_of(llm), llm._thread.engine.runner
     return {
         "waited": stats.num_compiles,
         "behind": stats.num_compiles_behind,
         "missing": stats.num_programs_missing,
-        "most_steps": llm._thread.engine.runner.max_steps,
-        "buckets": len(llm._thread.engine.runner.buckets),
+        "most_steps": runner.max_steps,
+        "buckets": len(runner.buckets),
+        "has_early": any(
+            isinstance(p, Bucket) and p.num_steps == 1 and p.decode_only for p in runner.programs()
+        ),
         "error": behind.error,
     }
 

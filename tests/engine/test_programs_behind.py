@@ -63,6 +63,7 @@ def test_requests_are_served_while_a_compilation_is_held_back(
     assert before["waited"] == after["waited"] == read["waited"] == 0
     assert before["behind"] == 0 and before["missing"] > 3 and before["buckets"] == 1
     assert before["most_steps"] == 1 and after["most_steps"] == 16
+    assert before["has_early"] and not after["has_early"]
     assert after["behind"] > 3 and after["missing"] == 0 and after["error"] is None
     assert after["buckets"] > 3 and read["buckets"] >= 2
     assert read["behind"] == read["missing"] == 0
