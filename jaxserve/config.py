@@ -61,7 +61,8 @@ class EngineConfig:
         skip_tokenizer_init: serve token ids only.
         load_format: "auto" reads what is there; "dummy" makes random weights from `seed`.
         dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
-            on CPU, where "bfloat16" takes half the memory and is faster with few rows.
+            on CPU, where "bfloat16" takes half the memory and is faster with few rows. On CPU
+            "auto" also keeps the blocks of a GGUF file as they are; any other widens them.
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
             in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
             checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs

@@ -12,10 +12,11 @@ Operations over weights: ``quantized_matmul``, which never makes a quantized wei
 ``grouped_matmul`` and ``quantized_grouped_matmul``, rows sorted by group times each group's matrix,
 for mixtures of experts; ``matmul_in_parts`` and ``gated_matmul``, for few rows on a GPU; on one
 without Triton ``output_major_matmul``, whose quantized weight is transposed; and on CPU
-``panel_product`` and ``quantized_panel_product``, which read weights in an order of their own at
-the memory's speed. Operations over rows: ``add_norm``, which adds to the residual stream and norms
-the sum; ``greatest``, for tokens; ``row_sums``, for norms, ``softmax`` and ``sigmoid``, for
-routers; on CPU a row's result does not depend on how many others there are.
+``panel_product``, ``quantized_panel_product`` and ``block_product``, for the blocks of GGUF files,
+which read weights in an order of their own at the memory's speed. Operations over rows:
+``add_norm``, which adds to the residual stream and norms the sum; ``greatest``, for tokens;
+``row_sums``, for norms, ``softmax`` and ``sigmoid``, for routers; on CPU a row's result does not
+depend on how many others there are.
 
 Every operation has a plain specification in ``reference`` and several implementations; which one
 runs, the tables in ``implementation`` decide.
@@ -26,6 +27,7 @@ from pallas_kernels.implementation import IMPLEMENTATIONS
 from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
     add_norm,
+    block_product,
     gated_matmul,
     greatest,
     grouped_matmul,
@@ -63,6 +65,7 @@ __all__ = [
     "NormOptions",
     "QkvOptions",
     "add_norm",
+    "block_product",
     "check_page_table",
     "dequantize",
     "gated_matmul",

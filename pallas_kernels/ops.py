@@ -82,6 +82,7 @@ GREATEST: Mapping[str, Callable[..., jax.Array]] = {
 # On CPU only: products with weights in panels, and the machine code of kernels, to keep and to
 # restore.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
+block_product = deferred("pallas_kernels.cpu.block_product", "block_product")
 quantized_panel_product = deferred(
     "pallas_kernels.cpu.quantized_product", "quantized_panel_product"
 )

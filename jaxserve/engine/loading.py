@@ -301,7 +301,10 @@ def _model(
         model = random_weights(model_config, dtype, config.seed, quantization, panels)
     else:
         kv_scales = config.kv_cache_dtype == "fp8"
-        model = source.load(model_config, dtype, on_progress, quantization, kv_scales, panels)
+        packed = config.dtype == "auto"  # another dtype is meant for weights too
+        model = source.load(
+            model_config, dtype, on_progress, quantization, kv_scales, panels, packed
+        )
     if device.is_gpu and not device.runs_triton:
         use_output_rows(model)
     return model

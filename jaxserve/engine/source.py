@@ -78,6 +78,7 @@ class Source:
         quantization: str | None = None,
         kv_scales: bool = False,
         panels: bool = False,
+        packed: bool = False,
     ) -> Decoder:
         """Return the model with its weights; see `load_weights` and `load_converted`.
 
@@ -103,6 +104,7 @@ class Source:
             quantization=quantization,
             kv_scales=kv_scales,
             panels=panels,
+            packed=packed,
             on_progress=None if on_progress is None else _stage("weights", on_progress),
         )
 

@@ -23,7 +23,7 @@ from jaxserve.models.linear import (
     weight,
 )
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import PanelWeight, with_num_rows
+from jaxserve.models.panels import BlockPanels, PanelWeight, with_num_rows
 from pallas_kernels import (
     Activation,
     NormOptions,
@@ -163,7 +163,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Look tokens up. Ids outside [0, V) are the caller's to refuse: they clamp here."""
         table = self.project[...] if self.tied else self.table[...]
-        if isinstance(table, PanelWeight):
+        if isinstance(table, PanelWeight | BlockPanels):
             return table.columns(tokens)
         if self.tied:
             return jnp.take(table, tokens, axis=1, mode="clip").T

@@ -19,13 +19,16 @@ from jax.typing import DTypeLike
 import pallas_kernels
 from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import PanelWeight, QuantizedPanels
-from jaxserve.models.quantized import Quantized, QuantizedWeight, SplitWeight
+from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
+from jaxserve.models.quantized import QuantizedWeight, SplitWeight
 from pallas_kernels import has_few_row_product
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+# Weights in other arrays than their own: quantized, or laid out for a product of ours.
+Stored = QuantizedWeight | SplitWeight | QuantizedRows | PanelWeight | QuantizedPanels | BlockPanels
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -90,7 +93,7 @@ def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
 
 def matmul(
     x: Float[Array, " T *inputs"],
-    w: Float[Array, " ..."] | Quantized | QuantizedRows | PanelWeight | QuantizedPanels,
+    w: Float[Array, " ..."] | Stored,
     *,
     bias: Float[Array, "*outputs"] | None = None,
     contract: int = 1,
@@ -104,7 +107,7 @@ def matmul(
     a fused projection, say) needs no reshape of a sharded array. A quantized weight is never
     dequantized as a whole.
     """
-    if isinstance(w, QuantizedWeight | SplitWeight | QuantizedRows | PanelWeight | QuantizedPanels):
+    if isinstance(w, Stored):
         y = w.dot(x.reshape(x.shape[0], -1))
     elif x.shape[0] == 1 and x.dtype.itemsize == 2:
         y = _one_row(x, w, contract)

@@ -20,7 +20,8 @@ from jaxserve.models.quantized import (
     SplitWeight,
     in_order,
 )
-from pallas_kernels import panel_product, quantized_panel_product
+from pallas_kernels import block_product, panel_product, quantized_panel_product
+from pallas_kernels.cpu import blocks
 from pallas_kernels.cpu.panels import columns, in_panels, panel_shape, rows_in_order
 
 if TYPE_CHECKING:
@@ -162,6 +163,49 @@ class QuantizedPanels:
         return replace(self, num_rows=sizes).dot(x)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockPanels:
+    """A matrix whose blocks are those of a GGUF file, as `cpu.block_product` takes them.
+
+    Attributes:
+        panels: uint8, see `pallas_kernels.cpu.blocks.panel_shape`.
+        form: name of the blocks' format.
+        dtype: of the weights that `columns` returns.
+        outputs: the shape that the outputs have in the model.
+        num_rows: as of a PanelWeight.
+    """
+
+    panels: UInt8[Array, "panels blocks bytes"]
+    form: str = field(metadata={"static": True})
+    dtype: str = field(metadata={"static": True})
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+    num_rows: Int32[Array, ""] | None = None
+
+    @classmethod
+    def of(cls, rows: np.ndarray, form: str, dtype: str, outputs: tuple[int, ...]) -> BlockPanels:
+        """Lay out rows of blocks, uint8 [O, blocks, bytes of one], of the format `form`."""
+        made = blocks.FORMATS[form]
+        shape = blocks.panel_shape(form, rows.shape[1] * made.size, len(rows))
+        panels = aligned_empty(shape, np.dtype(np.uint8))
+        blocks.in_panels(rows, form, panels)
+        return cls(jax.device_put(panels), form, dtype, outputs)
+
+    def __getitem__(self, index: EllipsisType) -> BlockPanels:
+        """Return itself, as a PanelWeight does."""
+        return self
+
+    def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
+        """Multiply x, in float32. A row's result depends on no other row."""
+        y = block_product(x, self.panels, self.form, self.num_rows)
+        return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
+
+    def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
+        """Return the weights of some outputs; ids beyond the last one clamp."""
+        found = jnp.clip(outputs, 0, prod(self.outputs) - 1)
+        return blocks.columns(self.panels, found, self.form).astype(self.dtype)
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Allocate an array whose memory JAX takes over as it is."""
     size = prod(shape) * dtype.itemsize
@@ -183,7 +227,7 @@ def with_num_rows(tree: Any, num_rows: Int32[Array, ""]) -> Any:
     """Return a tree of parameters whose panels multiply `num_rows` rows and leave padding alone."""
 
     def has_panels(leaf: Any) -> bool:
-        return isinstance(leaf, PanelWeight | QuantizedPanels)
+        return isinstance(leaf, PanelWeight | QuantizedPanels | BlockPanels)
 
     def limited(leaf: Any) -> Any:
         return replace(leaf, num_rows=num_rows) if has_panels(leaf) else leaf

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
+from jaxserve.models.panels import BlockPanels
 from jaxserve.models.quantized import Quantized, SplitWeight
 from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.gguf.blocks import BlockRows
 from jaxserve.weights.quantize import Codes
 
 Part = tuple[WeightName, Codes]
+BlockPart = tuple[WeightName, BlockRows]
 
 
 def fused(
@@ -31,6 +35,36 @@ def fused(
     return SplitWeight(tuple(weights), tuple(places), outputs)
 
 
+def fused_blocks(
+    parts: Sequence[BlockPart],
+    outputs: tuple[int, ...],
+    contract: int,
+    dims: Mapping[str, int],
+    dtype: str,
+) -> BlockPanels | SplitWeight:
+    """Fuse parts of a matrix in blocks, whose first `contract` dimensions are inputs.
+
+    Parts of one format become one matrix; of several, they stay apart.
+
+    Args:
+        outputs: shape of the outputs.
+        dtype: of the parameter.
+    """
+    pieces = [rows.blocks[_columns(part, rows.inputs, contract, dims)] for part, rows in parts]
+    forms = [rows.form for _, rows in parts]
+    if len(set(forms)) == 1:
+        whole = np.empty((prod(outputs), *pieces[0].shape[1:]), np.uint8)
+        numbers = np.arange(len(whole)).reshape(*[1] * contract, *outputs)
+        for (part, _), piece in zip(parts, pieces, strict=True):
+            whole[numbers[part.index].reshape(-1)] = piece
+        return BlockPanels.of(whole, forms[0], dtype, outputs)
+    weights = [
+        BlockPanels.of(piece, form, dtype, (len(piece),))
+        for piece, form in zip(pieces, forms, strict=True)
+    ]
+    return SplitWeight(tuple(weights), tuple(_place(part, outputs) for part, _ in parts), outputs)
+
+
 def dequantized(
     parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
 ) -> np.ndarray:
@@ -43,10 +77,14 @@ def dequantized(
 
 def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
     """Return the codes of a part with its outputs in the model's order."""
+    return codes.with_columns(_columns(part, len(codes.values), contract, dims))
+
+
+def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, int]) -> np.ndarray:
+    """Return the output of a tensor that each output of a part is, in the model's order."""
     outputs = part.shape(dims)[0]
-    numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, len(codes.values)))
-    columns = part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
-    return codes.with_columns(columns)
+    numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, inputs))
+    return part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
 
 
 def _alike(codes: Codes, other: Codes) -> bool:

@@ -22,6 +22,7 @@ from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.gguf.packed import block_parts, read_blocks
 from jaxserve.weights.names import match_names
 from jaxserve.weights.placement import (
     Place,
@@ -54,6 +55,7 @@ def load_weights(
     on_progress: Progress | None = None,
     place: Place | None = None,
     panels: bool = False,
+    packed: bool = False,
 ) -> Decoder:
     """Load a model with the weights of a Hugging Face checkpoint or GGUF file, cast to `dtype`.
 
@@ -71,6 +73,7 @@ def load_weights(
         on_progress: called after each tensor.
         place: function that places an array; by default, the arrays go to JAX's default device.
         panels: lay out matrices for the CPU's own products; see `models/panels.py`.
+        packed: keep the blocks of GGUF files where the CPU's products take them.
 
     Raises:
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
@@ -91,10 +94,15 @@ def load_weights(
     values = read_packed(sorted_, parameters, dims, place, report)
     for path in values:  # one after the other, so that only one is there twice
         values[path] = finish(values[path])
-    plans = panel_plans(sorted_.table, entries, dims, parameters, quantization) if panels else {}
+    table = sorted_.table
+    if panels and packed and quantization is None:
+        parts = block_parts(table, entries, parameters)
+        values |= read_blocks(parts, entries, parameters, dims, report)
+        table = [weight for weight in table if weight.path not in parts]
+    plans = panel_plans(table, entries, dims, parameters, quantization) if panels else {}
     leaves = quantization is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leaves}
-    reading = read_parameters(sorted_.table, entries, dims, shapes, report, plans=plans, **flags)
+    reading = read_parameters(table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
         values[path] = finish(place(path, array)) if plan is None else place_panels(plan, array)

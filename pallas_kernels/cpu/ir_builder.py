@@ -40,6 +40,7 @@ class Host:
         vector_bytes: size of a vector register.
         registers: number of vector registers.
         dots: whether it multiplies pairs of bfloat16 and adds both to a float32 at once.
+        pairs: whether it multiplies pairs of 16-bit whole numbers and adds both products.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Host:
     vector_bytes: int
     registers: int
     dots: bool = False
+    pairs: bool = False
 
 
 def host() -> Host:
@@ -59,7 +61,8 @@ def host() -> Host:
     else:  # SSE has 16, NEON 32
         size, registers = 16, 32 if features.get("neon") else 16
     dots = size == 64 and bool(features.get("avx512bf16"))
-    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots)
+    pairs = bool(features.get("sse2"))
+    return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots, pairs)
 
 
 class _BFloat(ir.Type):

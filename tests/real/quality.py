@@ -18,12 +18,13 @@ CHUNK = 1024
 # Settings of EngineConfig by name; the first is what drifts are counted from.
 FORMS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "float32": {},
+        "float32": {"dtype": "float32"},
+        "packed": {},
         "bfloat16": {"dtype": "bfloat16"},
         "int8": {"quantization": "int8"},
         "fp8": {"quantization": "fp8"},
         "int4": {"quantization": "int4"},
-        "KV in fp8": {"kv_cache_dtype": "fp8"},
+        "KV in fp8": {"kv_cache_dtype": "fp8", "dtype": "float32"},
     }
 )
 

@@ -58,7 +58,7 @@ def measured(values: np.ndarray, base: np.ndarray) -> Row:
 def run_model(name: str, forms: list[str], arguments: argparse.Namespace, rows: list[Row]) -> None:
     """Measure a model in some forms; rows are replaced as they come."""
     path = fetch(name, arguments.folder)
-    loaded = load_real(path)
+    loaded = load_real(path, **FORMS[FIRST])
     sequences = prose_chunks(loaded)[: arguments.chunks]
     base = logprobs(loaded, sequences)
     loaded.runner.close()
@@ -98,9 +98,10 @@ def table(rows: list[Row]) -> str:
         "",
         "`python -m tests.real.quality_table --llamacpp PYTHON`; perplexity of 57 kB of English",
         "prose (`tests/real/opticks.txt`) in chunks of 1,024 tokens, on CPU. The files hold 4 to 8",
-        "bits a weight, which jaxserve widens to float32 or bfloat16, or quantizes anew. Drift is",
-        "the perplexity over that in float32, less 1; the difference is that of a token's",
-        "log-probability, in the mean. llama.cpp computes with the file's own codes.",
+        "bits a weight, which jaxserve keeps (packed, its default), widens to float32 or bfloat16,",
+        "or quantizes anew. Drift is the perplexity over that in float32, less 1; the difference is",
+        "that of a token's log-probability, in the mean. llama.cpp computes with the file's own",
+        "codes too, but rounds activations to 8 bits where packed weights take 16.",
         "",
         "| model | form | perplexity | drift | difference | tokens |",
         "|---|---|---|---|---|---|",

@@ -122,11 +122,16 @@ class GgufTensor(TensorEntry):
             values = unpacked(raw, self.encoding).reshape(shape)
         else:
             values = raw.view(self.dtype).reshape(shape)
-        if self.heads:
-            half = self.shape[0] // self.heads // 2
-            paired = values.reshape(-1, half, 2, *shape[1:])
-            values = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)
+        values = self.in_order(values)
         return values - self.dtype.type(self.added) if self.added else values
+
+    def in_order(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows, whole heads where they are permuted, in the order of the twin."""
+        if not self.heads:
+            return rows
+        half = self.shape[0] // self.heads // 2
+        paired = rows.reshape(-1, half, 2, *rows.shape[1:])
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:

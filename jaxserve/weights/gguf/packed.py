@@ -1,0 +1,97 @@
+"""Matrices of a GGUF file that stay in its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.quantized import PROJECTIONS
+from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.fused_parameters import fused_blocks
+from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
+from jaxserve.weights.gguf.file import GgufTensor
+from jaxserve.weights.safetensors import SharedFile, TensorEntry
+from pallas_kernels.cpu.blocks import FORMATS
+
+PIECE_BYTES = 4 << 20
+# Of parameters besides the blocks' matrices, how many dimensions are inputs: of a table of
+# embeddings none, since its outputs are looked up.
+_EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
+
+Parameters = Mapping[str, nnx.Param[Any]]
+
+
+def block_parts(
+    table: Iterable[WeightName], entries: Mapping[str, TensorEntry], parameters: Parameters
+) -> dict[str, list[WeightName]]:
+    """Return, by path, the tensors of the parameters that can stay in blocks."""
+    ordered = sorted(table, key=lambda part: part.path)
+    found: dict[str, list[WeightName]] = {}
+    for path, group in groupby(ordered, key=lambda part: part.path):
+        parts = list(group)
+        if _contracted(parameters[path]) is None or np.dtype(parameters[path].dtype).itemsize > 4:
+            continue
+        if all(_stays(entries[part.name]) for part in parts):
+            found[path] = parts
+    return found
+
+
+def read_blocks(
+    parts: Mapping[str, list[WeightName]],
+    entries: Mapping[str, TensorEntry],
+    parameters: Parameters,
+    dims: Mapping[str, int],
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """Read the parameters of `block_parts`, by path.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or scales that are no numbers.
+    """
+    values: dict[str, Any] = {}
+    for path, group in parts.items():
+        rows = {name: _read(entries[name]) for name in {part.name for part in group}}
+        parameter, contract = parameters[path], _contracted(parameters[path])
+        assert contract is not None
+        outputs = parameter.shape[contract:] if contract else parameter.shape[:1]
+        pairs = [(part, rows[part.name]) for part in group]
+        dtype = np.dtype(parameter.dtype).name
+        values[path] = fused_blocks(pairs, outputs, contract, dims, dtype)
+        report(sum(entries[name].num_bytes for name in rows))
+    return values
+
+
+def _contracted(parameter: nnx.Param[Any]) -> int | None:
+    axes = parameter.get_metadata()["axes"]
+    return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
+
+
+def _stays(entry: TensorEntry) -> bool:
+    if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.added:
+        return False
+    return entry.encoding.name in FORMATS
+
+
+def _read(entry: TensorEntry) -> BlockRows:
+    """Read a tensor's blocks, a few rows at a time."""
+    assert isinstance(entry, GgufTensor)
+    form, outputs = entry.encoding.name, entry.shape[0]
+    blocks = entry.shape[1] // entry.encoding.values
+    whole = np.empty((outputs, blocks, FORMATS[form].num_bytes), np.uint8)
+    step = max(1, PIECE_BYTES // (blocks * entry.encoding.num_bytes))
+    with closing(SharedFile()) as file:
+        for first in range(0, outputs, step):
+            last = min(first + step, outputs)
+            raw = entry.read_bytes(first, last, None, file)
+            whole[first:last] = rows_of_blocks(raw.reshape(last - first, blocks, -1), form)
+    if not are_finite(whole, form):
+        raise CheckpointError(
+            f"{entry.shard.path}: tensor {entry.name!r} has scales that are NaN or infinite"
+        )
+    return BlockRows(form, entry.in_order(whole))

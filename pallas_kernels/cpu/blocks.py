@@ -1,0 +1,212 @@
+# pyright: reportUnknownMemberType=false
+"""Weights in blocks, as GGUF files hold them: their layout in panels, and their specification.
+
+A block is `size` inputs of one output: codes of a few bits, and what turns them into numbers. The
+same bits are laid out anew, so that a vector of the processor holds a word of codes of each of
+several outputs (`cpu/block_product.py`). A number is
+
+* `scale * (code - offset)`, or `scale * code + minimum`, where scale and minimum are float16, for
+  all of the block;
+* or the same with `scale * (an integer for each run of inputs)` in place of the scale, and
+  `-minimum * (another)` in place of the minimum: the K-quants of llama.cpp.
+
+Each is computed in float32, in this order: numbers are to the bit those of the package gguf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu.panels import PANEL
+
+WORD = 32  # bits
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks.
+
+    Attributes:
+        name: as llama.cpp calls it.
+        size: inputs of a block.
+        low: bits of a code that lie together, 4 or 8.
+        high: further bits, 0, 1 or 2.
+        run: inputs that share a scale.
+        has_minimum: whether a minimum is added; otherwise `offset` is subtracted from codes.
+        scaled: whether runs have integers that multiply the block's scale and minimum.
+        offset: see `has_minimum`; codes of 8 bits are signed and have none.
+    """
+
+    name: str
+    size: int
+    low: Literal[4, 8] = 4
+    high: Literal[0, 1, 2] = 0
+    run: Literal[16, 32] = 32
+    has_minimum: bool = False
+    scaled: bool = False
+    offset: int = 0
+
+    @property
+    def runs(self) -> int:
+        """Runs of a block."""
+        return self.size // self.run
+
+    @property
+    def fields(self) -> Mapping[str, Place]:
+        """The places of what a block holds, by name, in the order in which they lie."""
+        counts = {
+            "scale": (1, 2),
+            "minimum": (int(self.has_minimum), 2),
+            "scales": (self.runs if self.scaled else 0, 1),
+            "minima": (self.runs if self.scaled and self.has_minimum else 0, 1),
+            "low": (self.size * self.low // WORD, 4),
+            "high": (self.size * self.high // WORD, 4),
+        }
+        places: dict[str, Place] = {}
+        start = 0
+        for name, (count, item) in counts.items():
+            if count:
+                places[name] = Place(start, count, item)
+                start += count * item
+        return places
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block of one output."""
+        last = list(self.fields.values())[-1]
+        return last.start + last.count * last.item
+
+
+class Place(NamedTuple):
+    """The place of a field in a block of one output: `count` items of `item` bytes.
+
+    In a panel a field begins at PANEL times `start`, and each of its items is that of all outputs.
+    """
+
+    start: int
+    count: int
+    item: int
+
+
+FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
+    {
+        made.name: made
+        for made in (
+            BlockFormat("Q4_0", 32, offset=8),
+            BlockFormat("Q4_1", 32, has_minimum=True),
+            BlockFormat("Q5_0", 32, high=1, offset=16),
+            BlockFormat("Q5_1", 32, high=1, has_minimum=True),
+            BlockFormat("Q8_0", 32, low=8),
+            BlockFormat("Q4_K", 256, has_minimum=True, scaled=True),
+            BlockFormat("Q5_K", 256, high=1, has_minimum=True, scaled=True),
+            BlockFormat("Q6_K", 256, high=2, run=16, scaled=True, offset=32),
+        )
+    }
+)
+
+
+def panel_shape(form: str, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """Return the shape of a weight's panels, uint8 [panels, blocks, bytes]."""
+    made = FORMATS[form]
+    return -(-outputs // PANEL), inputs // made.size, PANEL * made.num_bytes
+
+
+def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
+    """Lay rows of blocks, uint8 [outputs, blocks, bytes of one], out as panels; the rest is zero.
+
+    Args:
+        rows: fields one after the other, see `from_gguf`.
+        form: name of the format.
+        panels: of `panel_shape`, to be filled.
+    """
+    outputs = len(rows)
+    for index in range(len(panels)):
+        part = rows[index * PANEL : (index + 1) * PANEL]
+        for place in FORMATS[form].fields.values():
+            size = place.count * place.item
+            target = panels[index, :, PANEL * place.start : PANEL * (place.start + size)]
+            field = part[:, :, place.start : place.start + size]
+            field = field.reshape(*part.shape[:2], place.count, place.item)
+            target = target.reshape(-1, place.count, PANEL, place.item)
+            target[:, :, : len(part)] = field.transpose(1, 2, 0, 3)
+            target[:, :, len(part) :] = 0
+    assert outputs <= len(panels) * PANEL
+
+
+def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
+    """Return the weights of outputs [T], which must be in range: float32 [T, I]."""
+    lane = outputs % PANEL
+    where = [
+        PANEL * place.start + item * PANEL * place.item + lane[:, None] * place.item + byte
+        for place in FORMATS[form].fields.values()
+        for item in range(place.count)
+        for byte in range(place.item)
+    ]
+    index = jnp.concatenate(where, axis=1)[:, None, :]
+    panel = (outputs // PANEL)[:, None, None]
+    block = jnp.arange(panels.shape[1])[None, :, None]
+    return numbers(panels.at[panel, block, index].get(mode="promise_in_bounds"), form)
+
+
+def numbers(rows: jax.Array, form: str) -> jax.Array:
+    """Compute the weights of rows of blocks [..., blocks, bytes of one]: float32 [..., inputs]."""
+    made = FORMATS[form]
+    found = {
+        name: rows[..., place.start : place.start + place.count * place.item]
+        for name, place in made.fields.items()
+    }
+    codes = _codes(found, made).astype(jnp.float32)
+    codes = codes.reshape(*rows.shape[:-1], made.runs, made.run)
+    scale = _half(found["scale"])
+    if made.scaled:
+        factors = found["scales"]
+        if not made.has_minimum:
+            factors = jax.lax.bitcast_convert_type(factors, jnp.int8)
+        scale = scale * factors.astype(jnp.float32)
+    values = codes * scale[..., None]
+    if made.has_minimum:
+        minimum = _half(found["minimum"])
+        if made.scaled:
+            minimum = -(minimum * found["minima"].astype(jnp.float32))
+        values = values + minimum[..., None]
+    return values.reshape(*rows.shape[:-2], -1)
+
+
+def _half(field: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(field, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)[..., None]
+
+
+def _codes(found: Mapping[str, jax.Array], made: BlockFormat) -> jax.Array:
+    """Return the codes less their offset, in the order of the inputs: int32 [..., size]."""
+    codes = _unpacked(found["low"], made.low)
+    if made.high:
+        codes = codes | _unpacked(found["high"], made.high) << 4
+    if made.low == 8:
+        return codes.astype(jnp.uint8).astype(jnp.int8).astype(jnp.int32)
+    return codes - made.offset
+
+
+def _unpacked(field: jax.Array, bits: int) -> jax.Array:
+    """Return the codes of words: input 2 j of a word in its lower half, 2 j + 1 in its upper."""
+    halves = jax.lax.bitcast_convert_type(field.reshape(*field.shape[:-1], -1, 2), jnp.uint16)
+    words = halves.astype(jnp.int32).reshape(*halves.shape[:-1], -1, 1, 2)
+    shifts = jnp.arange(0, 16, bits)[:, None]
+    return (words >> shifts & (1 << bits) - 1).reshape(*field.shape[:-1], -1)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes uint8 [..., inputs] into the bytes of words; see `_unpacked`."""
+    count = 16 // bits
+    pairs = codes.reshape(*codes.shape[:-1], -1, count, 2)
+    halves = pairs[..., 0, :].astype(np.uint16)
+    for nth in range(1, count):
+        halves |= pairs[..., nth, :].astype(np.uint16) << np.uint16(nth * bits)
+    return halves.reshape(*codes.shape[:-1], -1).view(np.uint8)
