@@ -89,7 +89,7 @@ def load_weights(
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     place = place or place_on_default
     place = panelled(place, parameters) if panels else place
-    place = quantizing(place, parameters, quantization)
+    place = quantizing(place, parameters, quantization, panels)
     finish = with_panels if panels else _as_it_is
     values = read_packed(sorted_, parameters, dims, place, report)
     for path in values:  # one after the other, so that only one is there twice
@@ -162,7 +162,7 @@ def random_weights(
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
     place = panelled(place_on_default, parameters) if panels else place_on_default
-    place = quantizing(place, parameters, quantization)
+    place = quantizing(place, parameters, quantization, panels)
     finish = with_panels if panels else _as_it_is
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 

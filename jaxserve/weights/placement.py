@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import jax
@@ -15,15 +16,17 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder
 from jaxserve.models.attention import Attention
 from jaxserve.models.output_rows import with_output_rows
-from jaxserve.models.panels import PanelWeight, with_panels
+from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.block_quantize import best_rows, forms_of
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
 from jaxserve.weights.quantize import quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
+from pallas_kernels.cpu.blocks import FORMATS
 
 Parameters = Mapping[str, nnx.Param[Any]]
 # Puts a parameter, given its path and values, on its device or devices.
@@ -33,6 +36,17 @@ Place = Callable[[str, np.ndarray], Any]
 def contracted(parameter: nnx.Param[Any]) -> int | None:
     """Return the number of a parameter's dimensions that are inputs; None if it stays in full."""
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
+
+
+# Matrices of the embedding that may be kept in blocks, by their axes, and how many of those are
+# inputs: of a table none, since its outputs are looked up.
+_EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
+
+
+def block_inputs(parameter: nnx.Param[Any]) -> int | None:
+    """Return the number of a parameter's dimensions that are inputs, if it may be in blocks."""
+    axes = parameter.get_metadata()["axes"]
+    return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
 
 def holds_experts(parameter: nnx.Param[Any]) -> bool:
@@ -111,7 +125,7 @@ def panel_plans(
         dtype = np.dtype(parameter.dtype)
         axes = panel_axes(parameter.get_metadata()["axes"], dtype)
         matrices = contracted(parameter) is not None or holds_experts(parameter)
-        quantized = form is not None and matrices
+        quantized = form is not None and matrices or in_blocks(parameter, form, True) is not None
         if axes is not None and not quantized:
             plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
             if plan is not None:
@@ -124,10 +138,42 @@ def place_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
     return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
 
 
-def quantizing(place: Place, parameters: Parameters, form: str | None) -> Place:
-    """Return `place`, preceded by quantization to `form` for the blocks' matrices."""
+def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int | None:
+    """Return how many dimensions of a parameter are inputs that is quantized to blocks.
+
+    With "int4" on CPU these are all matrices, those of the embedding too; None for others.
+    """
+    if form != "int4" or not panels or np.dtype(parameter.dtype).itemsize > 4:
+        return None
+    contract = block_inputs(parameter)
+    inputs = prod(parameter.shape[:contract] if contract else parameter.shape[1:])
+    return None if contract is None or inputs % FORMATS["Q4_1"].size else contract
+
+
+def quantizing(
+    place: Place, parameters: Parameters, form: str | None, panels: bool = False
+) -> Place:
+    """Return `place`, preceded by quantization to `form` for the blocks' matrices.
+
+    Args:
+        panels: whether they are for the CPU's own products, which take blocks of 4 bits.
+    """
+    layers = 1 + max(
+        (int(path.split(".")[1]) for path in parameters if "layers." in path), default=0
+    )
+
+    def quantize_to_blocks(path: str, values: np.ndarray, contract: int) -> BlockPanels:
+        outputs = values.shape[contract:] if contract else values.shape[:1]
+        rows = values.reshape(-1, prod(outputs)).T if contract else values
+        is_embedding = path.startswith("embedding.")
+        forms = ("Q8_0",) if is_embedding else forms_of(path, rows.shape[1], layers)
+        made = best_rows(rows, forms)
+        return BlockPanels.of(made.blocks, made.form, values.dtype.name, outputs)
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:
+        blocked = in_blocks(parameters[path], form, panels)
+        if blocked is not None:
+            return quantize_to_blocks(path, values, blocked)
         contract = contracted(parameters[path])
         if form is not None and holds_experts(parameters[path]):
             return quantized_experts(values, form)

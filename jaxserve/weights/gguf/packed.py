@@ -11,19 +11,15 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.quantized import PROJECTIONS
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.fused_parameters import fused_blocks
 from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
 from jaxserve.weights.gguf.file import GgufTensor
+from jaxserve.weights.placement import block_inputs
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
 
 PIECE_BYTES = 4 << 20
-# Of parameters besides the blocks' matrices, how many dimensions are inputs: of a table of
-# embeddings none, since its outputs are looked up.
-_EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
-
 Parameters = Mapping[str, nnx.Param[Any]]
 
 
@@ -35,7 +31,7 @@ def block_parts(
     found: dict[str, list[WeightName]] = {}
     for path, group in groupby(ordered, key=lambda part: part.path):
         parts = list(group)
-        if _contracted(parameters[path]) is None or np.dtype(parameters[path].dtype).itemsize > 4:
+        if block_inputs(parameters[path]) is None or np.dtype(parameters[path].dtype).itemsize > 4:
             continue
         if all(_stays(entries[part.name]) for part in parts):
             found[path] = parts
@@ -57,7 +53,7 @@ def read_blocks(
     values: dict[str, Any] = {}
     for path, group in parts.items():
         rows = {name: _read(entries[name]) for name in {part.name for part in group}}
-        parameter, contract = parameters[path], _contracted(parameters[path])
+        parameter, contract = parameters[path], block_inputs(parameters[path])
         assert contract is not None
         outputs = parameter.shape[contract:] if contract else parameter.shape[:1]
         pairs = [(part, rows[part.name]) for part in group]
@@ -65,11 +61,6 @@ def read_blocks(
         values[path] = fused_blocks(pairs, outputs, contract, dims, dtype)
         report(sum(entries[name].num_bytes for name in rows))
     return values
-
-
-def _contracted(parameter: nnx.Param[Any]) -> int | None:
-    axes = parameter.get_metadata()["axes"]
-    return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
 
 def _stays(entry: TensorEntry) -> bool:

@@ -1,0 +1,216 @@
+"""Quantization to blocks of a few bits: those of GGUF files, with scales that are searched for.
+
+A scale taken from the largest value of a block is rarely the best: rounding errs less on the others
+where it is a little smaller. So several are tried for each block, each with the least squares'
+scale and minimum for its codes, and the one that errs least is kept. Then scale and minimum are
+rounded to what the format holds, and codes are computed anew with those. Weights that were made of
+such blocks become the same blocks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jaxserve.config import cpu_threads
+from jaxserve.weights.gguf.blocks import BlockRows
+from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
+
+# How much larger than the range of its codes a block's range is taken to be.
+_STRETCHES = (1.0, 0.94, 1.03, 1.06, 1.12)
+_VALUES = 1 << 18  # quantized at a time, so that temporaries stay in the processor's cache
+_TINY = np.float32(1e-30)
+
+
+def quantize_rows(weight: np.ndarray, form: str) -> BlockRows:
+    """Quantize float32[O, I] to "Q4_1", "Q5_0", "Q6_K" or "Q8_0"; I is a whole number of blocks."""
+    made = FORMATS[form]
+    outputs, inputs = weight.shape
+    blocks = np.empty((outputs, inputs // made.size, made.num_bytes), np.uint8)
+
+    def fill(piece: tuple[int, np.ndarray]) -> None:
+        start, rows = piece
+        blocks[start : start + len(rows)] = _quantized(rows, made)
+
+    with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
+        list(pool.map(fill, _pieces(weight)))
+    return BlockRows(form, blocks)
+
+
+def forms_of(path: str, inputs: int, layers: int) -> tuple[str, ...]:
+    """Return the formats of which a matrix takes that which errs least, for "int4".
+
+    As in llama.cpp's Q4_K_M: rows that are not whole blocks of 256, which only small models have,
+    may take 5 bits; the projections down of half of the layers, about the first, the last and each
+    third between, take 6.
+    """
+    name, _, kind = path.rpartition(".")
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+    eighth = layers // 8
+    is_special = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    if kind == "down" and is_special and inputs % FORMATS["Q6_K"].size == 0:
+        return ("Q6_K", "Q4_1")
+    return ("Q4_1",) if inputs % 256 == 0 else ("Q4_1", "Q5_0")
+
+
+def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
+    """Quantize to each of some formats, and return what errs least; the first of equals."""
+    made = [quantize_rows(weight, form) for form in forms]
+    if len(made) == 1:
+        return made[0]
+    errors = [squared_error(weight, rows) for rows in made]
+    return made[int(np.argmin(errors))]
+
+
+def squared_error(weight: np.ndarray, rows: BlockRows) -> float:
+    """Return the sum of the squares by which the numbers of blocks are off."""
+    total = 0.0
+    for start, piece in _pieces(weight):
+        numbers = dequantize_rows(BlockRows(rows.form, rows.blocks[start : start + len(piece)]))
+        total += float(np.square(numbers - piece, dtype=np.float64).sum())
+    return total
+
+
+def dequantize_rows(rows: BlockRows) -> np.ndarray:
+    """Return the numbers, float32[O, I]; exactly those that are multiplied."""
+    made, blocks = FORMATS[rows.form], rows.blocks
+    field = {
+        name: blocks[..., place.start : place.start + place.count * place.item]
+        for name, place in made.fields.items()
+    }
+    codes = _unpacked(field["low"], made.low)
+    if made.high:
+        codes |= _unpacked(field["high"], made.high) << 4
+    numbers = codes.view(np.int8) if made.low == 8 else codes.astype(np.int16) - made.offset
+    numbers = numbers.astype(np.float32).reshape(*blocks.shape[:2], made.runs, made.run)
+    scale = _halves(field["scale"])
+    if made.scaled:
+        scale = scale * field["scales"].view(np.int8).astype(np.float32)
+    numbers *= scale[..., None]
+    if made.has_minimum:
+        numbers += _halves(field["minimum"])[..., None]
+    return numbers.reshape(len(blocks), -1)
+
+
+def _halves(field: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
+
+
+def _unpacked(field: np.ndarray, bits: int) -> np.ndarray:
+    words = np.ascontiguousarray(field).view(np.uint16).reshape(*field.shape[:-1], -1, 1, 2)
+    shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
+    codes = (words >> shifts & np.uint16((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(*field.shape[:-1], -1)
+
+
+def _pieces(weight: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    step = max(1, _VALUES // weight.shape[1])
+    for start in range(0, len(weight), step):
+        yield start, np.ascontiguousarray(weight[start : start + step], np.float32)
+
+
+def _quantized(rows: np.ndarray, made: BlockFormat) -> np.ndarray:
+    """Return blocks uint8 [O, blocks, bytes] of float32[O, I]."""
+    runs = rows.reshape(len(rows), -1, made.runs, made.run)
+    field: dict[str, np.ndarray] = {}
+    if made.has_minimum:
+        scale, minimum = _with_minimum(runs, (1 << made.low + made.high) - 1)
+        field["minimum"] = _as_bytes(minimum[..., 0])
+        runs = runs - _rounded(minimum)[..., None]
+    else:
+        scale = _symmetric(runs, made)
+    if made.scaled:
+        largest = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)
+        whole = largest / np.float32(-128)
+        field["scale"] = _as_bytes(whole[..., 0])
+        whole = _rounded(whole)
+        factors = np.clip(np.rint(scale / _nonzero(whole)), -128, 127)
+        field["scales"] = factors.astype(np.int8).view(np.uint8)
+        scale = whole * factors
+    else:
+        field["scale"] = _as_bytes(scale[..., 0])
+        scale = _rounded(scale)
+    codes = np.rint(runs / _nonzero(scale)[..., None])
+    least, most = _bounds(made)
+    codes = np.clip(codes, least, most).astype(np.int8).reshape(*runs.shape[:2], made.size)
+    codes = codes.view(np.uint8) if made.low == 8 else (codes + np.int8(made.offset)).view(np.uint8)
+    field["low"] = packed(codes & 15 if made.low == 4 else codes, made.low)
+    if made.high:
+        field["high"] = packed(codes >> 4, made.high)
+    return np.concatenate([field[name] for name in made.fields], axis=-1)
+
+
+def _bounds(made: BlockFormat) -> tuple[int, int]:
+    """Return the least and the greatest code less its offset."""
+    if made.low == 8:
+        return -127, 127
+    return -made.offset, (1 << made.low + made.high) - 1 - made.offset
+
+
+def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales and minima [...] of runs [..., values] whose codes go from 0 to `most`."""
+    low, high = runs.min(-1), runs.max(-1)
+    best = np.full(low.shape, np.inf, np.float32)
+    scale, minimum = np.zeros_like(low), low
+    for stretch in _STRETCHES:
+        middle, half = (low + high) / 2, (high - low) / 2 / np.float32(stretch)
+        start, step = middle - half, 2 * half / np.float32(most)
+        codes = np.rint((runs - start[..., None]) / _nonzero(step)[..., None])
+        np.clip(codes, 0, most, out=codes)
+        step, start = _fitted(runs, codes) if stretch != 1.0 else (step, start)
+        step, start = _rounded(step), _rounded(start)
+        codes = np.rint((runs - start[..., None]) / _nonzero(step)[..., None])
+        np.clip(codes, 0, most, out=codes)
+        error = codes * step[..., None] + start[..., None] - runs
+        error = np.square(error, out=error).sum(-1)
+        better = error < best
+        best = np.where(better, error, best)
+        scale, minimum = np.where(better, step, scale), np.where(better, start, minimum)
+    return scale, minimum
+
+
+def _fitted(runs: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales and minima with which codes err least."""
+    mean_code, mean = codes.mean(-1), runs.mean(-1)
+    centered = codes - mean_code[..., None]
+    products = (centered * runs).sum(-1)
+    scale = products / _nonzero(np.square(centered).sum(-1))
+    return scale, mean - scale * mean_code
+
+
+def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
+    """Return scales [...] of runs [..., values]; the largest value has the code furthest from 0."""
+    least, most = _bounds(made)
+    index = np.abs(runs).argmax(-1)[..., None]
+    largest = np.take_along_axis(runs, index, -1)[..., 0]
+    best = np.full(largest.shape, np.inf, np.float32)
+    scale = np.zeros_like(largest)
+    for stretch in _STRETCHES:
+        step = largest / np.float32(least * stretch)
+        if made.low != 8 or stretch == 1.0:
+            if not made.scaled:
+                step = _rounded(step)
+            codes = np.rint(runs / _nonzero(step)[..., None])
+            np.clip(codes, least, most, out=codes)
+            error = np.square(codes * step[..., None] - runs).sum(-1)
+            better = error < best
+            best, scale = np.where(better, error, best), np.where(better, step, scale)
+    return scale
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Round to float16, in float32; what would overflow stays the largest of them."""
+    most = np.float32(65504)
+    return np.clip(values, -most, most).astype(np.float16).astype(np.float32)
+
+
+def _as_bytes(values: np.ndarray) -> np.ndarray:
+    halves = _rounded(values).astype(np.float16)
+    return halves[..., None].view(np.uint8)
+
+
+def _nonzero(values: np.ndarray) -> np.ndarray:
+    """Replace values too small to divide by with 1, which makes the codes zeros."""
+    return np.where(np.abs(values) < _TINY, np.float32(1), values)
