@@ -17,7 +17,12 @@ from jaxserve.engine.context_length import held_tokens, settle_cache
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
-from jaxserve.engine.weight_forms import choose_quantization, chosen_form, placed_weights
+from jaxserve.engine.weight_forms import (
+    choose_quantization,
+    chosen_form,
+    placed_weights,
+    report_narrow,
+)
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.behind import ProgramsBehind
@@ -74,8 +79,7 @@ def load(
     """Read the checkpoint, place the weights, compile.
 
     Args:
-        config: what to load.
-        on_progress: receives reports of the start.
+        config, on_progress: what to load, and what receives reports of the start.
         root: of the files that say how much of the host's memory is free.
 
     Raises:
@@ -88,17 +92,13 @@ def load(
     timeline.begin()
     with timeline.span("read the configuration"):
         source = find_source(config, on_progress)
-    model_config = source.model_config
     with timeline.span("start the device"):
         device, planned = _start_device(config, source, root)
     dtype = jnp.dtype(planned.dtype)
     programs = _programs_folder(config)
-    context, sizes = config.max_model_len, (planned.sizes.seqs, planned.sizes.tokens)
-    config = resolved_config(config, source, device, sizes)
-    if not device.is_gpu:
-        config = settle_cache(config, context, model_config, planned)
+    config = _planned_config(config, source, device, planned)
     assert config.max_model_len is not None
-    model_config = model_config.for_length(config.max_model_len)
+    model_config = source.model_config.for_length(config.max_model_len)
     tokenizer = None
     if not config.skip_tokenizer_init:
         with timeline.span("read the tokenizer"):
@@ -163,6 +163,17 @@ def resolved_config(
     return config
 
 
+def _planned_config(
+    config: EngineConfig, source: Source, device: DeviceLimits, plan: MemoryPlan
+) -> EngineConfig:
+    """Fill in what the plan of a start decides."""
+    sizes = plan.sizes.seqs, plan.sizes.tokens
+    resolved = resolved_config(config, source, device, sizes)
+    if device.is_gpu:  # the cache takes what is left once everything is compiled
+        return resolved
+    return settle_cache(resolved, config.max_model_len, source.model_config, plan)
+
+
 def _capacity(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
     """Return the most tokens of a sequence that so many pages hold."""
     capacity = held_tokens(config, model_config, num_pages)
@@ -212,7 +223,7 @@ def _open_device(config: EngineConfig, source: Source, memory: DeviceMemory) -> 
 
 def _plan_start(config: EngineConfig, source: Source, memory: DeviceMemory) -> MemoryPlan:
     form = chosen_form(config, source)
-    weights = placed_weights(config, source, form, memory, report=True)
+    weights = placed_weights(config, source, form, memory)
     plan = plan_memory(config, weights, form, memory)
     if not plan.fits:
         is_card, fixed = memory.limits.is_gpu, source.fixed_dtype is not None
@@ -220,6 +231,7 @@ def _plan_start(config: EngineConfig, source: Source, memory: DeviceMemory) -> M
             refusal(config, weights, plan, memory, fixed),
             "gpu_memory_utilization" if is_card else "kv_cache_memory_bytes",
         )
+    report_narrow(config, source, weights, form, memory)
     return plan
 
 

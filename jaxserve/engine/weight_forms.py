@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.source import Source
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.memory_plan import Weights, plan_memory
+from jaxserve.execution.start.memory_plan import HOST_RESERVE, Weights, plan_memory
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
 from jaxserve.weights.quantize import FORMS
@@ -105,11 +105,7 @@ def chosen_form(config: EngineConfig, source: Source) -> str | None:
 
 
 def placed_weights(
-    config: EngineConfig,
-    source: Source,
-    form: str | None,
-    memory: DeviceMemory,
-    report: bool = False,
+    config: EngineConfig, source: Source, form: str | None, memory: DeviceMemory
 ) -> Weights:
     """Return the weights in the dtype that they will have; on CPU that depends on what is free.
 
@@ -118,22 +114,18 @@ def placed_weights(
         source: of the model.
         form: what the blocks' matrices are quantized to.
         memory: of the device.
-        report: whether to log that bfloat16 was chosen.
     """
     weights = Weights(source.model_config, placed_dtype(config, source, memory.limits))
     is_fixed = source.fixed_dtype is not None and config.load_format != "dummy"
     if memory.limits.is_gpu or config.dtype != "auto" or is_fixed:
         return weights
-    narrow = _narrow_weights(config, weights, form, memory)
-    if report and narrow is not weights:
-        _report_narrow(weights, form, memory)
-    return narrow
+    return _narrowed(config, weights, form, memory)
 
 
-def _narrow_weights(
+def _narrowed(
     config: EngineConfig, weights: Weights, form: str | None, memory: DeviceMemory
 ) -> Weights:
-    """Return weights in bfloat16 where those in float32 leave no room for a whole default cache.
+    """Return weights in bfloat16 where the cache beside those in float32 would be smaller, or none.
 
     Args:
         config: not resolved, with dtype "auto".
@@ -143,16 +135,28 @@ def _narrow_weights(
     """
     if weights.config.dtype not in _NARROWED:
         return weights
-    memory = replace(memory, free=int(memory.free * config.memory_share))
-    whole = plan_memory(config, weights, form, memory)
-    return weights if whole.is_whole else Weights(weights.config, "bfloat16")
+    share = int((memory.free - HOST_RESERVE) * config.memory_share)
+    memory = replace(memory, free=HOST_RESERVE + share)
+    wide = plan_memory(config, weights, form, memory)
+    if wide.is_whole:
+        return weights
+    narrow = Weights(weights.config, "bfloat16")
+    if wide.fits and plan_memory(config, narrow, form, memory).pages <= wide.pages:
+        return weights
+    return narrow
 
 
-def _report_narrow(wide: Weights, form: str | None, memory: DeviceMemory) -> None:
-    """Log that bfloat16 was chosen, and why."""
-    _log.warning(
-        "the model runs in bfloat16: in float32 its weights take %.1f GiB, and %.1f GiB of memory "
-        "are free (--dtype)",
-        wide.sizes(form)[0] / GIB,
-        memory.free / GIB,
-    )
+def report_narrow(
+    config: EngineConfig, source: Source, weights: Weights, form: str | None, memory: DeviceMemory
+) -> None:
+    """Log it if `placed_weights` chose bfloat16 for want of memory."""
+    if memory.limits.is_gpu:
+        return
+    dtype = placed_dtype(config, source, memory.limits)
+    if weights.dtype != dtype:
+        _log.warning(
+            "the model runs in bfloat16: in float32 its weights take %.1f GiB, and %.1f GiB of "
+            "memory are free (--dtype)",
+            Weights(source.model_config, dtype).sizes(form)[0] / GIB,
+            memory.free / GIB,
+        )

@@ -8,9 +8,10 @@ from jaxserve.config import CPU_KV_BYTES, EngineConfig
 
 LEAST_TOKENS = 2048
 """Tokens below which the cache is not made smaller, if a sequence may have as many."""
-# Programs are compiled for a number of pages: what is free differs from start to start, and few
-# sizes have those of an earlier start fit.
-_PARTS = 8
+# Eighths of the cache, of half of it, of a quarter, and so on. Programs are compiled for a number
+# of pages: what is free differs from start to start, and where sizes are few, those of an earlier
+# start are likely to fit.
+_EIGHTHS = (8, 7, 6, 5)
 
 
 def host_pages(
@@ -46,6 +47,7 @@ def host_pages(
         resolved = replace(resolved, max_model_len=max(2, min(context, held)))
         full = resolved.cpu_page_budget(page)
         least = min(full, -(-min(context, LEAST_TOKENS) // size) + 1)
-    parts = (full * part // _PARTS for part in range(_PARTS, 0, -1))
+    halves = (full >> halving for halving in range(full.bit_length()))
+    parts = (half * eighths // 8 for half in halves for eighths in _EIGHTHS)
     fitting = (pages for pages in parts if least <= pages and pages * page <= room)
     return next(fitting, least), full, least
