@@ -79,7 +79,6 @@ def load(
     """Read the checkpoint, place the weights, compile.
 
     Args:
-        config, on_progress: what to load, and what receives reports of the start.
         root: of the files that say how much of the host's memory is free.
 
     Raises:
@@ -117,8 +116,7 @@ def load(
     started = time.perf_counter()
     start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
     return_memory()  # of what reading took: programs and the cache take its place
-    weights_seconds = time.perf_counter() - started
-    start.report.stages["weights"] = weights_seconds
+    start.report.stages["weights"] = time.perf_counter() - started
     capacity = _capacity(config, model_config, start.num_pages)
     with timeline.span("programs"):
         runner = start.run(on_progress)
