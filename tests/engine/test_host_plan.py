@@ -182,6 +182,19 @@ def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
         assert settled == resolved
 
 
+def test_a_cache_that_holds_a_window_serves_every_position(tmp_path: Path) -> None:
+    """It holds 16,368 tokens, and no sequence has more than its window and two steps in it."""
+    config = EngineConfig(model=folder_of(tmp_path, "windows"), kv_cache_dtype="fp8")
+    [plan, *_] = plan_model(config, None, limited_host(tmp_path / "host", 64 * GB)).plans
+    resolved = config.resolve("cpu", 32768)
+    model_config = loading.find_source(config, config_only=True).model_config
+    settled = loading.settle_cache(resolved, None, model_config, plan)
+    assert (settled.max_model_len, settled.num_gpu_blocks_override) == (32768, 1024)
+    # A window that the cache does not hold limits the sequence like all positions would.
+    short = replace(plan, pages=256)
+    assert loading.settle_cache(resolved, None, model_config, short).max_model_len == 4080
+
+
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
