@@ -36,7 +36,7 @@ NO_MODEL = (
 
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
-_CPU_KV_BYTES = 1 << 30
+CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -60,16 +60,16 @@ class EngineConfig:
             limits every answer of a server.
         skip_tokenizer_init: serve token ids only.
         load_format: "auto" reads what is there; "dummy" makes random weights from `seed`.
-        dtype: of weights and activations; "auto" takes the checkpoint's on a GPU, float32
-            on CPU, where "bfloat16" takes half the memory and is faster with few rows. On CPU
-            "auto" also keeps the blocks of a GGUF file as they are; any other widens them.
+        dtype: of weights and activations; "auto" takes the checkpoint's on a GPU. On CPU it takes
+            float32, or bfloat16, half the memory, if that does not fit into what is free, and
+            keeps the blocks of a GGUF file, which any other dtype widens.
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4", a scale and a zero point for 32 inputs; quantized as they are loaded. A
-            checkpoint that is quantized already ("fp8", "awq", "gptq", "compressed-tensors") needs
-            none of these.
-        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter
-            of the memory, with the checkpoint's scales, where it has them.
-        max_model_len: most tokens of one sequence, prompt and output together.
+            in "int4": a scale and a zero point for 32 inputs; on CPU GGUF's blocks of 4 to 6 bits,
+            of 8 for the embedding. "fp8", "awq", "gptq" and "compressed-tensors" are checkpoints'.
+        kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
+            the memory, with the checkpoint's scales, where it has them.
+        max_model_len: most tokens of one sequence, prompt and output together; by default what
+            the model declares, or on CPU what the default cache holds, if that is less.
         max_num_seqs: most sequences running at once (slots).
         max_num_batched_tokens: most tokens computed in one step.
         long_prefill_token_threshold: most tokens one sequence takes of a step; 0 for no bound.
@@ -77,8 +77,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU memory that is free at the start, for weights, KV
             cache and temporaries. None takes 0.9, and up to 0.95 where that leaves the cache
             fewer than 8,192 tokens; 0.8 where a card has no memory but the host's.
-        kv_cache_memory_bytes: bytes of KV cache; on CPU 1 GiB by default, or less where
-            fewer pages could ever be used.
+        kv_cache_memory_bytes: bytes of KV cache; on CPU by default 1 GiB, less where memory is
+            short or fewer pages could be used, more where max_model_len needs it.
         memory_share: of the GPU's memory, or on CPU the KV cache's, what this engine takes where
             several are served.
         num_gpu_blocks_override: number of pages, instead of either of the above.
@@ -226,7 +226,7 @@ class EngineConfig:
         times = 2 if self.enable_prefix_caching else 1
         useful = times * self.max_num_seqs * (pages_a_sequence + 1) + 1
         return max(
-            min(int(_CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
+            min(int(CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
         )
 
 

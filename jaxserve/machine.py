@@ -145,14 +145,101 @@ def driver_cards() -> list[DriverCard]:
             nvml.call("nvmlShutdown")
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of the host's memory in all, and those available; zeros if unknown."""
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return the bytes of memory that this process may have, and those available; zeros if unknown.
+
+    They are the host's, or less where a control group that the process is in has a limit.
+
+    Args:
+        root: of the file system with /proc and the mounts of control groups.
+    """
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         sizes = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
-        return int(sizes["MemTotal"][0]) << 10, int(sizes["MemAvailable"][0]) << 10
+        total, available = (int(sizes[name][0]) << 10 for name in ("MemTotal", "MemAvailable"))
     except (OSError, LookupError, ValueError):
         return 0, 0
+    for limit, free in _group_limits(root):
+        total, available = min(total, limit), min(available, free)
+    return total, max(0, available)
+
+
+@dataclass(frozen=True)
+class _GroupFiles:
+    """Names of what a version of control groups says about memory.
+
+    The kernel drops the pages of files before it lets a group run out of memory, so that they are
+    counted as free.
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    droppable: tuple[str, ...]
+
+
+_VERSION_1 = _GroupFiles(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+# Above memory.high a group is not killed, but slowed down until it makes no progress.
+_VERSION_2 = _GroupFiles(
+    ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")
+)
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and free bytes of every control group above this process that has a limit."""
+    for mount, group, files in _memory_groups(root):
+        levels = [group, *group.parents]
+        for folder in levels[: levels.index(mount) + 1]:
+            with suppress(OSError, LookupError, ValueError):
+                texts = [(folder / name).read_text().strip() for name in files.limits]
+                limits = [int(text) for text in texts if text != "max"]
+                if not limits:
+                    continue
+                lines = (folder / "memory.stat").read_text().splitlines()
+                pages = dict(line.split() for line in lines)
+                used = int((folder / files.used).read_text())
+                used -= sum(int(pages[name]) for name in files.droppable)
+                yield min(limits), min(limits) - used
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _GroupFiles]]:
+    """Yield where control groups of memory are mounted, the folder of our own, and its files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    groups: dict[str, str] = {}  # by controller; version 2 names none
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        groups |= dict.fromkeys(controllers.split(","), path)
+    for line in mounts:
+        place, _, kind = line.partition(" - ")
+        top, folder = place.split()[3:5]
+        system, _, options = kind.split()[:3]
+        if system == "cgroup2":
+            group, files = groups.get(""), _VERSION_2
+        elif system == "cgroup" and "memory" in options.split(","):
+            group, files = groups.get("memory"), _VERSION_1
+        else:
+            continue
+        mount = root / folder.lstrip("/")
+        if group is not None:
+            yield mount, mount / _below(group, top), files
+
+
+def _below(group: str, top: str) -> str:
+    """Return a group's path below a mount that shows the groups from `top` on.
+
+    A container often sees its own group as the mount itself, whatever the group's name outside.
+    """
+    top = top.rstrip("/")
+    if ".." in group.split("/") or (group != top and not group.startswith(top + "/")):
+        return ""
+    return group[len(top) :].strip("/")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slo
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
-        *("jaxserve.engine.loading", "jaxserve.engine.conversion"),  # name platform and dtype
+        # They name platform and dtype.
+        *(f"jaxserve.engine.{name}" for name in ("loading", "conversion", "weight_forms")),
     ),
     "starlette": ("jaxserve.server", "jaxserve.commands.batch_file"),
     "uvicorn": ("jaxserve.server",),

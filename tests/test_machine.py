@@ -15,6 +15,14 @@ from jaxlib import xla_client
 from jaxserve import config, machine
 from jaxserve.config import card_to_open, claimed, memory_fraction
 from jaxserve.machine import DriverCard, VisibleCard, driver_cards, host_memory, visible_card
+from tests.support.host_files import (
+    UNLIMITED_V1,
+    V1_MOUNT,
+    V2_MOUNT,
+    write_host,
+    write_v1,
+    write_v2,
+)
 from tests.support.nvml import GB10, MIB, RTX_4090, T4, PlayedCard, play_driver
 
 FIRST = DriverCard("GPU-aa11", "NVIDIA GeForce RTX 3090", (8, 6), 24 << 30, 20 << 30)
@@ -137,6 +145,49 @@ def test_a_part_that_the_user_has_set_stays(name: str, monkeypatch: pytest.Monke
 def test_the_hosts_memory_is_read() -> None:
     total, available = host_memory()
     assert 0 < available <= total
+
+
+HOST = (64 << 30, 48 << 30)
+
+
+def test_a_host_without_limits_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) == (0, 0)
+    root = write_host(tmp_path / "bare", *HOST)
+    assert host_memory(root) == HOST
+    root = write_host(tmp_path / "host", *HOST, "0::/user.slice\n", V2_MOUNT)
+    write_v2(root / "sys/fs/cgroup/user.slice", "max", 3 << 30)  # the root group has no such files
+    assert host_memory(root) == HOST
+    write_v2(root / "sys/fs/cgroup/user.slice", 128 << 30, 3 << 30)
+    assert host_memory(root) == HOST
+
+
+def test_every_group_above_the_process_limits_it(tmp_path: Path) -> None:
+    """Pages of files are counted as free: the kernel drops them before it kills."""
+    root = write_host(tmp_path, *HOST, "0::/pod/box\n", V2_MOUNT)
+    mount = root / "sys/fs/cgroup"
+    write_v2(mount / "pod/box", 8 << 30, 3 << 30, files=2 << 30)
+    assert host_memory(root) == (8 << 30, 7 << 30)
+    write_v2(mount / "pod", 10 << 30, 6 << 30)  # with what its other groups take
+    assert host_memory(root) == (8 << 30, 4 << 30)
+    write_v2(mount / "pod", "max", 6 << 30, high=str(7 << 30))
+    assert host_memory(root) == (7 << 30, 1 << 30)
+    write_v2(mount / "pod", 4 << 30, 5 << 30)  # lowered below what is in use
+    assert host_memory(root) == (4 << 30, 0)
+    (mount / "pod/memory.max").write_text("damaged")
+    assert host_memory(root) == (8 << 30, 7 << 30)
+
+
+@pytest.mark.parametrize("top", ["/", "/docker/1f", "/../elsewhere"])
+def test_groups_of_version_1_count_too(tmp_path: Path, top: str) -> None:
+    """Also where a container sees its group as the mount, under the name that it has outside."""
+    texts = "9:name=systemd:/\n4:cpu,memory:/docker/1f\n0::/\n"
+    unified = V2_MOUNT.replace("cgroup rw", "cgroup/unified rw")
+    root = write_host(tmp_path, *HOST, texts, f"{unified}\n{V1_MOUNT.format(top=top)}\n")
+    mount = root / "sys/fs/cgroup/memory"
+    write_v1(mount, UNLIMITED_V1, 20 << 30)
+    assert host_memory(root) == HOST
+    write_v1(mount / "docker/1f" if top == "/" else mount, 6 << 30, 5 << 30, files=1 << 30)
+    assert host_memory(root) == (6 << 30, 2 << 30)
 
 
 @pytest.mark.parametrize(

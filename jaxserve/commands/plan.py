@@ -117,4 +117,6 @@ def _cells(plan: Any) -> list[str]:
 
 
 def _size(count: float) -> str:
+    if count >= 1 << 60:  # of a host that does not say
+        return "unknown"
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

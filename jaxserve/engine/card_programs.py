@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.loading import (
-    cache_folder,
-    choose_quantization,
-    placed_dtype,
-    resolved_config,
-)
+from jaxserve.engine.loading import cache_folder, resolved_config
 from jaxserve.engine.source import Source, find_source
+from jaxserve.engine.weight_forms import chosen_form, placed_dtype
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.execution.start.autotuning import read_choices
 from jaxserve.execution.start.compilation import keep_choices
@@ -24,7 +20,8 @@ from jaxserve.execution.start.for_card import (
     card_memory,
     start_card_compiler,
 )
-from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
+from jaxserve.execution.start.memory_plan import Weights, plan_memory
+from jaxserve.execution.start.refusal import refusal
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.weights.quantized_shapes import quantize_shapes
 
@@ -81,8 +78,7 @@ def _form(config: EngineConfig, source: Source) -> str | None:
         UnsupportedModel: they are stored quantized, or experts are to be.
     """
     model_config = source.model_config
-    made: Any = None if config.load_format == "dummy" else source.fixed_quantization
-    form = choose_quantization(config.quantization, model_config) or made
+    form = chosen_form(config, source)
     allowed = "allowed: weights in full, also with --quantization where there are no experts"
     if model_config.quantization is not None:
         method = model_config.quantization.method

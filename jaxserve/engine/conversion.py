@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import Source, find_source, local_path
 from jaxserve.engine.text.gguf_tokenizer import save_tokenizer
+from jaxserve.engine.weight_forms import choose_quantization, placed_dtype
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.device import open_device, this_device

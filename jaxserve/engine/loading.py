@@ -10,32 +10,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.config import EngineConfig, user_cache_dir
+from jaxserve.engine.context_length import held_tokens, settle_cache
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.source import Source, find_source
 from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
-from jaxserve.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from jaxserve.engine.weight_forms import (
+    choose_quantization,
+    chosen_form,
+    keeps_blocks,
+    placed_weights,
+    report_narrow,
+)
+from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.execution.start.behind import ProgramsBehind
 from jaxserve.execution.start.compilation import prepare_cache
 from jaxserve.execution.start.device import DeviceMemory, open_device, this_device
-from jaxserve.execution.start.memory_plan import Weights, plan_memory, refusal
+from jaxserve.execution.start.memory_plan import MemoryPlan, plan_memory
 from jaxserve.execution.start.memory_return import return_memory
+from jaxserve.execution.start.refusal import refusal
 from jaxserve.execution.start.timeline import Timeline
 from jaxserve.execution.start.warm_up import StartReport, WarmUp
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.models.registry import overflows_float16
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.scheduling.window_pages import longest_held
 from jaxserve.weights import random_weights
 from jaxserve.weights.expected import expected_model
 from jaxserve.weights.placement import use_output_rows
-from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import device_limit
 
@@ -70,60 +74,13 @@ class Loaded:
         return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
 
 
-def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: bool) -> Any:
-    """Return the dtype of weights and activations.
-
-    "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
-    where 16-bit products of a few rows are slower. A card without bfloat16 takes float16 instead,
-    and a model that overflows it (`overflows_float16`) bfloat16 or float32.
-
-    Raises:
-        UnsupportedModel: bfloat16 on a card without it, float16 for a model that overflows it, or
-            float64 without JAX's x64 mode.
-    """
-    narrow = "float16" if device.has_bfloat16 or not overflows else "float32"
-    if asked == "auto":
-        if device.platform == "cpu":
-            return jnp.dtype(jnp.float32)
-        if declared in ("float32", "float64") or (declared == "float16" and overflows):
-            declared = "bfloat16"
-        if declared == "bfloat16" and not device.has_bfloat16:
-            _log.warning("%s has no bfloat16: the model runs in %s", device, narrow)
-            declared = narrow
-        return jnp.dtype(declared)
-    if asked == "bfloat16" and not device.has_bfloat16:
-        raise UnsupportedModel(f"dtype is bfloat16, which {device} lacks; use --dtype {narrow}")
-    if asked == "float16" and overflows:
-        raise UnsupportedModel("dtype is float16, which the model overflows; use --dtype float32")
-    if asked == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-        raise UnsupportedModel("dtype float64 needs jax_enable_x64")
-    return jnp.dtype(asked)
-
-
-def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
-    """Return the form to quantize to while loading; None to keep the checkpoint's weights.
-
-    Raises:
-        UnsupportedModel: what is asked for is not what the checkpoint holds.
-    """
-    stored = model_config.quantization
-    if stored is not None:
-        if asked not in (None, stored.method):
-            raise UnsupportedModel(
-                f"quantization is {asked!r}, but the checkpoint's weights are {stored.method!r} "
-                "(quantization_config); allowed: the same, or nothing"
-            )
-        return None
-    if asked not in (None, *FORMS):
-        raise UnsupportedModel(
-            f"quantization is {asked!r}, but config.json has no quantization_config; "
-            f"allowed: {', '.join(FORMS)}"
-        )
-    return asked
-
-
-def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
+def load(
+    config: EngineConfig, on_progress: OnProgress | None = None, root: Path = Path("/")
+) -> Loaded:
     """Read the checkpoint, place the weights, compile.
+
+    Args:
+        root: of the files that say how much of the host's memory is free.
 
     Raises:
         CheckpointError, UnsupportedModel: what the folder holds cannot be served.
@@ -135,13 +92,13 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     timeline.begin()
     with timeline.span("read the configuration"):
         source = find_source(config, on_progress)
-    model_config = source.model_config
     with timeline.span("start the device"):
-        device, dtype, sizes = _start_device(config, source)
+        device, planned = _start_device(config, source, root)
+    dtype = jnp.dtype(planned.dtype)
     programs = _programs_folder(config)
-    config = resolved_config(config, source, device, sizes)
+    config = _planned_config(config, source, device, planned)
     assert config.max_model_len is not None
-    model_config = model_config.for_length(config.max_model_len)
+    model_config = source.model_config.for_length(config.max_model_len)
     tokenizer = None
     if not config.skip_tokenizer_init:
         with timeline.span("read the tokenizer"):
@@ -160,8 +117,7 @@ def load(config: EngineConfig, on_progress: OnProgress | None = None) -> Loaded:
     started = time.perf_counter()
     start = _warm_up(_expected(config, source, model_config, dtype, device), plan, read)
     return_memory()  # of what reading took: programs and the cache take its place
-    weights_seconds = time.perf_counter() - started
-    start.report.stages["weights"] = weights_seconds
+    start.report.stages["weights"] = time.perf_counter() - started
     capacity = _capacity(config, model_config, start.num_pages)
     with timeline.span("programs"):
         runner = start.run(on_progress)
@@ -206,16 +162,21 @@ def resolved_config(
     return config
 
 
+def _planned_config(
+    config: EngineConfig, source: Source, device: DeviceLimits, plan: MemoryPlan
+) -> EngineConfig:
+    """Fill in what the plan of a start decides."""
+    sizes = plan.sizes.seqs, plan.sizes.tokens
+    resolved = resolved_config(config, source, device, sizes)
+    if device.is_gpu:  # the cache takes what is left once everything is compiled
+        return resolved
+    return settle_cache(resolved, config.max_model_len, source.model_config, plan)
+
+
 def _capacity(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
     """Return the most tokens of a sequence that so many pages hold."""
+    capacity = held_tokens(config, model_config, num_pages)
     assert config.max_model_len is not None
-    capacity = longest_held(
-        num_pages - 1,
-        config.block_size,
-        model_config.layers.window,
-        config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
-        config.max_model_len,
-    )
     if capacity < config.max_model_len:
         _log.warning(
             "the KV cache holds %d tokens, fewer than max_model_len (%d): longer requests are "
@@ -227,63 +188,50 @@ def _capacity(config: EngineConfig, model_config: ModelConfig, num_pages: int) -
 
 
 def _start_device(
-    config: EngineConfig, source: Source
-) -> tuple[DeviceLimits, Any, tuple[int, int] | None]:
-    """Start JAX; return its device, the weights' dtype, and the sizes for a card's memory.
+    config: EngineConfig, source: Source, root: Path
+) -> tuple[DeviceLimits, MemoryPlan]:
+    """Start JAX; return its device, and the plan of the start on it.
 
     Raises:
         InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
         DeviceError: see `open_device`.
     """
-    memory = this_device()
+    memory = this_device(root)
     reason = device_limit(config.attention_backend, memory.limits)
     if reason is not None:
         raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")
-    dtype = placed_dtype(config, source, memory.limits)
-    sizes = _open_device(config, source, dtype, memory)
+    plan = _open_device(config, source, memory)
     device = target_device()
     if device.is_gpu != memory.limits.is_gpu:  # JAX could not open the card
-        return device, placed_dtype(config, source, device), None
-    return device, dtype, sizes
+        plan = _plan_start(config, source, replace(this_device(root), limits=device))
+    return device, plan
 
 
-def _open_device(
-    config: EngineConfig, source: Source, dtype: Any, memory: DeviceMemory
-) -> tuple[int, int] | None:
-    """Start JAX, before it takes its share of every card; return the sizes for a card's memory.
+def _open_device(config: EngineConfig, source: Source, memory: DeviceMemory) -> MemoryPlan:
+    """Start JAX, before it takes its share of every card; return the plan of the start.
 
     Raises:
-        InvalidRequest: it has too little memory for the model, and what would fit.
+        InvalidRequest: there is too little memory for the model, and what would fit.
         DeviceError: see `open_device`.
     """
-    if not memory.limits.is_gpu:
-        open_device(memory, 0)
-        return None
-    made = None if config.load_format == "dummy" else source.fixed_quantization
-    form = choose_quantization(config.quantization, source.model_config) or made
-    weights = Weights(source.model_config, dtype)
-    plan = plan_memory(config, weights, form, memory)
-    if not plan.fits:
-        raise InvalidRequest(refusal(config, weights, plan, memory), "gpu_memory_utilization")
+    plan = _plan_start(config, source, memory)
     # Of all engines of this process; each takes its share of that.
     open_device(memory, memory.budget(config.gpu_memory_utilization, plan.sizes.share))
-    return plan.sizes.seqs, plan.sizes.tokens
+    return plan
 
 
-def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
-    """Return the dtype that the weights will have.
-
-    Raises:
-        UnsupportedModel: another than a converted folder's is asked for; see `choose_dtype` too.
-    """
-    fixed, overflows = source.fixed_dtype, overflows_float16(source.model_config)
-    if fixed is None or config.load_format == "dummy":
-        return choose_dtype(config.dtype, source.model_config.dtype, device, overflows)
-    if config.dtype not in ("auto", fixed):
-        raise UnsupportedModel(
-            f"{source.path}: was converted with dtype {fixed}, not {config.dtype}; convert it again"
+def _plan_start(config: EngineConfig, source: Source, memory: DeviceMemory) -> MemoryPlan:
+    form = chosen_form(config, source)
+    weights = placed_weights(config, source, form, memory)
+    plan = plan_memory(config, weights, form, memory)
+    if not plan.fits:
+        is_card, fixed = memory.limits.is_gpu, source.fixed_dtype is not None
+        raise InvalidRequest(
+            refusal(config, weights, plan, memory, fixed),
+            "gpu_memory_utilization" if is_card else "kv_cache_memory_bytes",
         )
-    return choose_dtype(fixed, fixed, device, overflows)
+    report_narrow(config, source, weights, form, memory)
+    return plan
 
 
 def _model(
@@ -301,7 +249,7 @@ def _model(
         model = random_weights(model_config, dtype, config.seed, quantization, panels)
     else:
         kv_scales = config.kv_cache_dtype == "fp8"
-        packed = config.dtype == "auto"  # another dtype is meant for weights too
+        packed = keeps_blocks(config)
         model = source.load(
             model_config, dtype, on_progress, quantization, kv_scales, panels, packed
         )

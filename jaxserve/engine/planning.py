@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.config import EngineConfig, kind_of_model
-from jaxserve.engine.loading import choose_quantization, placed_dtype
 from jaxserve.engine.source import find_source
+from jaxserve.engine.weight_forms import chosen_form, placed_weights
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.start.device import DeviceMemory, named_device, this_device
 from jaxserve.execution.start.memory_plan import (
     MemoryPlan,
-    Weights,
     forms_of,
     plan_memory,
-    refusal,
 )
+from jaxserve.execution.start.refusal import refusal
 
 
 @dataclass(frozen=True)
@@ -35,33 +35,38 @@ class ModelPlan:
     refusal: str | None
 
 
-def plan_model(config: EngineConfig, device_name: str | None = None) -> ModelPlan:
+def plan_model(
+    config: EngineConfig, device_name: str | None = None, root: Path = Path("/")
+) -> ModelPlan:
     """Plan the start of a model; of one on the hub, only the configuration is fetched.
 
     Args:
         config: names the model; settings that it leaves open are chosen as a start chooses them.
         device_name: a card of the table, or "cpu"; by default this machine's.
+        root: of the files that say how much of the host's memory is free.
 
     Raises:
         CheckpointError, UnsupportedModel: nothing there, or nothing that can be served.
         ValueError: there is no such card, or settings contradict the model.
     """
-    device = this_device() if device_name is None else named_device(device_name)
+    device = this_device(root) if device_name is None else named_device(device_name, root)
     name = str(config.model)
     if name.endswith(".gguf") and config.model is not None and not _is_local(config):
         raise CheckpointError(f"model {name!r}: a GGUF file on the hub has to be fetched first")
     source = find_source(config, config_only=True)
     model_config = source.model_config
-    weights = Weights(model_config, placed_dtype(config, source, device.limits))
-    made = source.fixed_quantization
-    chosen = choose_quantization(config.quantization, model_config) or made
-    forms = forms_of(model_config)
-    if chosen is not None:
-        forms = (chosen,)
-    plans = [plan_memory(config, weights, form, device) for form in forms]
-    text = None if plans[0].fits else refusal(config, weights, plans[0], device)
-    stored = model_config.quantization
-    return ModelPlan(device, None if stored is None else stored.method, plans, text)
+    chosen = chosen_form(config, source)
+    forms = forms_of(model_config) if chosen is None else (chosen,)
+    weights = {form: placed_weights(config, source, form, device) for form in forms}
+    plans = [plan_memory(config, weights[form], form, device) for form in forms]
+    text = None
+    if not plans[0].fits:
+        fixed = source.fixed_dtype is not None
+        text = refusal(config, weights[forms[0]], plans[0], device, fixed)
+    stored = None if model_config.quantization is None else model_config.quantization.method
+    if forms[0] is None and weights[None].has_blocks:
+        stored = "GGUF blocks"
+    return ModelPlan(device, stored, plans, text)
 
 
 def _is_local(config: EngineConfig) -> bool:

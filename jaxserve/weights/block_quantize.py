@@ -39,14 +39,16 @@ def quantize_rows(weight: np.ndarray, form: str) -> BlockRows:
     return BlockRows(form, blocks)
 
 
-def forms_of(path: str, inputs: int, layers: int) -> tuple[str, ...]:
+def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
     """Return the formats of which a matrix takes that which errs least, for "int4".
 
-    As in llama.cpp's Q4_K_M: rows that are not whole blocks of 256, which only small models have,
+    As in llama.cpp's Q4_K_M: the embedding takes 8 bits; rows that are not whole blocks of 256, which only small models have,
     may take 5 bits; the projections down of half of the layers, about the first, the last and each
     third between, take 6.
     """
     name, _, kind = path.rpartition(".")
+    if name == "embedding":
+        return ("Q8_0",)
     layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
     eighth = layers // 8
     is_special = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

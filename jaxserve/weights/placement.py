@@ -19,7 +19,7 @@ from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.block_quantize import best_rows, forms_of
+from jaxserve.weights.block_quantize import best_rows, block_forms
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
@@ -165,9 +165,7 @@ def quantizing(
     def quantize_to_blocks(path: str, values: np.ndarray, contract: int) -> BlockPanels:
         outputs = values.shape[contract:] if contract else values.shape[:1]
         rows = values.reshape(-1, prod(outputs)).T if contract else values
-        is_embedding = path.startswith("embedding.")
-        forms = ("Q8_0",) if is_embedding else forms_of(path, rows.shape[1], layers)
-        made = best_rows(rows, forms)
+        made = best_rows(rows, block_forms(path, rows.shape[1], layers))
         return BlockPanels.of(made.blocks, made.form, values.dtype.name, outputs)
 
     def quantize_and_place(path: str, values: np.ndarray) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.engine import loading
-from jaxserve.engine.loading import choose_dtype
+from jaxserve.engine.weight_forms import choose_dtype
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels.devices import DeviceLimits, find_card

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.config import bundled_model
-from jaxserve.engine.loading import choose_quantization
+from jaxserve.engine.weight_forms import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.compiler import Compiler

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import jax
 from jax._src import xla_bridge
@@ -18,6 +19,7 @@ from jaxserve.machine import VisibleCard, driver_cards, host_memory
 from pallas_kernels.devices import GIB, DeviceLimits, find_card, limits_of
 
 _log = logging.getLogger(__name__)
+ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -50,52 +52,62 @@ class DeviceMemory:
         return self.free if utilization is None else min(self.free, int(self.total * utilization))
 
     def __str__(self) -> str:
+        if not self.total:
+            return f"{self.limits}, of unknown memory"
         memory = f"{self.total / GIB:.1f} GiB"
         if self.limits.shares_host_memory:
             memory += " shared with the host"
         return f"{self.limits}, {memory}, {self.free / GIB:.1f} GiB free"
 
 
-def named_device(name: str) -> DeviceMemory:
-    """Return a card of the table with nothing on it, or for "cpu" the host.
+def named_device(name: str, root: Path = ROOT) -> DeviceMemory:
+    """Return a card of the table with nothing on it, or for "cpu" the host with what is free now.
+
+    Args:
+        name: of the card.
+        root: see `host_memory`.
 
     Raises:
         ValueError: there is no such card, with those that there are.
     """
     if name.lower() == "cpu":
-        return _host()
+        return _host(root)
     card = find_card(name)
     return DeviceMemory(card.limits, card.memory, card.memory, card.bandwidth)
 
 
-def _host() -> DeviceMemory:
-    total, free = host_memory()
+def _host(root: Path) -> DeviceMemory:
+    total, free = host_memory(root)
     return DeviceMemory(DeviceLimits("cpu", "CPU"), total, free)
 
 
-def this_device() -> DeviceMemory:
-    """Return the device that an engine of this process gets, without starting JAX for a card."""
+def this_device(root: Path = ROOT) -> DeviceMemory:
+    """Return the device that an engine of this process gets, without starting JAX for a card.
+
+    Args:
+        root: see `host_memory`.
+    """
     if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
-        return started_device()
+        return started_device(root)
     platforms = _platforms()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return _host()
+        return _host(root)
     visible = card_to_open()
     if visible is None or not has_cuda_plugin():  # `start_jax` says so
-        return _host()
-    return _card_memory(visible)
+        return _host(root)
+    return _card_memory(visible, root)
 
 
 def _platforms() -> str:
     return str(getattr(jax.config, "jax_platforms", None) or "")
 
 
-def _card_memory(visible: VisibleCard) -> DeviceMemory:
+def _card_memory(visible: VisibleCard, root: Path) -> DeviceMemory:
     card = visible.card
     limits = DeviceLimits("gpu", card.name, card.capability)
     total, free = card.total, card.free
     if limits.shares_host_memory or not total:
-        total, free = host_memory()
+        total, free = host_memory(root)
     fraction = memory_fraction()
     return DeviceMemory(
         limits,
@@ -113,11 +125,15 @@ def _bandwidth(name: str) -> float:
     return 0.0
 
 
-def started_device() -> DeviceMemory:
-    """Return JAX's first device, with the memory that JAX allows itself."""
+def started_device(root: Path = ROOT) -> DeviceMemory:
+    """Return JAX's first device, with the memory that JAX allows itself.
+
+    Args:
+        root: see `host_memory`.
+    """
     device = devices()[0]
     if device.platform == "cpu":
-        return _host()
+        return _host(root)
     limits = limits_of(device)
     listed = [card for card in driver_cards() if card.name == limits.kind]
     total = max((card.total for card in listed), default=0)

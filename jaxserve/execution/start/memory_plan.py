@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,12 +19,16 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.start.device import DeviceMemory
+from jaxserve.execution.start.host_cache import host_pages
 from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
 from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.config.quantization import StoredQuantization
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.weights.block_quantize import block_forms
 from jaxserve.weights.model_weights import parameters_of
+from jaxserve.weights.placement import in_blocks
 from jaxserve.weights.quantize import FORMS, INT4_GROUP
+from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.devices import GIB, DeviceLimits
 
 # From this budget on steps are large; below, temporaries of 8,192 tokens would cost the cache more
@@ -37,6 +42,9 @@ _GPU_SAMPLER, _CPU_SAMPLER = 20.5, 24
 _WITHOUT_KERNELS = 1.4
 # Part of the budget that the allocator may lose between arrays.
 SLACK = 1 / 64
+HOST_RESERVE = 600 << 20
+"""Bytes that a process on CPU takes beside arrays: libraries, and compilers while they compile."""
+_UNKNOWN = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class MemoryPlan:
         sampler: bytes of what the sampler keeps.
         page_bytes: of one page, in all layers.
         pages: of KV cache, as the settings name them or as fit.
+        full_pages: the same where memory is enough: on CPU the default may be made smaller.
         least_pages: without which the engine does not start.
         block_size: tokens of a page.
         context: most tokens of a sequence by the settings and the model.
@@ -93,6 +102,7 @@ class MemoryPlan:
     sampler: int
     page_bytes: int
     pages: int
+    full_pages: int
     least_pages: int
     block_size: int
     context: int
@@ -108,6 +118,17 @@ class MemoryPlan:
         """Bytes that a start takes at least."""
         cache = self.least_pages * self.page_bytes
         return int((self.weights + self.temporaries + self.sampler + cache) / (1 - SLACK))
+
+    @property
+    def room(self) -> int:
+        """Bytes that everything but the cache leaves."""
+        taken = self.weights + self.temporaries + self.sampler
+        return int(self.budget * (1 - SLACK)) - taken
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine starts with a cache as large as where memory is enough."""
+        return self.fits and self.pages >= self.full_pages
 
     @property
     def cache_tokens(self) -> int:
@@ -136,26 +157,55 @@ class Weights:
     Args:
         config: of the model.
         dtype: of weights that are not quantized.
+        blocks: bytes, by path, of parameters that stay in a file's blocks unless they are quantized
+            otherwise.
+        on_cpu: whether "int4" is blocks, as on CPU.
     """
 
-    def __init__(self, config: ModelConfig, dtype: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        blocks: Mapping[str, int] = MappingProxyType({}),
+        on_cpu: bool = False,
+    ) -> None:
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self._blocks, self._on_cpu = blocks, on_cpu
         self._parameters: Mapping[str, Any] = parameters_of(abstract_model(config, dtype))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether parameters stay in a file's blocks."""
+        return bool(self._blocks)
+
+    def in_dtype(self, dtype: Any) -> Weights:
+        """Return the same weights with another dtype for those that are in full."""
+        return Weights(self.config, dtype, self._blocks, self._on_cpu)
 
     def sizes(self, form: str | None) -> tuple[int, int]:
         """Return the bytes of all weights, and of those that a step of one row reads."""
         held = read = 0
-        stored, experts = self.config.quantization, self.config.experts
+        experts = self.config.experts
         is_tied = "embedding.project" not in self._parameters
         for path, parameter in self._parameters.items():
-            axes = parameter.get_metadata()["axes"]
-            size = _parameter_bytes(parameter, axes, form, stored)
+            size = self._bytes(path, parameter, form)
             held += size
-            if experts is not None and axes in EXPERTS:
+            if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
                 size = size * experts.chosen // experts.count
             if path != "embedding.table" or is_tied:
                 read += size
         return held, read
+
+    def _bytes(self, path: str, parameter: Any, form: str | None) -> int:
+        if form is None and path in self._blocks:
+            return self._blocks[path]
+        if (contract := in_blocks(parameter, form, self._on_cpu)) is not None:
+            inputs = prod(parameter.shape[:contract] if contract else parameter.shape[1:])
+            forms = block_forms(path, inputs, self.config.num_hidden_layers)
+            bits = max(FORMATS[name].num_bytes / FORMATS[name].size for name in forms)
+            return int(prod(parameter.shape) * bits)
+        axes = parameter.get_metadata()["axes"]
+        return _parameter_bytes(parameter, axes, form, self.config.quantization)
 
 
 def _parameter_bytes(
@@ -223,9 +273,12 @@ def cache_pages(
         pages = config.cpu_page_budget(page)
     else:
         pages = max(0, room) // page
-    # Cells of the cache are numbered with 32 bits.
-    pages = min(pages, 2**31 // config.block_size - 1)
+    pages = min(pages, _most_pages(config))
     return addressable_pages(pages, page // 2 // layers, dtype, platform)
+
+
+def _most_pages(config: EngineConfig) -> int:
+    return 2**31 // config.block_size - 1  # cells of the cache are numbered with 32 bits
 
 
 def plan_memory(
@@ -268,15 +321,15 @@ def _plan(
     budget = device.budget(config.gpu_memory_utilization, sizes.share)
     if platform == "gpu":
         budget = min(int(budget * config.memory_share), budget - device.in_use)
+    else:  # a share of several engines' is one of their caches
+        budget = max(0, device.free - HOST_RESERVE) if device.total else _UNKNOWN
     held, read = weights.sizes(form)
     temporaries = temporary_bytes(model, weights.dtype, sizes, device.limits)
     sampler = sampler_bytes(seqs, model.vocab_size)
     dtype = kv_dtype(config.kv_cache_dtype, weights.dtype, platform)
     page = page_bytes(model, config.block_size, dtype)
     room = int(budget * (1 - SLACK)) - held - temporaries - sampler
-    pages = cache_pages(resolved, model.num_hidden_layers, page, dtype, room, platform)
-    named = config.num_gpu_blocks_override or config.kv_cache_memory_bytes or platform == "cpu"
-    least = max(2, pages) if named else 2
+    pages, full, least = _cache_sizes(config, resolved, model, page, dtype, room, platform)
     return MemoryPlan(
         form=form,
         dtype=weights.dtype.name,
@@ -288,6 +341,7 @@ def _plan(
         sampler=sampler,
         page_bytes=page,
         pages=pages,
+        full_pages=full,
         least_pages=least,
         block_size=config.block_size,
         context=resolved.max_model_len,
@@ -295,58 +349,31 @@ def _plan(
     )
 
 
+def _cache_sizes(
+    config: EngineConfig,
+    resolved: EngineConfig,
+    model: ModelConfig,
+    page: int,
+    dtype: Any,
+    room: int,
+    platform: str,
+) -> tuple[int, int, int]:
+    """Return pages to take, pages where memory is enough, and pages without which nothing starts.
+
+    Args:
+        config: not resolved.
+        resolved, page, dtype, room, platform: see `cache_pages`.
+        model: that the cache is for.
+    """
+    if platform == "cpu":
+        most = _most_pages(config)
+        pages, full, least = host_pages(config, resolved, page, room)
+        return min(pages, most), min(full, most), min(least, most)
+    pages = cache_pages(resolved, model.num_hidden_layers, page, dtype, room, platform)
+    named = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    return pages, pages, max(2, pages) if named else 2
+
+
 def forms_of(config: ModelConfig) -> tuple[str | None, ...]:
     """Return the forms that a checkpoint's weights can be held in, the largest first."""
     return (None,) if config.quantization is not None else (None, *FORMS)
-
-
-def refusal(config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory) -> str:
-    """Say why a model does not start, and what would."""
-    text = (
-        f"the model does not fit on {device}: weights take {plan.weights / GIB:.1f} GiB, a step "
-        f"{(plan.temporaries + plan.sampler) / GIB:.1f} GiB, so a start needs "
-        f"{plan.needed / GIB:.1f} GiB, and it may take {plan.budget / GIB:.1f} GiB"
-    )
-    bytes_of = {form: weights.sizes(form)[0] for form in forms_of(weights.config)}
-    smaller = [form for form in bytes_of if bytes_of[form] < plan.weights]
-    for form in smaller:
-        other = plan_memory(config, weights, form, device)
-        if other.fits:
-            return f"{text}; {form} fits, with {other.cache_tokens:,} tokens (--quantization)"
-    hint = _setting_to_change(config, weights, plan, device)
-    if hint is not None:
-        return f"{text}; {hint}"
-    if not smaller:
-        return f"{text}; a smaller model, or a card with more memory, is needed"
-    for form in smaller:
-        hint = _setting_to_change(config, weights, replace(plan, form=form), device)
-        if hint is not None:
-            return f"{text}; as {form} (--quantization), {hint}"
-    most = bytes_of[smaller[-1]] / GIB
-    return f"{text}; nor does any other form ({smaller[-1]}: {most:.1f} GiB of weights)"
-
-
-# Settings that take memory where they are given.
-_GIVEN = (
-    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"),
-    *("max_num_seqs", "gpu_memory_utilization"),
-)
-# Tokens of context that are proposed where a whole one is too long for the host.
-_SHORT_CONTEXT = 4096
-
-
-def _setting_to_change(
-    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory
-) -> str | None:
-    """Name a setting that keeps the model from fitting in its form; None where none does."""
-    for name in _GIVEN:
-        value = getattr(config, name)
-        if value is None:
-            continue
-        if plan_memory(replace(config, **{name: None}), weights, plan.form, device).fits:
-            verb = "raise" if name == "gpu_memory_utilization" else "lower"
-            return f"it fits with the default of {name}: {verb} that"
-    short = replace(config, max_model_len=min(plan.context, _SHORT_CONTEXT))
-    if plan_memory(short, weights, plan.form, device).fits:
-        return f"it fits with {short.max_model_len:,} tokens of context (--max-model-len)"
-    return None

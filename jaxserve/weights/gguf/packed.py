@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.fused_parameters import fused_blocks
 from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
-from jaxserve.weights.gguf.file import GgufTensor
+from jaxserve.weights.gguf.file import GgufFile, GgufTensor
+from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.placement import block_inputs
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
@@ -61,6 +64,23 @@ def read_blocks(
         values[path] = fused_blocks(pairs, outputs, contract, dims, dtype)
         report(sum(entries[name].num_bytes for name in rows))
     return values
+
+
+def block_bytes(file: GgufFile, config: ModelConfig, parameters: Parameters) -> dict[str, int]:
+    """Return the bytes, by path, of the parameters that can stay in a file's blocks."""
+    entries = named_tensors(file).tensors
+    table = [weight for weight in checkpoint_weights(config) if weight.name in entries]
+    sizes: dict[str, int] = {}
+    for path, parts in block_parts(table, entries, parameters).items():
+        names = {part.name for part in parts}
+        sizes[path] = sum(_held(entries[name]) for name in names)
+    return sizes
+
+
+def _held(entry: TensorEntry) -> int:
+    assert isinstance(entry, GgufTensor)
+    made = FORMATS[entry.encoding.name]
+    return prod(entry.shape) // made.size * made.num_bytes
 
 
 def _stays(entry: TensorEntry) -> bool:

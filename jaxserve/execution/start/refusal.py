@@ -1,0 +1,157 @@
+"""Refusals of a start for which there is too little memory, with what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.start.device import DeviceMemory
+from jaxserve.execution.start.host_cache import LEAST_TOKENS
+from jaxserve.execution.start.memory_plan import (
+    HOST_RESERVE,
+    MemoryPlan,
+    Weights,
+    forms_of,
+    plan_memory,
+)
+from pallas_kernels.devices import GIB
+
+
+def refusal(
+    config: EngineConfig,
+    weights: Weights,
+    plan: MemoryPlan,
+    device: DeviceMemory,
+    fixed: bool = False,
+) -> str:
+    """Say why a model does not start, and what would.
+
+    Args:
+        config: not resolved.
+        weights: of the model, in a dtype.
+        plan: that does not fit.
+        device: that it is for.
+        fixed: whether the weights were converted before, to the dtype and form that they have.
+    """
+    if device.limits.is_gpu:
+        return _card_refusal(config, weights, plan, device)
+    return _host_refusal(config, weights, plan, device, fixed)
+
+
+def _host_refusal(
+    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory, fixed: bool
+) -> str:
+    cache = plan.least_pages * plan.page_bytes / GIB
+    text = (
+        f"the model does not fit on {device}: as {plan.form or plan.dtype} weights take "
+        f"{plan.weights / GIB:.1f} GiB, a step {(plan.temporaries + plan.sampler) / GIB:.1f} GiB, "
+        f"the KV cache {cache:.1f} GiB and the process {HOST_RESERVE / GIB:.1f} GiB"
+    )
+    forms = [] if fixed else list(_smaller_forms(config, weights, plan))
+    offers = [_fitting_cache(config, plan) or _setting_to_change(config, weights, plan, device)]
+    for option, form, other in forms:
+        found = plan_memory(config, other, form, device)
+        if found.fits:
+            offers.append(f"{option} fits, with {found.cache_tokens:,} tokens of KV cache")
+            break
+    if not any(offers):
+        for option, form, other in forms:
+            limit = _fitting_cache(config, plan_memory(config, other, form, device))
+            if limit is not None:
+                offers.append(f"with {option}, {limit}")
+                break
+    if any(offers):
+        return f"{text}; {', or '.join(offer for offer in offers if offer)}"
+    if not forms:
+        return f"{text}; a smaller model, or a machine with more memory, is needed"
+    option, form, other = forms[-1]
+    return f"{text}; nor does it with {option} ({other.sizes(form)[0] / GIB:.1f} GiB of weights)"
+
+
+def _smaller_forms(
+    config: EngineConfig, weights: Weights, plan: MemoryPlan
+) -> Iterator[tuple[str, str | None, Weights]]:
+    """Yield forms of fewer bytes than a plan's: their options, forms, and weights in a dtype."""
+    dtypes = [("", weights)]
+    if weights.dtype.itemsize > 2:
+        dtypes.append(("--dtype bfloat16", Weights(weights.config, jnp.bfloat16)))
+        yield (dtypes[1][0], plan.form, dtypes[1][1])
+    for dtype_option, other in dtypes:
+        for form in forms_of(weights.config):
+            if form is not None and other.sizes(form)[0] < plan.weights:
+                yield f"{dtype_option} --quantization {form}".strip(), form, other
+
+
+def _fitting_cache(config: EngineConfig, plan: MemoryPlan) -> str | None:
+    """Say how much of the cache that the settings name fits; None where none is worth it."""
+    pages = plan.room // plan.page_bytes
+    tokens = (pages - 1) * plan.block_size
+    if tokens < min(LEAST_TOKENS, plan.context):
+        return None
+    if config.num_gpu_blocks_override is not None:
+        return f"at most {pages} pages of KV cache fit (--num-gpu-blocks-override {pages})"
+    if config.kv_cache_memory_bytes is not None:
+        size = int(pages * plan.page_bytes / config.memory_share)
+        return (
+            f"at most {size:,} bytes of KV cache fit, {tokens:,} tokens "
+            f"(--kv-cache-memory-bytes {size})"
+        )
+    if config.max_model_len is not None:
+        return f"at most {tokens:,} tokens of context fit (--max-model-len {tokens})"
+    return None
+
+
+def _card_refusal(
+    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory
+) -> str:
+    text = (
+        f"the model does not fit on {device}: weights take {plan.weights / GIB:.1f} GiB, a step "
+        f"{(plan.temporaries + plan.sampler) / GIB:.1f} GiB, so a start needs "
+        f"{plan.needed / GIB:.1f} GiB, and it may take {plan.budget / GIB:.1f} GiB"
+    )
+    bytes_of = {form: weights.sizes(form)[0] for form in forms_of(weights.config)}
+    smaller = [form for form in bytes_of if bytes_of[form] < plan.weights]
+    for form in smaller:
+        other = plan_memory(config, weights, form, device)
+        if other.fits:
+            return f"{text}; {form} fits, with {other.cache_tokens:,} tokens (--quantization)"
+    hint = _setting_to_change(config, weights, plan, device)
+    if hint is not None:
+        return f"{text}; {hint}"
+    if not smaller:
+        return f"{text}; a smaller model, or a card with more memory, is needed"
+    for form in smaller:
+        hint = _setting_to_change(config, weights, replace(plan, form=form), device)
+        if hint is not None:
+            return f"{text}; as {form} (--quantization), {hint}"
+    most = bytes_of[smaller[-1]] / GIB
+    return f"{text}; nor does any other form ({smaller[-1]}: {most:.1f} GiB of weights)"
+
+
+# Settings that take memory where they are given.
+_GIVEN = (
+    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"),
+    *("max_num_seqs", "gpu_memory_utilization"),
+)
+# Tokens of context that are proposed where a whole one is too long for the host.
+_SHORT_CONTEXT = 4096
+
+
+def _setting_to_change(
+    config: EngineConfig, weights: Weights, plan: MemoryPlan, device: DeviceMemory
+) -> str | None:
+    """Name a setting that keeps the model from fitting in its form; None where none does."""
+    for name in _GIVEN:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if plan_memory(replace(config, **{name: None}), weights, plan.form, device).fits:
+            verb = "raise" if name == "gpu_memory_utilization" else "lower"
+            return f"it fits with the default of {name}: {verb} that"
+    short = replace(config, max_model_len=min(plan.context, _SHORT_CONTEXT))
+    if plan_memory(short, weights, plan.form, device).fits:
+        return f"it fits with {short.max_model_len:,} tokens of context (--max-model-len)"
+    return None
