@@ -128,7 +128,7 @@ def placed_weights(
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
-    """Return whether blocks of a GGUF file stay as they are: another dtype is meant for them too."""
+    """Return whether blocks of a GGUF file stay; a dtype that is asked for is meant for all."""
     return config.dtype == "auto"
 
 

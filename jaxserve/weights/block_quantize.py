@@ -42,9 +42,9 @@ def quantize_rows(weight: np.ndarray, form: str) -> BlockRows:
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
     """Return the formats of which a matrix takes that which errs least, for "int4".
 
-    As in llama.cpp's Q4_K_M: the embedding takes 8 bits; rows that are not whole blocks of 256, which only small models have,
-    may take 5 bits; the projections down of half of the layers, about the first, the last and each
-    third between, take 6.
+    As in llama.cpp's Q4_K_M: the embedding takes 8 bits; rows that are not whole blocks of 256,
+    which only small models have, may take 5; the projections down of half of the layers, about the
+    first, the last and each third between, take 6.
     """
     name, _, kind = path.rpartition(".")
     if name == "embedding":

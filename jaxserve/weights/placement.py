@@ -125,7 +125,8 @@ def panel_plans(
         dtype = np.dtype(parameter.dtype)
         axes = panel_axes(parameter.get_metadata()["axes"], dtype)
         matrices = contracted(parameter) is not None or holds_experts(parameter)
-        quantized = form is not None and matrices or in_blocks(parameter, form, True) is not None
+        blocked = in_blocks(parameter, form, panels=True) is not None
+        quantized = blocked or (form is not None and matrices)
         if axes is not None and not quantized:
             plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
             if plan is not None:
