@@ -18,8 +18,8 @@ from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.execution.start.memory_plan import HOST_RESERVE, Weights, plan_memory
 from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.registry import overflows_float16
+from jaxserve.weights.block_parameters import block_bytes
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.gguf.packed import block_bytes
 from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits

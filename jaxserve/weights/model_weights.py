@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_wei
 from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
 from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.weights.block_parameters import read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.gguf.packed import block_parts, read_blocks
 from jaxserve.weights.names import match_names
 from jaxserve.weights.placement import (
     Place,
@@ -33,7 +33,7 @@ from jaxserve.weights.placement import (
     read_packed,
     set_kv_scales,
 )
-from jaxserve.weights.quantized_tensors import sort_packed
+from jaxserve.weights.quantized_tensors import PackedTensor, sort_packed
 from jaxserve.weights.safetensors import TensorEntry
 from pallas_kernels.devices import target_device
 
@@ -65,15 +65,14 @@ def load_weights(
         source: a folder with `model.safetensors`, or shards and their index; or a GGUF file.
         config: what the checkpoint should hold.
         dtype: dtype of the parameters.
-        quantization: "int8", "fp8" or "int4" for the blocks' matrices, quantized one after the
-            other as they are read; None keeps them as they are stored. A quantized checkpoint
-            stays in its width.
+        quantization: "int8", "fp8" or "int4" for the blocks' matrices, one after the other as they
+            are read; None keeps them as they are stored. A quantized checkpoint stays in its width.
         kv_scales: take over the checkpoint's scales for a cache in fp8, if it has them.
         check_finite: refuse NaN and infinity, also where the cast to `dtype` makes them.
         on_progress: called after each tensor.
         place: function that places an array; by default, the arrays go to JAX's default device.
         panels: lay out matrices for the CPU's own products; see `models/panels.py`.
-        packed: keep the blocks of GGUF files where the CPU's products take them.
+        packed: keep a GGUF file's blocks where those take them.
 
     Raises:
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
@@ -83,25 +82,19 @@ def load_weights(
     dims = dimensions(config)
     sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
     entries = match_names(sorted_.checkpoint, config, sorted_.table)
-    total = sum(entry.num_bytes for entry in [*entries.values(), *sorted_.packed.values()])
-    report = _counted(on_progress, total)
+    report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
-    place = place or place_on_default
-    place = panelled(place, parameters) if panels else place
+    place = panelled(place or place_on_default, parameters) if panels else place or place_on_default
     place = quantizing(place, parameters, quantization, panels)
     finish = with_panels if panels else _as_it_is
-    values = read_packed(sorted_, parameters, dims, place, report)
-    for path in values:  # one after the other, so that only one is there twice
-        values[path] = finish(values[path])
+    values = read_packed(sorted_, parameters, dims, place, report, finish)
     table = sorted_.table
     if panels and packed and quantization is None:
-        parts = block_parts(table, entries, parameters)
-        values |= read_blocks(parts, entries, parameters, dims, report)
-        table = [weight for weight in table if weight.path not in parts]
+        table = read_blocks(table, entries, parameters, dims, report, values)
     plans = panel_plans(table, entries, dims, parameters, quantization) if panels else {}
-    leaves = quantization is not None or target_device().platform != "cpu"
-    flags = {"check_finite": check_finite, "leave_host": leaves}
+    leave = quantization is not None or target_device().platform != "cpu"
+    flags = {"check_finite": check_finite, "leave_host": leave}
     reading = read_parameters(table, entries, dims, shapes, report, plans=plans, **flags)
     for path, array in reading:
         plan = plans.get(path)
@@ -133,9 +126,11 @@ def _structure(
         return model, parameters_of(model)
 
 
-def _counted(on_progress: Progress | None, total: int) -> Callable[[int], None]:
+def _counted(
+    on_progress: Progress | None, entries: Sequence[TensorEntry | PackedTensor]
+) -> Callable[[int], None]:
     """Return a report that adds up the bytes it receives and passes the sum to `on_progress`."""
-    done = 0
+    done, total = 0, sum(entry.num_bytes for entry in entries)
 
     def report(num_bytes: int) -> None:
         nonlocal done

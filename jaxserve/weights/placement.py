@@ -190,8 +190,9 @@ def read_packed(
     dims: Mapping[str, int],
     place: Place,
     report: Callable[[int], None],
+    finish: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """Read the parameters that a checkpoint holds quantized, by path.
+    """Read the parameters that a checkpoint holds quantized, by path; each is finished at once.
 
     Those that jaxserve keeps in full (an output projection, say) are dequantized, and so are
     experts that cannot be kept side by side. `report` receives the bytes of every parameter read.
@@ -222,7 +223,7 @@ def read_packed(
         if kept is None:
             whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
             kept = place(path, whole)
-        values[path] = kept
+        values[path] = finish(kept)
         report(sum(checkpoint.packed[name].num_bytes for name in codes))
     return values
 

@@ -67,7 +67,7 @@ class BlockProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        return f"{NAMES}blocks_{self.form}_{self.cpu.registers}x{self.cpu.vector_bytes}"
+        return f"{NAMES}block_product_{self.form}_{self.cpu.registers}x{self.cpu.vector_bytes}"
 
     @property
     def format(self) -> BlockFormat:

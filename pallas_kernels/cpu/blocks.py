@@ -55,7 +55,7 @@ class BlockFormat:
 
     @property
     def runs(self) -> int:
-        """Runs of a block."""
+        """Number of runs of a block."""
         return self.size // self.run
 
     @property

@@ -42,18 +42,19 @@ def block_parts(
 
 
 def read_blocks(
-    parts: Mapping[str, list[WeightName]],
+    table: list[WeightName],
     entries: Mapping[str, TensorEntry],
     parameters: Parameters,
     dims: Mapping[str, int],
     report: Callable[[int], None],
-) -> dict[str, Any]:
-    """Read the parameters of `block_parts`, by path.
+    values: dict[str, Any],
+) -> list[WeightName]:
+    """Read the parameters that stay in blocks into `values`, by path; return the rest of the table.
 
     Raises:
         CheckpointError: a file that cannot be read, or scales that are no numbers.
     """
-    values: dict[str, Any] = {}
+    parts = block_parts(table, entries, parameters)
     for path, group in parts.items():
         rows = {name: _read(entries[name]) for name in {part.name for part in group}}
         parameter, contract = parameters[path], block_inputs(parameters[path])
@@ -63,7 +64,7 @@ def read_blocks(
         dtype = np.dtype(parameter.dtype).name
         values[path] = fused_blocks(pairs, outputs, contract, dims, dtype)
         report(sum(entries[name].num_bytes for name in rows))
-    return values
+    return [weight for weight in table if weight.path not in parts]
 
 
 def block_bytes(file: GgufFile, config: ModelConfig, parameters: Parameters) -> dict[str, int]:
