@@ -21,6 +21,11 @@ from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 
+BUNDLED = (
+    "no model is named, so this is the bundled toy; a real one: jaxserve serve Qwen/Qwen3-0.6B "
+    "(from the Hugging Face hub), or the path of a GGUF file"
+)
+
 
 def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartReport) -> Models:
     """Load one model after the other, and report progress and the memory that each takes.
@@ -34,6 +39,8 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
         for spec in specs:
             name = spec.names[0]
             report.say(f"loading {name}" + ("" if spec.root == name else f" from {spec.root}"))
+            if spec.config.model is None:
+                report.say(BUNDLED)
             loaded = load(spec.config, report.progress)
             llm = AsyncLLM(loaded)
             served.append(ServedModel(spec.names, spec.root, llm, config, secret))

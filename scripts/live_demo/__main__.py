@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+STARTED = time.perf_counter()
+
 from jaxserve.config import prepare_process
 
 prepare_process()  # before anything imports JAX
@@ -10,4 +14,4 @@ from scripts.lib.run_main import run_main
 from scripts.live_demo.command import main
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: main(STARTED))

@@ -1,4 +1,4 @@
-"""The requests of the live demo: lengths and arrivals of a real trace, tasks with their answers."""
+"""The requests for the bundled model: lengths and arrivals of a real trace, and tasks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.request import SamplingParams
 from scripts.demo_model import tasks as demo_tasks
 from scripts.demo_model.tasks import Task
 from scripts.lib.trace_rows import read_trace
+from scripts.live_demo.asks import Ask
 
 # Prompts of at least so many tokens are documents, each with several questions.
 DOCUMENT_TOKENS = 100
@@ -18,25 +20,11 @@ TEMPLATE_TOKENS = 12
 LONGEST_ANSWER = 112
 
 
-@dataclass
-class Ask:
-    """Request of the scene, and what has become of it.
+@dataclass(kw_only=True)
+class TaskAsk(Ask):
+    """Request with a task, whose answer is either right or wrong."""
 
-    `arrival` is in seconds of the trace; times are on the clock of `time.perf_counter`.
-    """
-
-    number: int
-    arrival: float
     task: Task
-    token_ids: list[int]
-    output_tokens: int
-    text: str = ""
-    num_generated: int = 0
-    num_cached: int = 0
-    added: float = 0.0
-    first: float = 0.0
-    ended: float = 0.0
-    error: str | None = None
 
     @property
     def right(self) -> bool:
@@ -76,12 +64,12 @@ def choose_task(rng: random.Random, prompt: int, output: int, questions: list[Ta
 
 def make_asks(
     tokenizer: Any, max_model_len: int, count: int, seed: int = 0
-) -> tuple[list[Ask], float]:
+) -> tuple[list[TaskAsk], float]:
     """Make the requests; return also the factor that fits the trace's lengths to the model."""
     trace, rng = read_trace(count), random.Random(seed)
     longest = max_model_len - LONGEST_ANSWER
     scale = min(1.0, longest / max(row.input_tokens + row.output_tokens for row in trace))
-    requests: list[Ask] = []
+    requests: list[TaskAsk] = []
     questions: list[Task] = []
     for number, row in enumerate(trace, 1):
         wanted, output = round(row.input_tokens * scale), round(row.output_tokens * scale)
@@ -92,5 +80,16 @@ def make_asks(
             if len(token_ids) <= longest:
                 break
             wanted = wanted * 9 // 10
-        requests.append(Ask(number, row.arrival_s, task, token_ids, max(2, output)))
+        # Timed requests have the trace's output lengths, whatever the model would say.
+        timed = SamplingParams(temperature=0.0, max_tokens=max(2, output), ignore_eos=True)
+        requests.append(
+            TaskAsk(
+                number=number,
+                arrival=row.arrival_s,
+                token_ids=token_ids,
+                sampling=SamplingParams(temperature=0.0, max_tokens=LONGEST_ANSWER),
+                timed=timed,
+                task=task,
+            )
+        )
     return requests, scale

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from jaxserve.engine.delta import Delta
-from scripts.live_demo.requests import Ask
+from scripts.live_demo.asks import Ask
 
 WINDOW_SECONDS = 2.0
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -44,13 +45,16 @@ class Rates:
         return "".join(SPARKS[round(count / top * (len(SPARKS) - 1))] for count in counts)
 
 
+AskT = TypeVar("AskT", bound=Ask)
+
+
 @dataclass
-class Scene:
+class Scene(Generic[AskT]):
     """State from which the live view and the log are drawn."""
 
-    asks: list[Ask]
-    running: dict[str, Ask] = field(default_factory=dict)
-    ended: list[Ask] = field(default_factory=list)
+    asks: list[AskT]
+    running: dict[str, AskT] = field(default_factory=dict)
+    ended: list[AskT] = field(default_factory=list)
     rates: Rates = field(default_factory=Rates)
 
     def receive(self, delta: Delta) -> None:
@@ -60,9 +64,10 @@ class Scene:
             ask.first, ask.num_cached = now, delta.num_cached_tokens
             self.rates.prompt(now, len(ask.token_ids) - ask.num_cached)
         ask.text += delta.text
-        ask.num_generated += len(delta.token_ids)
+        ask.drawn += delta.token_ids
         self.rates.output(now, len(delta.token_ids))
         if delta.finish_reason is not None:
             ask.ended, ask.error = now, delta.error
+            ask.finish_reason = delta.finish_reason
             self.ended.append(ask)
             del self.running[delta.request_id]

@@ -1,4 +1,4 @@
-"""View of the live demo: header, requests, slots, page map and the latest answers.
+"""View of the bundled model at work: header, requests, slots, page map and the latest answers.
 
 Every part is a list of lines cut to the terminal's width, so that the whole fits 80 x 24 and fills
 what is larger.
@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from jaxserve.engine.engine import Engine
-from scripts.live_demo.requests import Ask
+from scripts.live_demo.requests import TaskAsk
 from scripts.live_demo.scene import Scene
 
 PALETTE = (
@@ -38,7 +38,7 @@ def colour_of(slot: int) -> str:
 class Board:
     """Board that draws one engine and its scene as a Text of exactly the terminal's size."""
 
-    def __init__(self, engine: Engine, scene: Scene, note: str) -> None:
+    def __init__(self, engine: Engine, scene: Scene[TaskAsk], note: str) -> None:
         self.engine = engine
         self.scene = scene
         self.note = note
@@ -108,7 +108,7 @@ class Board:
                 lines.append(self._slot(slot, by_id[sequence.request.request_id], width))
         return lines
 
-    def _slot(self, slot: int, ask: Ask, width: int) -> Text:
+    def _slot(self, slot: int, ask: TaskAsk, width: int) -> Text:
         table, colour = self.engine.slots, colour_of(slot)
         sequence = table.sequences[slot]
         total, cells = len(ask.token_ids), min(24, width // 8)

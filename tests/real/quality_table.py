@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from scripts.lib.argument_types import at_most
+from scripts.lib.packaged_file import NotFetched
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 from tests.real.engines import load_real
-from tests.real.fetch import PACKAGES, NotFetched, default_folder, fetch
+from tests.real.fetch import PACKAGES, default_folder, fetch
 from tests.real.llamacpp_worker import llamacpp_answer
 from tests.real.quality import FORMS, logprobs, perplexity, prose_chunks
 

