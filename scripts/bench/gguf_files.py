@@ -1,0 +1,160 @@
+"""GGUF files with real weights: `jaxserve serve` and llama.cpp's server on the same file, in turn.
+
+    python -m scripts.bench.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
+
+Each server is started, answers over HTTP, and ends before the other begins; repeats alternate. What
+is measured: seconds until it is ready (the first start of jaxserve has no programs, the later ones
+have them all); tokens a second of one stream of 128 tokens, and of 16 at once; seconds to the first
+token of a prompt of about 580 tokens; the largest resident memory of the server. Greedy sampling,
+the end of text ignored, no prefix cached. llama.cpp is what `python -m scripts.compare --prepare`
+builds; it gets as many slots and threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from scripts.compare.engine import Setting
+from scripts.compare.engine_llamacpp import GREEDY, LlamaCpp
+from scripts.compare.environments import python_of
+from scripts.lib.argument_types import positive_integer, results_file
+from scripts.lib.run_main import run_main
+from scripts.lib.run_record import about_run
+from scripts.lib.server_process import Server, ask, free_port, wait_for_programs
+
+TOKENS, MANY, LENGTH, THREADS = 128, 16, 580, 2
+START_S = 120
+Row = dict[str, Any]
+"""What is measured, by name; see `COLUMNS`."""
+COLUMNS = {
+    "ready_s": "ready, s",
+    "single": "one stream, tokens/s",
+    "many": f"{MANY} at once, tokens/s",
+    "first_s": f"first token of {LENGTH}, s",
+    "peak_mib": "peak memory, MiB",
+}
+ENGINES = ("jaxserve", "llama.cpp")
+EXTRA: dict[str, dict[str, Any]] = {"jaxserve": {"temperature": 0}, "llama.cpp": GREEDY}
+
+
+@contextmanager
+def serving(engine: str, file: Path, cache: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a server; yield its address and its process once it is ready."""
+    if engine == "jaxserve":
+        options = ("--max-model-len", "2048", "--max-num-seqs", str(MANY))
+        with Server(str(file), *options, "--compilation-cache-dir", str(cache)) as server:
+            yield server.url, server.process
+        return
+    port, made = free_port(), LlamaCpp()
+    setting = Setting(file, MANY, 2048, THREADS, "float32", cache)
+    command = made.command(python_of(made, {}), setting, port)
+    command[command.index("-m") + 1] = str(file)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}/health")
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            process.terminate()
+
+
+def wait_until_ready(url: str) -> None:
+    """Ask until the answer is good.
+
+    Raises:
+        TimeoutError: it is not after `START_S` seconds.
+    """
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        try:
+            with urlopen(url, timeout=5):
+                return
+        except (URLError, OSError):
+            time.sleep(0.02)
+    raise TimeoutError(f"{url} gives no good answer")
+
+
+def measured(engine: str, file: Path, cache: Path) -> Row:
+    """Start a server, and measure it."""
+    began = time.monotonic()
+    with serving(engine, file, cache) as (url, process):
+        ready = time.monotonic() - began
+        model = ask(f"{url}/v1/models")["data"][0]["id"]
+        if engine == "jaxserve":
+            wait_for_programs(url)
+
+        def answer(prompt: str, tokens: int) -> int:
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+            return ask(f"{url}/v1/completions", body | EXTRA[engine])["usage"]["completion_tokens"]
+
+        answer("Once upon a time", 8)
+        began = time.monotonic()
+        single = answer("The sea is", TOKENS) / (time.monotonic() - began)
+        with ThreadPoolExecutor(MANY) as pool:
+            began = time.monotonic()
+            asks = [pool.submit(answer, f"{number} ships are", TOKENS) for number in range(MANY)]
+            many = sum(each.result() for each in asks) / (time.monotonic() - began)
+        began = time.monotonic()
+        answer("light " * LENGTH, 1)
+        first = time.monotonic() - began
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = re.search(r"VmHWM:\s+(\d+)", status)
+    row = {"ready_s": ready, "single": single, "many": many, "first_s": first}
+    return row | {"peak_mib": int(peak[1]) / 1024 if peak else 0.0}
+
+
+def median(rows: list[Row]) -> Row:
+    """Return the median of each number; of starts, the first apart from the others."""
+    row = {name: statistics.median(row[name] for row in rows) for name in COLUMNS}
+    warm = [row["ready_s"] for row in rows[1:]] or [rows[0]["ready_s"]]
+    return row | {"cold_s": rows[0]["ready_s"], "ready_s": statistics.median(warm)}
+
+
+def table(rows: list[Row]) -> str:
+    """Return the medians as Markdown."""
+    names = {"cold_s": "first start, s", **COLUMNS}
+    lines = [f"| file | server | {' | '.join(names.values())} |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        cells = [f"{row[name]:.4g}" for name in names]
+        lines.append(f"| {row['file']} | {row['engine']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.gguf_files", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("file", nargs="+", type=Path)
+    parser.add_argument("--repeats", type=positive_integer, default=3)
+    parser.add_argument("--json", type=results_file)
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for file in arguments.file:
+        found: dict[str, list[Row]] = {engine: [] for engine in ENGINES}
+        with tempfile.TemporaryDirectory() as cache:
+            for _ in range(arguments.repeats):
+                for engine in ENGINES:
+                    found[engine].append(measured(engine, file, Path(cache)))
+                    print(file.name, engine, found[engine][-1], flush=True)
+        for engine, each in found.items():
+            rows.append({"file": file.name, "engine": engine, **median(each), "repeats": each})
+    print(table(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({**about_run(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
