@@ -21,7 +21,7 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import GatedMLP
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
-from jaxserve.models.panels import PanelWeight, QuantizedPanels
+from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.routing import Router, route
 from pallas_kernels import grouped_matmul
@@ -107,7 +107,7 @@ class SparseMLP(nnx.Module):
 
 def _product(
     x: Float[Array, "A I"],
-    w: Float[Array, "E I ..."] | QuantizedExperts | PanelWeight | QuantizedPanels,
+    w: Float[Array, "E I ..."] | QuantizedExperts | PanelWeight | QuantizedPanels | BlockPanels,
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
@@ -115,7 +115,7 @@ def _product(
 
     The result has x's dtype, that of panels at least float32.
     """
-    if isinstance(w, PanelWeight | QuantizedPanels):
+    if isinstance(w, PanelWeight | QuantizedPanels | BlockPanels):
         return w.grouped(x, sizes)
     if isinstance(w, QuantizedExperts):
         return w.grouped(x, sizes, implementation)

@@ -5,6 +5,7 @@ Those of experts are a matrix for each, side by side along a dimension in front.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import EllipsisType
@@ -166,21 +167,21 @@ class QuantizedPanels:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPanels:
-    """A matrix whose blocks are those of a GGUF file, as `cpu.block_product` takes them.
+    """A matrix in blocks as a GGUF file has them, or experts', as `cpu.block_product` takes them.
 
     Attributes:
-        panels: uint8, see `pallas_kernels.cpu.blocks.panel_shape`.
+        panels: uint8, see `pallas_kernels.cpu.blocks.panel_shape`; those of experts [E, ...].
         form: name of the blocks' format.
         dtype: of the weights that `columns` returns.
         outputs: the shape that the outputs have in the model.
         num_rows: as of a PanelWeight.
     """
 
-    panels: UInt8[Array, "panels blocks bytes"]
+    panels: UInt8[Array, "... panels blocks bytes"]
     form: str = field(metadata={"static": True})
     dtype: str = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
-    num_rows: Int32[Array, ""] | None = None
+    num_rows: Int32[Array, ""] | Int32[Array, " E"] | None = None
 
     @classmethod
     def of(cls, rows: np.ndarray, form: str, dtype: str, outputs: tuple[int, ...]) -> BlockPanels:
@@ -191,6 +192,25 @@ class BlockPanels:
         blocks.in_panels(rows, form, panels)
         return cls(jax.device_put(panels), form, dtype, outputs)
 
+    @classmethod
+    def of_experts(
+        cls,
+        rows: Iterable[np.ndarray],
+        count: int,
+        form: str,
+        dtype: str,
+        outputs: tuple[int, ...],
+    ) -> BlockPanels:
+        """Lay out the rows of the matrices of so many experts, one after the other."""
+        panels: np.ndarray | None = None
+        for index, own in enumerate(rows):
+            if panels is None:
+                inputs = own.shape[1] * blocks.FORMATS[form].size
+                shape = blocks.panel_shape(form, inputs, len(own))
+                panels = aligned_empty((count, *shape), np.dtype(np.uint8))
+            blocks.in_panels(own, form, panels[index])
+        return cls(jax.device_put(panels), form, dtype, outputs)
+
     def __getitem__(self, index: EllipsisType) -> BlockPanels:
         """Return itself, as a PanelWeight does."""
         return self
@@ -199,6 +219,12 @@ class BlockPanels:
         """Multiply x, in float32. A row's result depends on no other row."""
         y = block_product(x, self.panels, self.form, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
+
+    def grouped(
+        self, x: Float[Array, "A I"], sizes: Int32[Array, " E"]
+    ) -> Float[Array, " A *outputs"]:
+        """Multiply rows sorted by expert, as a PanelWeight does."""
+        return replace(self, num_rows=sizes).dot(x)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return the weights of some outputs; ids beyond the last one clamp."""

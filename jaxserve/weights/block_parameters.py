@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -11,14 +13,16 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jaxserve.config import cpu_threads
 from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig, checkpoint_weights
+from jaxserve.models.panels import BlockPanels
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.fused_parameters import fused_blocks
+from jaxserve.weights.fused_parameters import fused_blocks, joined_blocks
 from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.placement import block_inputs
+from jaxserve.weights.placement import block_inputs, holds_experts
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
 
@@ -34,9 +38,11 @@ def block_parts(
     found: dict[str, list[WeightName]] = {}
     for path, group in groupby(ordered, key=lambda part: part.path):
         parts = list(group)
-        if block_inputs(parameters[path]) is None or np.dtype(parameters[path].dtype).itemsize > 4:
+        parameter, own = parameters[path], [entries[part.name] for part in parts]
+        if np.dtype(parameter.dtype).itemsize > 4 or not all(map(_stays, own)):
             continue
-        if all(_stays(entries[part.name]) for part in parts):
+        is_matrix = block_inputs(parameter) is not None
+        if is_matrix or (holds_experts(parameter) and len({_form(entry) for entry in own}) == 1):
             found[path] = parts
     return found
 
@@ -55,16 +61,46 @@ def read_blocks(
         CheckpointError: a file that cannot be read, or scales that are no numbers.
     """
     parts = block_parts(table, entries, parameters)
-    for path, group in parts.items():
-        rows = {name: _read(entries[name]) for name in {part.name for part in group}}
+
+    def read(path: str) -> Any:
         parameter, contract = parameters[path], block_inputs(parameters[path])
-        assert contract is not None
+        if contract is None:
+            return _experts(parts[path], entries, parameter, dims)
+        rows = {name: _read(entries[name]) for name in {part.name for part in parts[path]}}
         outputs = parameter.shape[contract:] if contract else parameter.shape[:1]
-        pairs = [(part, rows[part.name]) for part in group]
-        dtype = np.dtype(parameter.dtype).name
-        values[path] = fused_blocks(pairs, outputs, contract, dims, dtype)
-        report(sum(entries[name].num_bytes for name in rows))
+        pairs = [(part, rows[part.name]) for part in parts[path]]
+        return fused_blocks(pairs, outputs, contract, dims, np.dtype(parameter.dtype).name)
+
+    with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
+        for path, made in zip(parts, pool.map(read, parts), strict=True):
+            values[path] = made
+            report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
     return [weight for weight in table if weight.path not in parts]
+
+
+def _experts(
+    parts: Sequence[WeightName],
+    entries: Mapping[str, TensorEntry],
+    parameter: nnx.Param[Any],
+    dims: Mapping[str, int],
+) -> BlockPanels:
+    """Read every expert's matrix, one after the other."""
+    own: dict[Any, list[WeightName]] = {}
+    for part in parts:
+        own.setdefault(part.index[0], []).append(replace(part, index=part.index[1:] or (...,)))
+    outputs, dtype = parameter.shape[2:], np.dtype(parameter.dtype).name
+
+    def rows_of(expert: int) -> np.ndarray:
+        pairs = [(part, _read(entries[part.name])) for part in own[expert]]
+        return joined_blocks(pairs, outputs, 1, dims)
+
+    form = _form(entries[parts[0].name])
+    return BlockPanels.of_experts(map(rows_of, sorted(own)), len(own), form, dtype, outputs)
+
+
+def _form(entry: TensorEntry) -> str:
+    assert isinstance(entry, GgufTensor)
+    return entry.encoding.name
 
 
 def block_bytes(file: GgufFile, config: ModelConfig, parameters: Parameters) -> dict[str, int]:

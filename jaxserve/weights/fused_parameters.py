@@ -50,19 +50,34 @@ def fused_blocks(
         outputs: shape of the outputs.
         dtype: of the parameter.
     """
-    pieces = [rows.blocks[_columns(part, rows.inputs, contract, dims)] for part, rows in parts]
     forms = [rows.form for _, rows in parts]
     if len(set(forms)) == 1:
-        whole = np.empty((prod(outputs), *pieces[0].shape[1:]), np.uint8)
-        numbers = np.arange(len(whole)).reshape(*[1] * contract, *outputs)
-        for (part, _), piece in zip(parts, pieces, strict=True):
-            whole[numbers[part.index].reshape(-1)] = piece
+        whole = joined_blocks(parts, outputs, contract, dims)
         return BlockPanels.of(whole, forms[0], dtype, outputs)
+    pieces = [rows.blocks[_columns(part, rows.inputs, contract, dims)] for part, rows in parts]
     weights = [
         BlockPanels.of(piece, form, dtype, (len(piece),))
         for piece, form in zip(pieces, forms, strict=True)
     ]
     return SplitWeight(tuple(weights), tuple(_place(part, outputs) for part, _ in parts), outputs)
+
+
+def joined_blocks(
+    parts: Sequence[BlockPart], outputs: tuple[int, ...], contract: int, dims: Mapping[str, int]
+) -> np.ndarray:
+    """Join the rows of blocks of parts of one format, in the model's order of outputs."""
+    whole: np.ndarray | None = None
+    numbers = np.arange(prod(outputs)).reshape(*[1] * contract, *outputs)
+    for part, rows in parts:
+        columns = _columns(part, rows.inputs, contract, dims)
+        places = numbers[part.index].reshape(-1)
+        if len(columns) == numbers.size and np.array_equal(columns, places):
+            return rows.blocks  # a table of embeddings is large: it is not copied
+        if whole is None:
+            whole = np.empty((numbers.size, *rows.blocks.shape[1:]), np.uint8)
+        whole[places] = rows.blocks[columns]
+    assert whole is not None
+    return whole
 
 
 def dequantized(
@@ -83,6 +98,8 @@ def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, 
 def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, int]) -> np.ndarray:
     """Return the output of a tensor that each output of a part is, in the model's order."""
     outputs = part.shape(dims)[0]
+    if not contract:  # a table, whose rows are looked up
+        return np.arange(outputs)
     numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, inputs))
     return part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
 

@@ -145,16 +145,25 @@ def random_blocks(kind: Type, rows: int, values: int) -> np.ndarray:
     blocks = generator.integers(0, 256, (rows, values // per_block, num_bytes), np.uint8)
     scale = generator.uniform(0.001, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
     raw = scale.view(np.uint8)
-    if kind == Type.Q6_K:
+    if kind in (Type.Q6_K, Type.Q3_K):
         blocks[..., -2:] = raw[..., :2]
+    elif kind == Type.Q2_K:
+        blocks[..., -4:] = raw
     else:
-        blocks[..., :4] = raw
+        size = 2 if kind in (Type.IQ4_NL, Type.IQ4_XS) else 4
+        blocks[..., :size] = raw[..., :size]
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K])
-def test_blocks_of_256_are_unpacked(tmp_path, kind):
-    """gguf writes none of these, so that the blocks are random."""
+BLOCKS = [
+    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    *(Type.IQ4_NL, Type.IQ4_XS),
+]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_that_gguf_does_not_write_are_unpacked(tmp_path, kind):
+    """So the blocks are random."""
     case = "qwen3"
     raw = raw_config(case) | {"hidden_size": 256}
     tensors = random_tensors(raw)

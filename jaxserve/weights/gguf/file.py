@@ -71,9 +71,13 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         6: Encoding("Q5_0", 32, 22, _FLOAT32),
         7: Encoding("Q5_1", 32, 24, _FLOAT32),
         8: Encoding("Q8_0", 32, 34, _FLOAT32),
+        10: Encoding("Q2_K", 256, 84, _FLOAT32),
+        11: Encoding("Q3_K", 256, 110, _FLOAT32),
         12: Encoding("Q4_K", 256, 144, _FLOAT32),
         13: Encoding("Q5_K", 256, 176, _FLOAT32),
         14: Encoding("Q6_K", 256, 210, _FLOAT32),
+        20: Encoding("IQ4_NL", 32, 18, _FLOAT32),
+        23: Encoding("IQ4_XS", 256, 136, _FLOAT32),
         30: Encoding("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
         39: Encoding("MXFP4", 32, 17, _FLOAT32),
     }

@@ -1,0 +1,83 @@
+"""Blocks of GGUF files that stay packed: the same numbers as unpacked, in every architecture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.panels import BlockPanels, PanelWeight
+from jaxserve.models.quantized import SplitWeight
+from jaxserve.weights import load_weights
+from jaxserve.weights.gguf.file import read_gguf
+from jaxserve.weights.gguf.names import gguf_config
+from jaxserve.weights.model_weights import parameters_of
+from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gguf
+
+Type = gguf.GGMLQuantizationType
+
+
+def in_full(value: Any) -> np.ndarray:
+    """Return a matrix [outputs, inputs]; another array as it is."""
+    if isinstance(value, BlockPanels | PanelWeight) and value.panels.ndim == 3:
+        outputs = np.arange(np.prod(value.outputs))
+        return np.asarray(value.columns(jnp.asarray(outputs)))
+    if isinstance(value, BlockPanels | PanelWeight):  # of experts
+        return np.stack([in_full(replace(value, panels=own)) for own in value.panels])
+    if isinstance(value, SplitWeight):
+        inputs = in_full(value.weights[0]).shape[1]
+        whole = np.empty((*value.outputs, inputs), np.float32)
+        for part, place in zip(value.weights, value.places, strict=True):
+            index = tuple(slice(start, start + size) for start, size in place)
+            whole[index] = in_full(part).reshape(whole[index].shape)
+        return whole.reshape(-1, inputs)
+    return np.asarray(value)
+
+
+def values_of(path: Path, packed: bool) -> dict[str, Any]:
+    file = read_gguf(path)
+    options: dict[str, Any] = {"panels": True, "packed": packed}
+    model = load_weights(file, gguf_config(file), jnp.float32, **options)
+    return {name: parameter[...] for name, parameter in parameters_of(model).items()}
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0])
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_has_the_same_numbers(tmp_path: Path, case: str, kind: Type) -> None:
+    path = write_gguf(tmp_path / "model.gguf", case, random_tensors(raw_config(case)), kind)
+    packed, unpacked = values_of(path, True), values_of(path, False)
+    assert packed.keys() == unpacked.keys()
+    for name, value in packed.items():
+        np.testing.assert_array_equal(in_full(value), in_full(unpacked[name]), name)
+    matrices = {name for name, value in unpacked.items() if isinstance(value, PanelWeight)}
+    stays = {name for name, value in packed.items() if isinstance(value, BlockPanels | SplitWeight)}
+    # The file has these in parts that are turned around, or in floats.
+    widened = {"router", "up", *(("gate_up", "down") if case == "gptoss" else ())}
+    assert {name.rpartition(".")[2] for name in matrices - stays} <= widened
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1])
+def test_every_kind_has_the_same_numbers(tmp_path: Path, kind: Type) -> None:
+    tensors = random_tensors(raw_config("llama"))
+    path = write_gguf(tmp_path / "model.gguf", "llama", tensors, kind)
+    packed, unpacked = values_of(path, True), values_of(path, False)
+    for name, value in packed.items():
+        np.testing.assert_array_equal(in_full(value), in_full(unpacked[name]), name)
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", random_tensors(raw_config("llama")), Type.Q4_1
+    )
+    entry = read_gguf(path).tensors["blk.1.ffn_down.weight"]
+    with path.open("r+b") as file:
+        file.seek(entry.offset + entry.num_bytes // 2 // 20 * 20 + 2)
+        file.write(np.float16(np.nan).tobytes())
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.down_proj.weight' has scales that"):
+        values_of(path, True)
