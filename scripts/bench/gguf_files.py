@@ -104,8 +104,8 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
         single = answer("The sea is", TOKENS) / (time.monotonic() - began)
         with ThreadPoolExecutor(MANY) as pool:
             began = time.monotonic()
-            asks = [pool.submit(answer, f"{number} ships are", TOKENS) for number in range(MANY)]
-            many = sum(each.result() for each in asks) / (time.monotonic() - began)
+            pending = [pool.submit(answer, f"{number} ships are", TOKENS) for number in range(MANY)]
+            many = sum(each.result() for each in pending) / (time.monotonic() - began)
         began = time.monotonic()
         answer("light " * LENGTH, 1)
         first = time.monotonic() - began
