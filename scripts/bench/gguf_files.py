@@ -1,6 +1,7 @@
 """GGUF files with real weights: `jaxserve serve` and llama.cpp's server on the same file, in turn.
 
     python -m scripts.bench.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
+    python -m scripts.bench.gguf_files --random Q4_0 --random Q8_0    of the shape of Llama 3.2 1B
 
 Each server is started, answers over HTTP, and ends before the other begins; repeats alternate. What
 is measured: seconds until it is ready (the first start of jaxserve has no programs, the later ones
@@ -27,6 +28,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from scripts.bench.random_gguf import FIELDS, write_random
 from scripts.compare.engine import Setting
 from scripts.compare.engine_llamacpp import GREEDY, LlamaCpp
 from scripts.compare.environments import python_of
@@ -122,6 +124,20 @@ def median(rows: list[Row]) -> Row:
     return row | {"cold_s": rows[0]["ready_s"], "ready_s": statistics.median(warm)}
 
 
+def compare(file: Path, repeats: int) -> list[Row]:
+    """Measure both servers in turn on a file."""
+    found: dict[str, list[Row]] = {engine: [] for engine in ENGINES}
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(repeats):
+            for engine in ENGINES:
+                found[engine].append(measured(engine, file, Path(cache)))
+                print(file.name, engine, found[engine][-1], flush=True)
+    return [
+        {"file": file.name, "engine": engine, **median(each), "repeats": each}
+        for engine, each in found.items()
+    ]
+
+
 def table(rows: list[Row]) -> str:
     """Return the medians as Markdown."""
     names = {"cold_s": "first start, s", **COLUMNS}
@@ -136,20 +152,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.gguf_files", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("file", nargs="+", type=Path)
+    parser.add_argument("file", nargs="*", type=Path)
+    parser.add_argument("--random", action="append", default=[], choices=[*FIELDS])
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--json", type=results_file)
     arguments = parser.parse_args()
     rows: list[Row] = []
     for file in arguments.file:
-        found: dict[str, list[Row]] = {engine: [] for engine in ENGINES}
-        with tempfile.TemporaryDirectory() as cache:
-            for _ in range(arguments.repeats):
-                for engine in ENGINES:
-                    found[engine].append(measured(engine, file, Path(cache)))
-                    print(file.name, engine, found[engine][-1], flush=True)
-        for engine, each in found.items():
-            rows.append({"file": file.name, "engine": engine, **median(each), "repeats": each})
+        rows += compare(file, arguments.repeats)
+    for kind in arguments.random:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"random-1B-{kind}.gguf"
+            write_random(file, kind)
+            rows += compare(file, arguments.repeats)
     print(table(rows))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**about_run(), "rows": rows}, indent=1) + "\n")
