@@ -97,7 +97,7 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
         if engine == "jaxserve":
             wait_for_programs(url)
 
-        def answer(prompt: str, tokens: int) -> int:
+        def answer(prompt: str | list[int], tokens: int) -> int:
             body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
             return ask(f"{url}/v1/completions", body | EXTRA[engine])["usage"]["completion_tokens"]
 
@@ -109,7 +109,7 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
             pending = [pool.submit(answer, f"{number} ships are", TOKENS) for number in range(MANY)]
             many = sum(each.result() for each in pending) / (time.monotonic() - began)
         began = time.monotonic()
-        answer("light " * LENGTH, 1)
+        answer(list(range(1000, 1000 + LENGTH)), 1)
         first = time.monotonic() - began
         status = Path(f"/proc/{process.pid}/status").read_text()
     peak = re.search(r"VmHWM:\s+(\d+)", status)
