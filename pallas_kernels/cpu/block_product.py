@@ -47,7 +47,7 @@ UNIT = 32  # inputs that share a scale of x
 MOST = 32767.0
 FLOAT = ir.FloatType()
 _ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest whole number in the lowest bits
-AHEAD = 2048  # bytes of a panel that prefetches are ahead
+AHEAD = 4608  # bytes of a panel that prefetches are ahead
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,8 @@ def _add_unit(
     """
     made, lanes, width = reader.format, reader.lanes, len(reader.columns)
     whole, real = ir.VectorType(I32, lanes), ir.VectorType(FLOAT, lanes)
+    if reader.columns.start == 0:  # later passes find the panel in the cache
+        reader.prefetch(nth)
     codes = reader.pairs(nth)
     chains = _chains(len(rows) * width)
     for run in range(UNIT // made.run):
@@ -386,8 +388,6 @@ class _Block:
             if pair % in_word == 0:
                 item = code.add(code.mul(unit, const(UNIT // 2 // in_word)), const(pair // in_word))
                 low = [self._read("low", item, column, I32) for column in self.columns]
-                if self.columns.start == 0:
-                    self._prefetch(item)
             if made.high and pair % in_high == 0:
                 item = code.add(code.mul(unit, const(UNIT // 2 // in_high)), const(pair // in_high))
                 high = [self._read("high", item, column, I32) for column in self.columns]
@@ -399,13 +399,13 @@ class _Block:
                 found = [code.or_(number, code.and_(bit, mask)) for number, bit in pairs]
             yield found
 
-    def _prefetch(self, item: Any) -> None:
-        """Fetch what lies behind a row of words of the panel."""
-        code = self._code
-        first = code.at(self._address, const(PANEL * self.format.fields["low"].start + AHEAD), I8)
-        for line in range(0, 4 * PANEL, LINE):
-            place = code.add(code.mul(item, const(4 * PANEL)), const(line))
-            code.prefetch(code.at(first, place, I8))
+    def prefetch(self, unit: Any) -> None:
+        """Fetch what lies behind a unit of the panel: as many lines as a unit has."""
+        code, made = self._code, self.format
+        size = PANEL * made.num_bytes * UNIT // made.size
+        first = code.at(self._address, code.mul(unit, const(size)), I8)
+        for line in range(0, size, LINE):
+            code.prefetch(code.at(first, const(AHEAD + line), I8))
 
 
 WORD_PAIRS = {4: 4, 8: 2}  # pairs of codes in a word
