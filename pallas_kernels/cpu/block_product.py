@@ -67,7 +67,9 @@ class BlockProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        return f"{NAMES}block_product_{self.form}_{self.cpu.registers}x{self.cpu.vector_bytes}"
+        vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
+        pairs = "_pairs" if self.cpu.pairs else ""
+        return f"{NAMES}block_product_{self.form}_{vectors}{pairs}"
 
     @property
     def format(self) -> BlockFormat:

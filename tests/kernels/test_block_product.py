@@ -124,16 +124,8 @@ def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: 
     panels, x = in_panels(random_blocks(form, 70, 512), form), jnp.asarray(rows(13, 512))
     registers = 32 if vector_bytes == 64 else 16
     cpu = Host(here.name, here.features, vector_bytes, registers, False, pairs)
-    got = np.asarray(run(Named(form, cpu), x, panels.panels))
+    got = np.asarray(run(BlockProduct(form, cpu), x, panels.panels))
     np.testing.assert_array_equal(got, np.asarray(block_product(x, panels.panels, form)))
-
-
-class Named(BlockProduct):
-    """A kernel whose name tells whether it has the instruction, as hosts of one size do not."""
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}_{self.cpu.pairs}"
 
 
 def test_experts_multiply_their_own_rows() -> None:
