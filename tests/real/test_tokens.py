@@ -19,8 +19,9 @@ from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_o
 
 # Of log-probabilities; 7e-5 was seen with prompts, 9e-4 with 9,000 tokens.
 TOLERANCE = 1e-3
-# The same where blocks stay packed, which rounds activations to 16 bits; 2e-3 was seen.
-PACKED = 5e-3
+# The same where blocks stay packed, which rounds activations to 16 bits; 8e-3 was seen, in the mean
+# 2e-4.
+PACKED = 2e-2
 # Fits into every cache of a test, and is over Gemma's window 15 times.
 VERY_LONG = 8000
 

@@ -1,7 +1,7 @@
 """GGUF files with real weights: `jaxserve serve` and llama.cpp's server on the same file, in turn.
 
-    python -m scripts.bench.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
-    python -m scripts.bench.gguf_files --random Q4_0 --random Q8_0    of the shape of Llama 3.2 1B
+    python -m scripts.compare.gguf_files FILE.gguf ... --json scripts/results/bench_gguf_files.json
+    python -m scripts.compare.gguf_files --random Q4_0 --random Q8_0    of the shape of Llama 3.2 1B
 
 Each server is started, answers over HTTP, and ends before the other begins; repeats alternate. What
 is measured: seconds until it is ready (the first start of jaxserve has no programs, the later ones
@@ -28,10 +28,10 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from scripts.bench.random_gguf import FIELDS, write_random
 from scripts.compare.engine import Setting
 from scripts.compare.engine_llamacpp import GREEDY, LlamaCpp
 from scripts.compare.environments import python_of
+from scripts.compare.random_gguf import FIELDS, write_random
 from scripts.lib.argument_types import positive_integer, results_file
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
@@ -150,7 +150,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.gguf_files", description=(__doc__ or "").splitlines()[0]
+        prog="python -m scripts.compare.gguf_files", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("file", nargs="*", type=Path)
     parser.add_argument("--random", action="append", default=[], choices=[*FIELDS])
