@@ -61,7 +61,7 @@ def host() -> Host:
     else:  # SSE has 16, NEON 32
         size, registers = 16, 32 if features.get("neon") else 16
     dots = size == 64 and bool(features.get("avx512bf16"))
-    pairs = bool(features.get("sse2"))
+    pairs = bool(features.get("avx512bw" if size == 64 else "sse2"))
     return Host(llvm.get_host_cpu_name(), features.flatten(), size, registers, dots, pairs)
 
 

@@ -209,6 +209,8 @@ class Screen:
         environment = users_environment() | {"TERM": "xterm-256color"}
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             environment.pop(name, None)
+        # A shell's job ignores interrupts, and so would what it starts.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
             cwd=ROOT,
@@ -217,6 +219,7 @@ class Screen:
             stderr=terminal,
             env=environment,
         )
+        signal.signal(signal.SIGINT, before)
         os.close(terminal)
         self.text = ""
 
