@@ -22,6 +22,7 @@ from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 _STRETCHES = (1.0, 0.94, 1.03, 1.06, 1.12)
 _VALUES = 1 << 18  # quantized at a time, so that temporaries stay in the processor's cache
 _TINY = np.float32(1e-30)
+_MOST = np.float32(65504)  # of float16
 
 
 def quantize_rows(weight: np.ndarray, form: str) -> BlockRows:
@@ -114,7 +115,8 @@ def _pieces(weight: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _quantized(rows: np.ndarray, made: BlockFormat) -> np.ndarray:
-    """Return blocks uint8 [O, blocks, bytes] of float32[O, I]."""
+    """Return blocks uint8 [O, blocks, bytes] of float32[O, I]; what float16 cannot hold is cut."""
+    rows = np.clip(rows, -_MOST, _MOST)
     runs = rows.reshape(len(rows), -1, made.runs, made.run)
     field: dict[str, np.ndarray] = {}
     if made.has_minimum:
@@ -153,33 +155,35 @@ def _bounds(made: BlockFormat) -> tuple[int, int]:
 
 def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Return scales and minima [...] of runs [..., values] whose codes go from 0 to `most`."""
-    low, high = runs.min(-1), runs.max(-1)
-    best = np.full(low.shape, np.inf, np.float32)
-    scale, minimum = np.zeros_like(low), low
-    for stretch in _STRETCHES:
+    low, high, mean = runs.min(-1), runs.max(-1), runs.mean(-1)
+    centered = runs - mean[..., None]
+    spread = np.square(centered).sum(-1)
+    # What the range itself gives, rounded as it is stored: of blocks that were such, no error.
+    scale, minimum = _rounded((high - low) / np.float32(most)), _rounded(low)
+    codes = _codes(runs, minimum, scale, most)
+    codes *= scale[..., None]
+    codes += minimum[..., None]
+    codes -= runs
+    best = np.square(codes, out=codes).sum(-1)
+    for stretch in _STRETCHES[1:]:
         middle, half = (low + high) / 2, (high - low) / 2 / np.float32(stretch)
-        start, step = middle - half, 2 * half / np.float32(most)
-        codes = np.rint((runs - start[..., None]) / _nonzero(step)[..., None])
-        np.clip(codes, 0, most, out=codes)
-        step, start = _fitted(runs, codes) if stretch != 1.0 else (step, start)
-        step, start = _rounded(step), _rounded(start)
-        codes = np.rint((runs - start[..., None]) / _nonzero(step)[..., None])
-        np.clip(codes, 0, most, out=codes)
-        error = codes * step[..., None] + start[..., None] - runs
-        error = np.square(error, out=error).sum(-1)
+        codes = _codes(runs, middle - half, 2 * half / np.float32(most), most)
+        mean_code = codes.mean(-1)
+        codes -= mean_code[..., None]
+        products = (codes * centered).sum(-1)
+        step = products / _nonzero(np.square(codes, out=codes).sum(-1))
+        error = np.maximum(spread - products * step, np.float32(1e-6) * spread)  # least squares'
         better = error < best
         best = np.where(better, error, best)
-        scale, minimum = np.where(better, step, scale), np.where(better, start, minimum)
-    return scale, minimum
+        scale = np.where(better, step, scale)
+        minimum = np.where(better, mean - step * mean_code, minimum)
+    return _rounded(scale), _rounded(minimum)
 
 
-def _fitted(runs: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima with which codes err least."""
-    mean_code, mean = codes.mean(-1), runs.mean(-1)
-    centered = codes - mean_code[..., None]
-    products = (centered * runs).sum(-1)
-    scale = products / _nonzero(np.square(centered).sum(-1))
-    return scale, mean - scale * mean_code
+def _codes(runs: np.ndarray, start: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
+    codes = runs - start[..., None]
+    codes /= _nonzero(step)[..., None]
+    return np.clip(np.rint(codes, out=codes), 0, most, out=codes)
 
 
 def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
@@ -204,8 +208,7 @@ def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
 
 def _rounded(values: np.ndarray) -> np.ndarray:
     """Round to float16, in float32; what would overflow stays the largest of them."""
-    most = np.float32(65504)
-    return np.clip(values, -most, most).astype(np.float16).astype(np.float32)
+    return np.clip(values, -_MOST, _MOST).astype(np.float16).astype(np.float32)
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:
