@@ -16,11 +16,10 @@ from jaxserve.engine.source import Source
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.start.device import DeviceMemory
 from jaxserve.execution.start.memory_plan import HOST_RESERVE, Weights, plan_memory
-from jaxserve.models import ModelConfig, abstract_model
+from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
 from jaxserve.weights.block_parameters import block_bytes
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits
 
@@ -119,8 +118,10 @@ def placed_weights(
         memory: of the device.
     """
     dtype, on_cpu = placed_dtype(config, source, memory.limits), not memory.limits.is_gpu
-    blocks = _kept_blocks(config, source, dtype) if on_cpu else {}
-    weights = Weights(source.model_config, dtype, blocks, on_cpu)
+    weights = Weights(source.model_config, dtype, on_cpu)
+    if on_cpu and isinstance(source.weights, GgufFile) and keeps_blocks(config):
+        blocks = block_bytes(source.weights, source.model_config, weights.parameters)
+        weights = weights.with_blocks(blocks)
     is_fixed = source.fixed_dtype is not None and config.load_format != "dummy"
     if memory.limits.is_gpu or config.dtype != "auto" or is_fixed:
         return weights
@@ -130,14 +131,6 @@ def placed_weights(
 def keeps_blocks(config: EngineConfig) -> bool:
     """Return whether blocks of a GGUF file stay; a dtype that is asked for is meant for all."""
     return config.dtype == "auto"
-
-
-def _kept_blocks(config: EngineConfig, source: Source, dtype: Any) -> dict[str, int]:
-    """Return the bytes of parameters that stay in a file's blocks, by path."""
-    if not isinstance(source.weights, GgufFile) or not keeps_blocks(config):
-        return {}
-    model = abstract_model(source.model_config, dtype)
-    return block_bytes(source.weights, source.model_config, parameters_of(model))
 
 
 def _narrowed(

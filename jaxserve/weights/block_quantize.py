@@ -25,19 +25,23 @@ _TINY = np.float32(1e-30)
 _MOST = np.float32(65504)  # of float16
 
 
-def quantize_rows(weight: np.ndarray, form: str) -> BlockRows:
-    """Quantize float32[O, I] to "Q4_1", "Q5_0", "Q6_K" or "Q8_0"; I is a whole number of blocks."""
+def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
+    """Quantize float32[O, I] to "Q4_1", "Q5_0", "Q6_K" or "Q8_0"; I is a whole number of blocks.
+
+    Returns:
+        The blocks, and the sum of the squares by which their numbers are off.
+    """
     made = FORMATS[form]
     outputs, inputs = weight.shape
     blocks = np.empty((outputs, inputs // made.size, made.num_bytes), np.uint8)
 
-    def fill(piece: tuple[int, np.ndarray]) -> None:
+    def fill(piece: tuple[int, np.ndarray]) -> float:
         start, rows = piece
-        blocks[start : start + len(rows)] = _quantized(rows, made)
+        blocks[start : start + len(rows)], error = _quantized(rows, made)
+        return error
 
     with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
-        list(pool.map(fill, _pieces(weight)))
-    return BlockRows(form, blocks)
+        return BlockRows(form, blocks), sum(pool.map(fill, _pieces(weight)))
 
 
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
@@ -60,52 +64,7 @@ def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
 
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
     """Quantize to each of some formats, and return what errs least; the first of equals."""
-    made = [quantize_rows(weight, form) for form in forms]
-    if len(made) == 1:
-        return made[0]
-    errors = [squared_error(weight, rows) for rows in made]
-    return made[int(np.argmin(errors))]
-
-
-def squared_error(weight: np.ndarray, rows: BlockRows) -> float:
-    """Return the sum of the squares by which the numbers of blocks are off."""
-    total = 0.0
-    for start, piece in _pieces(weight):
-        numbers = dequantize_rows(BlockRows(rows.form, rows.blocks[start : start + len(piece)]))
-        total += float(np.square(numbers - piece, dtype=np.float64).sum())
-    return total
-
-
-def dequantize_rows(rows: BlockRows) -> np.ndarray:
-    """Return the numbers, float32[O, I]; exactly those that are multiplied."""
-    made, blocks = FORMATS[rows.form], rows.blocks
-    field = {
-        name: blocks[..., place.start : place.start + place.count * place.item]
-        for name, place in made.fields.items()
-    }
-    codes = _unpacked(field["low"], made.low)
-    if made.high:
-        codes |= _unpacked(field["high"], made.high) << 4
-    numbers = codes.view(np.int8) if made.low == 8 else codes.astype(np.int16) - made.offset
-    numbers = numbers.astype(np.float32).reshape(*blocks.shape[:2], made.runs, made.run)
-    scale = _halves(field["scale"])
-    if made.scaled:
-        scale = scale * field["scales"].view(np.int8).astype(np.float32)
-    numbers *= scale[..., None]
-    if made.has_minimum:
-        numbers += _halves(field["minimum"])[..., None]
-    return numbers.reshape(len(blocks), -1)
-
-
-def _halves(field: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
-
-
-def _unpacked(field: np.ndarray, bits: int) -> np.ndarray:
-    words = np.ascontiguousarray(field).view(np.uint16).reshape(*field.shape[:-1], -1, 1, 2)
-    shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
-    codes = (words >> shifts & np.uint16((1 << bits) - 1)).astype(np.uint8)
-    return codes.reshape(*field.shape[:-1], -1)
+    return min((quantize_rows(weight, form) for form in forms), key=lambda made: made[1])[0]
 
 
 def _pieces(weight: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -114,8 +73,11 @@ def _pieces(weight: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, np.ascontiguousarray(weight[start : start + step], np.float32)
 
 
-def _quantized(rows: np.ndarray, made: BlockFormat) -> np.ndarray:
-    """Return blocks uint8 [O, blocks, bytes] of float32[O, I]; what float16 cannot hold is cut."""
+def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
+    """Return blocks uint8 [O, blocks, bytes] of float32[O, I], and their error.
+
+    What float16 cannot hold is cut.
+    """
     rows = np.clip(rows, -_MOST, _MOST)
     runs = rows.reshape(len(rows), -1, made.runs, made.run)
     field: dict[str, np.ndarray] = {}
@@ -136,14 +98,17 @@ def _quantized(rows: np.ndarray, made: BlockFormat) -> np.ndarray:
     else:
         field["scale"] = _as_bytes(scale[..., 0])
         scale = _rounded(scale)
-    codes = np.rint(runs / _nonzero(scale)[..., None])
     least, most = _bounds(made)
-    codes = np.clip(codes, least, most).astype(np.int8).reshape(*runs.shape[:2], made.size)
+    numbers = np.clip(np.rint(runs / _nonzero(scale)[..., None]), least, most)
+    codes = numbers.astype(np.int8).reshape(*runs.shape[:2], made.size)
     codes = codes.view(np.uint8) if made.low == 8 else (codes + np.int8(made.offset)).view(np.uint8)
     field["low"] = packed(codes & 15 if made.low == 4 else codes, made.low)
     if made.high:
         field["high"] = packed(codes >> 4, made.high)
-    return np.concatenate([field[name] for name in made.fields], axis=-1)
+    numbers *= scale[..., None]
+    numbers -= runs
+    error = float(np.square(numbers, out=numbers).sum(dtype=np.float64))
+    return np.concatenate([field[name] for name in made.fields], axis=-1), error
 
 
 def _bounds(made: BlockFormat) -> tuple[int, int]:

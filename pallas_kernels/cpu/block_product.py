@@ -67,9 +67,8 @@ class BlockProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         pairs = "_pairs" if self.cpu.pairs else ""
-        return f"{NAMES}block_product_{self.form}_{vectors}{pairs}"
+        return f"{NAMES}block_product_{self.form}_{self.cpu.vectors}{pairs}"
 
     @property
     def format(self) -> BlockFormat:
@@ -93,14 +92,14 @@ class BlockProduct:
     def fields(self) -> Sequence[Field]:
         """Arguments: x, panels, rows of each weight, y, x in whole numbers; then sizes.
 
-        The sizes are rows, weights, inputs and a weight's panels.
+        The sizes are rows, weights, inputs, a weight's panels, and bytes of a row in whole numbers.
         """
         buffers = (Field(buffer) for buffer in range(5))
-        return (*buffers, Field(0, 0), Field(1, 0), Field(0, 1), Field(1, 1))
+        return (*buffers, Field(0, 0), Field(1, 0), Field(0, 1), Field(1, 1), Field(4, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         """Generate the number of parts; a weight takes half the time of one in floats."""
-        *_, rows, experts, inputs, panels = fields
+        *_, rows, experts, inputs, panels, _ = fields
         return parts_of(code, (fields[2], experts, rows), code.ashr(inputs, const(1)), panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
@@ -109,13 +108,12 @@ class BlockProduct:
         All parts write the same whole numbers for x to the same place: that takes less time than to
         wait for one that does.
         """
-        x, w, counts, y, whole, rows, experts, inputs, panels = fields
+        x, w, counts, y, whole, rows, experts, inputs, panels, between = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = part_bounds(code, panels, index, parts)
         tiles = self.tiles
         functions = {size: _tile(code.module, self, size, width) for size, width in tiles}
         rounding = _rounding(code.module, self)
-        between = row_bytes(code, inputs)
         blocks = code.sdiv(inputs, const(self.format.size))
         chunk_rows = tiles[0][0] * TILES_OF_A_CHUNK
         size_of_panel = code.mul(blocks, const(PANEL * self.format.num_bytes))
@@ -136,19 +134,14 @@ class BlockProduct:
                         from_ = code.at(whole, code.mul(start, between), I8)
                         place = code.add(code.mul(start, outputs), code.mul(panel, const(PANEL)))
                         to = code.at(y, place, FLOAT)
-                        code.call(functions[size], [from_, here, to, inputs, outputs])
+                        code.call(functions[size], [from_, here, to, inputs, between, outputs])
                     done = code.sdiv(code.sub(end, row), const(size))
                     row = code.add(row, code.mul(done, const(size)))
         fill(code, y, (ends[0], rows), (first, last), outputs, FLOAT, self.lanes)
 
 
-def row_bytes(code: Code, inputs: Any) -> Any:
+def row_bytes(inputs: int) -> int:
     """Return the bytes of a row in whole numbers: they, their scales, and the sums of 16 each."""
-    return code.add(code.mul(inputs, const(2)), code.mul(code.sdiv(inputs, const(UNIT)), const(12)))
-
-
-def scratch_bytes(inputs: int) -> int:
-    """Return what `row_bytes` computes."""
     return 2 * inputs + inputs // UNIT * 12
 
 
@@ -161,7 +154,7 @@ def _places(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
 def _rounding(module: ir.Module, kernel: BlockProduct) -> ir.Function:
     """Generate a function of (x, to, inputs), which writes a row of x in whole numbers.
 
-    A number that is none makes the scale none too.
+    NaN or infinity in x makes the scale NaN.
     """
     lanes = kernel.lanes
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER, POINTER, I64]), "rounding")
@@ -232,19 +225,18 @@ def _half_sums(code: Code, vectors: list[Any]) -> list[Any]:
 
 
 def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.Function:
-    """Generate a function of (x in whole numbers, panel, y, inputs, outputs).
+    """Generate a function of (x in whole numbers, panel, y, inputs, between, outputs).
 
-    y[:size, :PANEL] = x[:size] @ panel. Rows of y are `outputs` apart. A pass over the panel makes
-    `width` vectors of outputs.
+    y[:size, :PANEL] = x[:size] @ panel. Rows of x are `between` bytes apart, those of y `outputs`
+    numbers. A pass over the panel makes `width` vectors of outputs.
     """
     made, lanes = kernel.format, kernel.lanes
-    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 2)
+    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 3)
     function = ir.Function(module, kind, f"tile_{size}")
     function.linkage = "internal"
     function.attributes.add("noinline")
     code = Code(function)
-    x, panel, y, inputs, outputs = function.args
-    between = row_bytes(code, inputs)
+    x, panel, y, inputs, between, outputs = function.args
     rows = [code.at(x, code.mul(const(row), between), I8) for row in range(size)]
     places = [_places(code, row, inputs) for row in rows]
     zero = filled(ir.VectorType(FLOAT, lanes), 0.0)
@@ -496,7 +488,7 @@ def run(
         counts = num_rows
     results = (
         jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), np.float32),
-        jax.ShapeDtypeStruct((x.shape[0], scratch_bytes(inputs)), np.uint8),
+        jax.ShapeDtypeStruct((x.shape[0], row_bytes(inputs)), np.uint8),
     )
     call = jax.ffi.ffi_call(registered(kernel), results)
     return call(x.astype(np.float32), panels, counts)[0]

@@ -50,6 +50,11 @@ class Host:
     dots: bool = False
     pairs: bool = False
 
+    @property
+    def vectors(self) -> str:
+        """Number and size of its vector registers, for names of kernels."""
+        return f"{self.registers}x{self.vector_bytes}"
+
 
 def host() -> Host:
     """Return this machine's CPU."""

@@ -77,9 +77,8 @@ class PanelProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         dots = "_dots" if self.cpu.dots else ""
-        return f"{NAMES}product_{self.x}_{self.weights}_{vectors}{dots}"
+        return f"{NAMES}product_{self.x}_{self.weights}_{self.cpu.vectors}{dots}"
 
     def __post_init__(self) -> None:
         """Raise ValueError for bfloat16 that this host cannot multiply."""

