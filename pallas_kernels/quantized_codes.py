@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -42,3 +44,26 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
 def code_offset(form: str) -> int:
     """Return the number that `decode` has already subtracted from the codes."""
     return 8 if form == "int4" else 0
+
+
+def is_minimum(zeros: Any) -> bool:
+    """Return whether `zeros` are minima, which are floats, and not zero points."""
+    return zeros is not None and jnp.issubdtype(zeros.dtype, jnp.floating)
+
+
+def scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None, form: str) -> jax.Array:
+    """Turn what `decode` gives into weights, in its dtype.
+
+    Args:
+        weight: a part of the codes, less their offset.
+        scale: as the weight, or to be broadcast to it.
+        zero: likewise: an integer is a zero point, subtracted from codes before they are scaled; a
+            float is a minimum, added to them thereafter; or None.
+        form: of the codes.
+    """
+    offset, scale = code_offset(form), scale.astype(weight.dtype)
+    if zero is None:
+        return weight * scale
+    if is_minimum(zero):
+        return (weight + offset) * scale + zero.astype(weight.dtype)
+    return (weight - (zero.astype(jnp.int32).astype(weight.dtype) - offset)) * scale

@@ -45,7 +45,7 @@ def quantized_grouped_matmul(
         x: [A,I], bfloat16, float16, float32 or float64.
         values: the codes, see above and ``quantized_matmul``.
         scales: [E,groups,O], any float.
-        zeros: uint8 [E,groups,O] or None; of int4 only.
+        zeros: [E,groups,O], zero points or minima as of ``quantized_matmul``; or None.
         group_sizes: i32[E], none negative, together at most A; rows after the last yield zeros.
         form: "int8", "fp8" or "int4".
         implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are

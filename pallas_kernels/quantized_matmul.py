@@ -2,7 +2,8 @@
 
 A weight of I inputs and O outputs is stored as codes, one scale for each group of inputs and each
 output, and where the format has them zero points: ``(code - zero) * scale``. Groups divide the rows
-evenly; one group is one scale an output channel. Codes are
+evenly; one group is one scale an output channel. Zero points that are floats are minima, as blocks
+of GGUF files have them: ``code * scale + minimum``. Codes are
 
 * ``int8``: int8 [I,O];
 * ``fp8``: the bits of float8_e4m3fn, as uint8 [I,O]. If they were floats, XLA on CPU would convert
@@ -27,10 +28,11 @@ from pallas_kernels.implementation import FOUR_GIB, TWO_GIB, deferred
 from pallas_kernels.quantized_codes import (
     FORMS,
     GPU_BLOCK_BYTES,
-    code_offset,
     codes_a_row,
     decode,
     halves,
+    is_minimum,
+    scaled,
 )
 
 BLOCK_COLUMNS = 256
@@ -50,9 +52,9 @@ def dequantize(
     """Compute the weight in full, [I,O] of `dtype`: the specification."""
     groups = scales.shape[0]
     parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
-    if zeros is not None:
-        parts = [part - (zeros[:, None].astype(dtype) - code_offset(form)) for part in parts]
-    parts = [(part * scales[:, None].astype(dtype)).reshape(-1, part.shape[2]) for part in parts]
+    zero = None if zeros is None else zeros[:, None]
+    parts = [scaled(part, scales[:, None], zero, form) for part in parts]
+    parts = [part.reshape(-1, part.shape[2]) for part in parts]
     return jnp.stack(parts, axis=1).reshape(-1, values.shape[1])
 
 
@@ -71,7 +73,7 @@ def quantized_matmul(
         x: [T,I], bfloat16, float16, float32 or float64.
         values: the codes, see above.
         scales: [groups,O], any float.
-        zeros: uint8 [groups,O]; of int4 only.
+        zeros: [groups,O]: zero points, uint8, of int4 only; or minima, floats, of int4 and int8.
         form: "int8", "fp8" or "int4".
         implementation: "auto" takes Triton on a GPU, if x is not float64 and the codes are
             addressable, and XLA elsewhere.
@@ -105,7 +107,7 @@ def output_major_matmul(
         x: [T,I], bfloat16, float16, float32 or float64.
         values: [O,rows], the codes of ``quantized_matmul``, transposed.
         scales: [O,groups], any float.
-        zeros: uint8 [O,groups]; of int4 only.
+        zeros: [O,groups]: zero points or minima, as above.
         form: "int8", "fp8" or "int4".
 
     Returns:
@@ -188,22 +190,20 @@ def block_product(
         inputs: the activations as `halves` splits them, in the dtype in which products accumulate.
         values: codes [rows,C] of the block.
         scales: [groups,C].
-        zeros: uint8 [groups,C], or None.
+        zeros: [groups,C], or None.
         form: of the codes.
     """
     wide = inputs[0].dtype
     weights, scale = decode(values, form, wide), scales.astype(wide)
-    zero = None if zeros is None else zeros.astype(wide) - code_offset(form)
-    if scale.shape[0] == 1 and zero is None:
+    if scale.shape[0] == 1 and zeros is None:
         return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide)) * scale
-    weights = [_scaled(weight, scale, zero) for weight in weights]
-    return sum(map(jnp.matmul, inputs, weights), jnp.zeros((), wide))
+    zero = None if zeros is None else zeros[:, None]
 
+    def whole(weight: jax.Array) -> jax.Array:
+        grouped = weight.reshape(scale.shape[0], -1, weight.shape[1])
+        return scaled(grouped, scale[:, None], zero, form).reshape(weight.shape)
 
-def _scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    grouped = weight.reshape(scale.shape[0], -1, weight.shape[1])
-    grouped = grouped if zero is None else grouped - zero[:, None]
-    return (grouped * scale[:, None]).reshape(weight.shape)
+    return sum(map(jnp.matmul, inputs, map(whole, weights)), jnp.zeros((), wide))
 
 
 def check(
@@ -232,5 +232,10 @@ def check(
             f"scales have shape {scales.shape}; expected [groups, {values.shape[1]}] where groups "
             f"divide the {values.shape[0]} rows of values"
         )
-    if zeros is not None and (form != "int4" or zeros.shape != scales.shape):
-        raise ValueError(f"zeros are for int4 and shaped like scales, {scales.shape}")
+    if zeros is None:
+        return
+    takes = {"int4": "uint8 or floats", "int8": "floats"}.get(form, "no zeros")
+    fits = is_minimum(zeros) if zeros.dtype != jnp.uint8 else form == "int4"
+    if form == "fp8" or not fits or zeros.shape != scales.shape:
+        got = f"{zeros.dtype}{list(zeros.shape)}"
+        raise ValueError(f"zeros are {got}; {form} takes {takes}, of the shape {scales.shape}")

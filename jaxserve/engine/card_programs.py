@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.engine.loading import cache_folder, resolved_config
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.weight_forms import chosen_form, placed_dtype
+from jaxserve.engine.weight_forms import chosen_form, keeps_blocks, placed_dtype
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.execution.start.autotuning import read_choices
 from jaxserve.execution.start.compilation import keep_choices
@@ -23,6 +23,7 @@ from jaxserve.execution.start.for_card import (
 from jaxserve.execution.start.memory_plan import Weights, plan_memory
 from jaxserve.execution.start.refusal import refusal
 from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantized_shapes import quantize_shapes
 
 
@@ -79,6 +80,11 @@ def _form(config: EngineConfig, source: Source) -> str | None:
     """
     model_config = source.model_config
     form = chosen_form(config, source)
+    if form is None and isinstance(source.weights, GgufFile) and keeps_blocks(config):
+        raise UnsupportedModel(
+            "device: which matrices of a GGUF file stay in its blocks only its tensors say; "
+            "allowed: a --dtype, which widens them, or --quantization"
+        )
     allowed = "allowed: weights in full, also with --quantization where there are no experts"
     if model_config.quantization is not None:
         method = model_config.quantization.method

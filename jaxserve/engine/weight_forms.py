@@ -119,8 +119,8 @@ def placed_weights(
     """
     dtype, on_cpu = placed_dtype(config, source, memory.limits), not memory.limits.is_gpu
     weights = Weights(source.model_config, dtype, on_cpu)
-    if on_cpu and isinstance(source.weights, GgufFile) and keeps_blocks(config):
-        blocks = block_bytes(source.weights, source.model_config, weights.parameters)
+    if isinstance(source.weights, GgufFile) and keeps_blocks(config):
+        blocks = block_bytes(source.weights, source.model_config, weights.parameters, on_cpu)
         weights = weights.with_blocks(blocks)
     is_fixed = source.fixed_dtype is not None and config.load_format != "dummy"
     if memory.limits.is_gpu or config.dtype != "auto" or is_fixed:

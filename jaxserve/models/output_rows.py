@@ -32,7 +32,7 @@ class QuantizedRows:
 
     values: Shaped[Array, "O codes"]
     scales: Float[Array, "O groups"]
-    zeros: UInt8[Array, "O groups"] | None
+    zeros: UInt8[Array, "O groups"] | Float[Array, "O groups"] | None
     order: Int32[Array, " I"] | None
     form: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})

@@ -24,6 +24,7 @@ from jaxserve.models.quantized import (
 from pallas_kernels import block_product, panel_product, quantized_panel_product
 from pallas_kernels.cpu import blocks
 from pallas_kernels.cpu.panels import columns, in_panels, panel_shape, rows_in_order
+from pallas_kernels.quantized_codes import codes_a_row
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, Shaped, UInt8
@@ -216,7 +217,9 @@ class BlockPanels:
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in float32. A row's result depends on no other row."""
+        """Multiply x, in float32; or float64, in full. A row's result depends on no other row."""
+        inputs = self.panels.shape[-2] * blocks.FORMATS[self.form].size
+        x = jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
         y = block_product(x, self.panels, self.form, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 
@@ -243,10 +246,24 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def with_panels(value: Any) -> Any:
     """Lay a parameter's codes out in panels where it is a quantized matrix, or experts'."""
     if isinstance(value, QuantizedWeight | QuantizedExperts):
-        return QuantizedPanels.of(value)
+        return _as_blocks(value) or QuantizedPanels.of(value)
     if isinstance(value, SplitWeight):
         return replace(value, weights=tuple(map(with_panels, value.weights)))
     return value
+
+
+def _as_blocks(weight: QuantizedWeight | QuantizedExperts) -> BlockPanels | None:
+    """Lay codes out as blocks that hold the same numbers; None where there are no such."""
+    rows = weight.values.shape[-2] * codes_a_row(weight.form)
+    form = blocks.format_of(weight.form, rows, weight.scales, weight.zeros)
+    if form is None or getattr(weight, "order", None) is not None:
+        return None
+    parts = (weight.values, weight.scales, weight.zeros)
+    arrays = [np.asarray(part) for part in parts if part is not None]
+    if isinstance(weight, QuantizedWeight):
+        return BlockPanels.of(blocks.rows_of_codes(*arrays), form, "float32", weight.outputs)
+    experts = map(blocks.rows_of_codes, *arrays)
+    return BlockPanels.of_experts(experts, len(arrays[0]), form, "float32", weight.outputs)
 
 
 def with_num_rows(tree: Any, num_rows: Int32[Array, ""]) -> Any:

@@ -54,7 +54,7 @@ class QuantizedWeight:
         values: the codes, [I, O], or uint8 [I / 2, O] for int4; I is a whole number of groups,
             whose last rows may be padding that stands for zeros.
         scales: [groups, O].
-        zeros: zero points, where the format has them.
+        zeros: zero points, or minima where they are floats, if the format has them.
         order: which input each row is for, where rows have been sorted by group.
         form: "int8", "fp8" or "int4".
         inputs: how many inputs there are, padding not counted.
@@ -64,7 +64,7 @@ class QuantizedWeight:
 
     values: Shaped[Array, "codes O"]
     scales: Float[Array, "groups O"]
-    zeros: UInt8[Array, "groups O"] | None
+    zeros: UInt8[Array, "groups O"] | Float[Array, "groups O"] | None
     order: Int32[Array, " I"] | None
     form: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
@@ -122,7 +122,7 @@ class QuantizedExperts:
     Attributes:
         values: the codes, [E, I, O], or uint8 [E, I / 2, O] for int4; see `QuantizedWeight`.
         scales: [E, groups, O].
-        zeros: zero points, where the format has them.
+        zeros: zero points, or minima where they are floats, if the format has them.
         form: "int8", "fp8" or "int4".
         inputs: how many inputs there are, padding not counted.
         outputs: the shape that the outputs have in the model; their product is O.
@@ -130,7 +130,7 @@ class QuantizedExperts:
 
     values: Shaped[Array, "E codes O"]
     scales: Float[Array, "E groups O"]
-    zeros: UInt8[Array, "E groups O"] | None
+    zeros: UInt8[Array, "E groups O"] | Float[Array, "E groups O"] | None
     form: str = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})

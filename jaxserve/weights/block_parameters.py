@@ -18,11 +18,13 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig, checkpoint_weights
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.fused_parameters import fused_blocks, joined_blocks
+from jaxserve.weights.block_codes import code_bits, codes_of
+from jaxserve.weights.expert_codes import fused_experts
+from jaxserve.weights.fused_parameters import fused, fused_blocks, joined_blocks
 from jaxserve.weights.gguf.blocks import BlockRows, are_finite, rows_of_blocks
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.placement import block_inputs, holds_experts
+from jaxserve.weights.placement import block_inputs, contracted, holds_experts
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
 
@@ -31,9 +33,15 @@ Parameters = Mapping[str, nnx.Param[Any]]
 
 
 def block_parts(
-    table: Iterable[WeightName], entries: Mapping[str, TensorEntry], parameters: Parameters
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    parameters: Parameters,
+    on_cpu: bool,
 ) -> dict[str, list[WeightName]]:
-    """Return, by path, the tensors of the parameters that can stay in blocks."""
+    """Return, by path, the tensors of the parameters that can stay in blocks.
+
+    On CPU those of the embedding are among them; a GPU multiplies the layers' matrices alone.
+    """
     ordered = sorted(table, key=lambda part: part.path)
     found: dict[str, list[WeightName]] = {}
     for path, group in groupby(ordered, key=lambda part: part.path):
@@ -41,7 +49,7 @@ def block_parts(
         parameter, own = parameters[path], [entries[part.name] for part in parts]
         if np.dtype(parameter.dtype).itemsize > 4 or not all(map(_stays, own)):
             continue
-        is_matrix = block_inputs(parameter) is not None
+        is_matrix = (block_inputs if on_cpu else contracted)(parameter) is not None
         if is_matrix or (holds_experts(parameter) and len({_form(entry) for entry in own}) == 1):
             found[path] = parts
     return found
@@ -54,15 +62,28 @@ def read_blocks(
     dims: Mapping[str, int],
     report: Callable[[int], None],
     values: dict[str, Any],
+    on_cpu: bool,
 ) -> list[WeightName]:
     """Read the parameters that stay in blocks into `values`, by path; return the rest of the table.
+
+    For a CPU's products they are laid out in panels, for a GPU's they become codes with scales.
 
     Raises:
         CheckpointError: a file that cannot be read, or scales that are no numbers.
     """
-    parts = block_parts(table, entries, parameters)
+    parts = block_parts(table, entries, parameters, on_cpu)
+
+    def read_codes(path: str) -> Any:
+        parameter, contract = parameters[path], contracted(parameters[path])
+        codes = {name: codes_of(_read(entries[name])) for name in {p.name for p in parts[path]}}
+        pairs = [(part, codes[part.name]) for part in parts[path]]
+        if contract is None:
+            return fused_experts(pairs, parameter.shape, dims)
+        return fused(pairs, parameter.shape, contract, dims)
 
     def read(path: str) -> Any:
+        if not on_cpu:
+            return read_codes(path)
         parameter, contract = parameters[path], block_inputs(parameters[path])
         if contract is None:
             return _experts(parts[path], entries, parameter, dims)
@@ -103,21 +124,23 @@ def _form(entry: TensorEntry) -> str:
     return entry.encoding.name
 
 
-def block_bytes(file: GgufFile, config: ModelConfig, parameters: Parameters) -> dict[str, int]:
+def block_bytes(
+    file: GgufFile, config: ModelConfig, parameters: Parameters, on_cpu: bool
+) -> dict[str, int]:
     """Return the bytes, by path, of the parameters that can stay in a file's blocks."""
     entries = named_tensors(file).tensors
     table = [weight for weight in checkpoint_weights(config) if weight.name in entries]
     sizes: dict[str, int] = {}
-    for path, parts in block_parts(table, entries, parameters).items():
+    for path, parts in block_parts(table, entries, parameters, on_cpu).items():
         names = {part.name for part in parts}
-        sizes[path] = sum(_held(entries[name]) for name in names)
+        sizes[path] = sum(_held(entries[name], on_cpu) for name in names)
     return sizes
 
 
-def _held(entry: TensorEntry) -> int:
-    assert isinstance(entry, GgufTensor)
-    made = FORMATS[entry.encoding.name]
-    return prod(entry.shape) // made.size * made.num_bytes
+def _held(entry: TensorEntry, on_cpu: bool) -> int:
+    made = FORMATS[_form(entry)]
+    bits = 8 * made.num_bytes / made.size if on_cpu else code_bits(made.name)
+    return int(prod(entry.shape) * bits / 8)
 
 
 def _stays(entry: TensorEntry) -> bool:

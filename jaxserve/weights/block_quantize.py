@@ -20,6 +20,7 @@ from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 
 # How much larger than the range of its codes a block's range is taken to be.
 _STRETCHES = (1.0, 0.94, 1.03, 1.06, 1.12)
+SHORT_ROW = 1024  # inputs
 _VALUES = 1 << 18  # quantized at a time, so that temporaries stay in the processor's cache
 _TINY = np.float32(1e-30)
 _MOST = np.float32(65504)  # of float16
@@ -60,6 +61,14 @@ def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
     if kind == "down" and is_special and inputs % FORMATS["Q6_K"].size == 0:
         return ("Q6_K", "Q4_1")
     return ("Q4_1",) if inputs % 256 == 0 else ("Q4_1", "Q5_0")
+
+
+def grouped_form(inputs: int) -> str:
+    """Return the format of a matrix for "int4" where it becomes codes, which have 4 or 8 bits.
+
+    Small models, whose rows are short, bear 4 bits badly.
+    """
+    return "Q8_0" if inputs <= SHORT_ROW else "Q4_1"
 
 
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:

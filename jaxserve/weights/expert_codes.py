@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jaxserve.models.quantized import QuantizedExperts
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.fused_parameters import Part, joined
-from jaxserve.weights.quantize import Codes, quantize
+from jaxserve.weights.quantize import quantize
 
 THREADS = 4
 
@@ -51,7 +52,7 @@ def fused_experts(
         for _, own in groupby(sorted(parts, key=expert_of), key=expert_of)
     ]
     every = [codes for _, codes in parts]
-    kinds = {(codes.form, codes.group, codes.scales.dtype) for codes in every}
+    kinds = {codes.layout for codes in every}
     sorted_inputs = any(codes.order is not None for codes in every)
     if sorted_inputs or len(kinds) > 1 or len(experts) != shape[0]:
         return None

@@ -10,8 +10,8 @@ import numpy as np
 from jaxserve.models.panels import BlockPanels
 from jaxserve.models.quantized import Quantized, SplitWeight
 from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.gguf.blocks import BlockRows
-from jaxserve.weights.quantize import Codes
 
 Part = tuple[WeightName, Codes]
 BlockPart = tuple[WeightName, BlockRows]
@@ -22,7 +22,7 @@ def fused(
 ) -> Quantized:
     """Fuse parts into one parameter of `shape`, whose first `contract` dimensions are inputs.
 
-    Parts that are grouped alike become one matrix; those that are not stay apart.
+    Parts of one layout and order of inputs become one matrix; others stay apart.
     """
     outputs = shape[contract:]
     if all(_alike(parts[0][1], codes) for _, codes in parts):
@@ -105,6 +105,8 @@ def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, in
 
 
 def _alike(codes: Codes, other: Codes) -> bool:
+    if codes.layout != other.layout:
+        return False
     if codes.order is None or other.order is None:
         return codes.order is other.order
     return np.array_equal(codes.order, other.order)

@@ -90,8 +90,8 @@ def load_weights(
     finish = with_panels if panels else _as_it_is
     values = read_packed(sorted_, parameters, dims, place, report, finish)
     table = sorted_.table
-    if panels and packed and quantization is None:
-        table = read_blocks(table, entries, parameters, dims, report, values)
+    if packed and quantization is None:
+        table = read_blocks(table, entries, parameters, dims, report, values, on_cpu=panels)
     plans = panel_plans(table, entries, dims, parameters, quantization) if panels else {}
     leave = quantization is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leave}

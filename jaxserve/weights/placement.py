@@ -19,11 +19,11 @@ from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.block_quantize import best_rows, block_forms
+from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
-from jaxserve.weights.quantize import quantize
+from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 from pallas_kernels.cpu.blocks import FORMATS
@@ -179,7 +179,9 @@ def quantizing(
         if form is None or contract is None:
             return place(path, values)
         flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
-        return quantize(flat, form).placed(values.shape[contract:])
+        is_int4 = form == "int4"
+        codes = in_groups(flat, grouped_form(len(flat))) if is_int4 else quantize(flat, form)
+        return codes.placed(values.shape[contract:])
 
     return quantize_and_place
 

@@ -10,7 +10,8 @@ from flax import nnx
 
 from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.quantized import PROJECTIONS, QuantizedWeight, flat_shape
-from jaxserve.weights.quantize import INT4_GROUP
+from jaxserve.weights.block_quantize import grouped_form
+from jaxserve.weights.quantize import GROUP
 from pallas_kernels.quantized_codes import codes_a_row
 
 
@@ -31,15 +32,18 @@ def quantize_shapes(described: nnx.Module, form: str, output_rows: bool = False)
             continue
         shape = parameter.get_value().shape
         inputs, outputs = flat_shape(shape, contract)
-        rows, groups = inputs // codes_a_row(form), inputs // INT4_GROUP if form == "int4" else 1
-        has_zeros = form == "int4"
-        code = jnp.int8 if form == "int8" else jnp.uint8
+        own, groups, rows, kind = form, 1, inputs, jnp.float32
+        if form == "int4":
+            own = "int4" if grouped_form(inputs) == "Q4_1" else "int8"
+            groups, kind = -(-inputs // GROUP), jnp.float16
+            rows = groups * GROUP // codes_a_row(own)
+        scales = _shape(kind, groups, outputs)
         weight = QuantizedWeight(
-            _shape(code, rows, outputs),
-            _shape(jnp.bfloat16 if has_zeros else jnp.float32, groups, outputs),
-            _shape(jnp.uint8, groups, outputs) if has_zeros else None,
+            _shape(jnp.int8 if own == "int8" else jnp.uint8, rows, outputs),
+            scales,
+            scales if own == "int4" else None,  # minima
             None,
-            form,
+            own,
             inputs,
             shape[contract:],
         )

@@ -22,7 +22,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.config.quantization import StoredQuantization
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.quantize import FP8, Codes
+from jaxserve.weights.codes import FP8, Codes
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

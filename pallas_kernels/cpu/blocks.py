@@ -202,6 +202,51 @@ def _unpacked(field: jax.Array, bits: int) -> jax.Array:
     return (words >> shifts & (1 << bits) - 1).reshape(*field.shape[:-1], -1)
 
 
+def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None) -> str | None:
+    """Return the format that holds the numbers of codes, "Q4_1" or "Q8_0"; None if none does.
+
+    Args:
+        form: of the codes, see ``pallas_kernels.quantized_matmul``.
+        inputs: of the weight.
+        scales: [..., groups, O].
+        zeros: zero points or minima, if there are any.
+    """
+    if scales.dtype != np.float16 or inputs != 32 * scales.shape[-2]:
+        return None
+    if form == "int8":
+        return "Q8_0" if zeros is None else None
+    has_minima = zeros is not None and zeros.dtype == np.float16
+    return "Q4_1" if form == "int4" and has_minima else None
+
+
+def rows_of_codes(
+    values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None
+) -> np.ndarray:
+    """Return rows of blocks of Q4_1 that hold the same numbers as codes, of Q8_0 without minima.
+
+    Args:
+        values: uint8 [I / 2, O] or int8 [I, O], see ``pallas_kernels.quantized_matmul``.
+        scales: float16 [I / 32, O].
+        minima: likewise.
+    """
+    codes, bits, parts = values.view(np.uint8), 8, [scales]
+    if minima is not None:
+        codes = np.stack([values & 15, values >> 4], axis=1).reshape(-1, values.shape[1])
+        bits, parts = 4, [scales, minima]
+    grouped = np.ascontiguousarray(codes.T.reshape(codes.shape[1], len(scales), -1))
+    halves = [np.ascontiguousarray(part.T)[..., None].view(np.uint8) for part in parts]
+    return np.concatenate([*halves, packed(grouped, bits)], axis=-1)
+
+
+def unpacked(field: np.ndarray, bits: int) -> np.ndarray:
+    """Return the codes of words, uint8 [..., bytes], as uint8 [..., inputs]; see `packed`."""
+    halves = np.ascontiguousarray(field).view(np.uint16)
+    halves = halves.reshape(*halves.shape[:-1], -1, 1, 2)
+    shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
+    codes = (halves >> shifts & np.uint16((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(*field.shape[:-1], -1)
+
+
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     """Pack codes uint8 [..., inputs] into the bytes of words; see `_unpacked`."""
     count = 16 // bits

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_grouped_matmul import tile_plan
 from pallas_kernels.gpu.triton_quantized_matmul import Tile, default_tile, load_by_group
-from pallas_kernels.quantized_codes import decode, halves
+from pallas_kernels.quantized_codes import decode, halves, scaled
 
 
 def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
@@ -33,7 +33,7 @@ def _kernel(
     """Compute one tile and write it to the output [A,O].
 
     ``x_ref``: [parts*A,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
-    points if the weights have them, the plan of tiles, and the output.
+    points or minima if the weights have them, the plan of tiles, and the output.
     """
     *zeros_refs, plan_ref, out_ref = rest
     total, columns = out_ref.shape
@@ -50,15 +50,6 @@ def _kernel(
     def grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
         return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
 
-    def scaled(weights: list[Any], step: Any) -> list[Any]:
-        """Subtract zero points from weights [rows, outputs] and multiply them by their scales."""
-        by_group = ((matrix,), step, column, column_mask, tile, rows // groups)
-        scale = load_by_group(scales_ref, *by_group).astype(jnp.float32)
-        for zeros_ref in zeros_refs:
-            zero = load_by_group(zeros_ref, *by_group).astype(jnp.int32)
-            weights = [weight - (zero.astype(jnp.float32) - 8) for weight in weights]
-        return [weight * scale for weight in weights]
-
     def body(step: Any, acc: Any) -> Any:
         """Add the products with ``tile.rows`` rows of codes to acc [tokens, outputs]."""
         row = step * tile.rows + jnp.arange(tile.rows)
@@ -67,7 +58,10 @@ def _kernel(
         values = plt.load(values_ref.at[matrix, *where], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
         if grouped:
-            weights = scaled(weights, step)
+            by_group = ((matrix,), step, column, column_mask, tile, rows // groups)
+            scale = load_by_group(scales_ref, *by_group)
+            zero = load_by_group(zeros_refs[0], *by_group) if zeros_refs else None
+            weights = [scaled(weight, scale, zero, form) for weight in weights]
         for part, weight in enumerate(weights):
             where = grid(token + part * total, row, (tile.tokens, tile.rows))
             x = plt.load(x_ref.at[*where], mask=token_mask & (row < rows)[None, :], other=0)

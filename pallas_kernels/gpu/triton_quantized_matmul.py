@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.quantized_codes import decode, halves
+from pallas_kernels.quantized_codes import decode, halves, scaled
 
 
 class Tile(NamedTuple):
@@ -51,7 +51,7 @@ def load_by_group(
     groups one row a group. At the size of the codes they would take as much shared memory.
 
     Args:
-        ref: scales or zero points [*before, groups, O].
+        ref: scales, zero points or minima [*before, groups, O].
         before: indices of the dimensions before those.
         turn: of the loop over ``tile.rows`` rows.
         column: i32[outputs]; ``column_mask``: bool[1, outputs].
@@ -82,7 +82,7 @@ def _kernel(
     """Compute one tile and write it to the output [T,O].
 
     ``x_ref``: [parts*T,R], the ``halves`` of x below each other, R rows of codes; ``rest``: zero
-    points if the weight has them, and the output.
+    points or minima if the weight has them, and the output.
     """
     zeros_ref, out_ref = rest if len(rest) == 2 else (None, *rest)
     tokens, columns = out_ref.shape
@@ -104,11 +104,9 @@ def _kernel(
         weights = decode(values, form, jnp.float32)
         if grouped:
             by_group = (turn, column, column_mask, tile, rows // groups)
-            scale = load_by_group(scales_ref, (), *by_group).astype(jnp.float32)
-            if zeros_ref is not None:
-                zero = load_by_group(zeros_ref, (), *by_group).astype(jnp.int32)
-                weights = [weight - (zero.astype(jnp.float32) - 8) for weight in weights]
-            weights = [weight * scale for weight in weights]
+            scale = load_by_group(scales_ref, (), *by_group)
+            zero = None if zeros_ref is None else load_by_group(zeros_ref, (), *by_group)
+            weights = [scaled(weight, scale, zero, form) for weight in weights]
         for part, weight in enumerate(weights):
             shape = (tile.tokens, tile.rows)
             where = grid(token + part * tokens, row, shape)

@@ -18,6 +18,8 @@ from pallas_kernels.quantized_codes import (
     codes_a_row,
     decode,
     halves,
+    is_minimum,
+    scaled,
 )
 
 MOST_ROWS = 16
@@ -56,6 +58,8 @@ def _reduced(
     if zeros is None:
         return out
     sums = x.astype(wide).reshape(x.shape[0], zeros.shape[1], -1).sum(axis=2)
+    if is_minimum(zeros):
+        return out + _row_sums([zeros.astype(wide) + code_offset(form) * scale], [sums])
     return out - _row_sums([zeros.astype(wide) - code_offset(form)], [sums], scale)
 
 
@@ -114,10 +118,8 @@ def _weights(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Return the parts of a weight as `decode` splits it, [O,rows], and a factor of the results."""
     weights, scale = decode(values, form, dtype), scales.astype(dtype)
-    if zeros is not None:
-        offset = _spread(zeros.astype(dtype) - code_offset(form), values.shape)
-        weights = [part - offset for part in weights]
-    if scale.shape[1] == 1:
+    if zeros is None and scale.shape[1] == 1:
         return weights, scale[:, 0]
     factor = _spread(scale, values.shape)
-    return [part * factor for part in weights], jnp.ones((), dtype)
+    zero = None if zeros is None else _spread(zeros, values.shape)
+    return [scaled(part, factor, zero, form) for part in weights], jnp.ones((), dtype)

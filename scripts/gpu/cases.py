@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
+
+Zeros = Literal["", "points", "minima"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +100,12 @@ class QuantizedCase:
     inputs: int
     outputs: int
     group: int = 0
-    zeros: bool = False
+    zeros: Zeros = ""
 
     @property
     def name(self) -> str:
         scales = f" g{self.group}" if self.group else ""
-        shape = f"{self.inputs}x{self.outputs}{scales}{' zeros' if self.zeros else ''}"
+        shape = f"{self.inputs}x{self.outputs}{scales}{self.zeros and f' {self.zeros}'}"
         return f"quantized_matmul {self.form} {self.dtype} {shape} {self.tokens} tokens"
 
 
@@ -113,14 +115,17 @@ def quantized_cases() -> list[QuantizedCase]:
     found = [
         QuantizedCase(form, "bfloat16", tokens, 4096, 28672, group, zeros)
         for form, group, zeros in (
-            ("int8", 0, False),
-            ("fp8", 0, False),
-            ("int4", 128, False),
-            ("int4", 128, True),
+            ("int8", 0, ""),
+            ("int8", 16, ""),
+            ("int8", 32, "minima"),
+            ("fp8", 0, ""),
+            ("int4", 128, ""),
+            ("int4", 128, "points"),
+            ("int4", 32, "minima"),
         )
         for tokens in (16, 64, 2048)
     ]
-    found.append(QuantizedCase("int4", "float16", 64, 4096, 28672, 128, True))
+    found.append(QuantizedCase("int4", "float16", 64, 4096, 28672, 128, "points"))
     found.append(QuantizedCase("int8", "float32", 2048, 4096, 4096))
     return [*found, QuantizedCase("int4", "float32", 7, 264, 200, 24)]
 
@@ -132,12 +137,12 @@ class QuantizedGroupedCase:
     form: str
     experts: GroupedCase
     group: int = 0
-    zeros: bool = False
+    zeros: Zeros = ""
 
     @property
     def name(self) -> str:
         case, scales = self.experts, f" g{self.group}" if self.group else ""
-        kind = f"{self.form}{scales}{' zeros' if self.zeros else ''}"
+        kind = f"{self.form}{scales}{self.zeros and f' {self.zeros}'}"
         return f"quantized_grouped_matmul {kind} {case.dtype} {case.model} {case.rows} rows"
 
 
@@ -150,7 +155,7 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
             found += [QuantizedGroupedCase(form, case) for form in ("int8", "fp8")]
         # 2880 inputs are padded to whole groups of 32 only; AWQ's are mostly of 128.
         group = 24 if case.model == "uneven" else 32
-        found.append(QuantizedGroupedCase("int4", case, group, zeros=True))
+        found.append(QuantizedGroupedCase("int4", case, group, "minima"))
         if first:
             found.append(QuantizedGroupedCase("int4", case, 128))
     return found
@@ -235,13 +240,21 @@ def card_cases() -> list[Any]:
     for form, group in (("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 32)):
         sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
         found += [
-            QuantizedCase(form, dtype, tokens, 4096, 28672, group, zeros=form == "int4")
+            QuantizedCase(
+                form,
+                dtype,
+                tokens,
+                4096,
+                28672,
+                group,
+                "minima" if group == 32 else "points" if group else "",
+            )
             for dtype, tokens in sizes
         ]
     for experts in grouped_cases()[:2]:
         found.append(experts)
         found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
-        found.append(QuantizedGroupedCase("int4", experts, 32, zeros=True))
+        found.append(QuantizedGroupedCase("int4", experts, 32, "minima"))
     return found
 
 
@@ -312,7 +325,7 @@ def short_cases() -> list[Any]:
         Case("ragged", "bfloat16", 256, group=2, extras="window cap sinks"),
         Case("decode", "float8_e4m3fn", 128),
         Case("kv_write", "float8_e4m3fn", 128),
-        QuantizedCase("int4", "bfloat16", 16, 4096, 4096, 32, zeros=True),
+        QuantizedCase("int4", "bfloat16", 16, 4096, 4096, 32, "minima"),
         experts,
-        QuantizedGroupedCase("int4", experts, 32, zeros=True),
+        QuantizedGroupedCase("int4", experts, 32, "minima"),
     ]

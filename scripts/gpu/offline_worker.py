@@ -101,7 +101,9 @@ def compile_quantized(case: QuantizedCase, compiler: Compiler) -> dict[str, Any]
     x = array(jnp.dtype(case.dtype), case.tokens, case.inputs)
     values = array(jnp.int8 if case.form == "int8" else jnp.uint8, rows, case.outputs)
     scales = array(jnp.float32, groups, case.outputs)
-    zeros = (array(jnp.uint8, groups, case.outputs),) if case.zeros else ()
+    scales = array(jnp.float16, *scales.shape) if case.zeros == "minima" else scales
+    kind = jnp.uint8 if case.zeros == "points" else jnp.float16
+    zeros = (array(kind, groups, case.outputs),) if case.zeros else ()
 
     def call(*arrays):
         return pallas_kernels.quantized_matmul(*arrays, form=case.form, implementation="triton")
@@ -118,8 +120,10 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) ->
     groups = size.D // case.group if case.group else 1
     code = jnp.int8 if case.form == "int8" else jnp.uint8
     kinds = [(jnp.dtype(size.dtype), (size.rows, size.D)), (code, (size.E, rows, size.F))]
-    kinds += [(jnp.bfloat16 if case.group else jnp.float32, (size.E, groups, size.F))]
-    kinds += [(jnp.uint8, (size.E, groups, size.F))] * case.zeros + [(jnp.int32, (size.E,))]
+    grouped = jnp.float16 if case.zeros == "minima" else jnp.bfloat16
+    kinds += [(grouped if case.group else jnp.float32, (size.E, groups, size.F))]
+    zeros = jnp.uint8 if case.zeros == "points" else grouped
+    kinds += [(zeros, (size.E, groups, size.F))] * bool(case.zeros) + [(jnp.int32, (size.E,))]
 
     def call(x, values, scales, *rest):
         *zeros, sizes = rest

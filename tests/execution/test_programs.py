@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -29,6 +30,10 @@ def lower(factor: float = 3.0) -> Any:
         return {"x": state["x"] * factor + y}, jnp.argmax(y)
 
     return jax.jit(triple, donate_argnums=0).lower({"x": np.zeros(4, np.float32)}, np.arange(4.0))
+
+
+def _same(lowered: Any) -> Any:
+    return lowered
 
 
 def never() -> Any:
@@ -101,6 +106,16 @@ def test_a_changed_source_is_traced_and_finds_what_stayed_the_same(folder: Path)
     assert (later.num_built, later.num_loaded) == (0, 1)
     assert run(later.get("two", lambda: lower(5.0))) == [5, 6, 7, 8]
     assert (later.num_built, later.num_loaded) == (1, 1)
+
+
+def test_arguments_that_nothing_reads_count_too(tmp_path: Path) -> None:
+    """As weights that only other parts of a model read, in a form that only the layers have."""
+
+    for settings, unread in enumerate((np.zeros(3, np.float32), np.zeros((2, 5), np.uint8))):
+        lowered = jax.jit(lambda x, unread: 2 * x).lower(np.arange(4.0), unread)
+        kept = store(tmp_path / "kept", {"settings": settings})
+        program = kept.get("one", functools.partial(_same, lowered))
+        assert program(np.arange(4.0), unread).tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["jaxlib", "cpu"])

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.models.panels import BlockPanels
 from jaxserve.weights.gguf.blocks import are_finite, rows_of_blocks
-from jaxserve.weights.gguf.file import ENCODINGS
 from pallas_kernels import block_product
 from pallas_kernels.cpu import blocks
 from pallas_kernels.cpu.block_product import BlockProduct, run
 from pallas_kernels.cpu.ir_builder import Host, host
 from pallas_kernels.cpu.panels import PANEL
+from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
 
 FORMS = [*blocks.FORMATS]
-BYTES = {made.name: made.num_bytes for made in ENCODINGS.values()}
-# Bytes of a block that hold its scale, and its minimum if it has one.
-SCALES = {"Q6_K": np.s_[208:210], "Q4_0": np.s_[:2], "Q5_0": np.s_[:2], "Q8_0": np.s_[:2]}
 # Of a float32 product; numbers of 16 bits may be off by the largest of 32 over 65,534.
 STEP = 1.01 / 65534
-
-
-def random_blocks(form: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Return blocks as a file has them, of any codes, scales of both signs and of all sizes."""
-    rng = np.random.default_rng(seed)
-    count = inputs // blocks.FORMATS[form].size
-    raw = rng.integers(0, 256, (outputs, count, BYTES[form]), dtype=np.uint8)
-    place = SCALES.get(form, np.s_[:4])
-    size = place.stop - (place.start or 0)
-    scales = rng.standard_normal((outputs, count, size // 2)) * 10.0 ** rng.integers(
-        -6, 2, (outputs, count, 1)
-    )
-    raw[..., place] = scales.astype(np.float16).view(np.uint8)
-    return raw
-
-
-def unpacked(raw: np.ndarray, form: str) -> np.ndarray:
-    return gguf.dequantize(raw.reshape(len(raw), -1), gguf.GGMLQuantizationType[form])
 
 
 def in_panels(raw: np.ndarray, form: str) -> BlockPanels:

@@ -20,31 +20,36 @@ from tests.support.paged_cases import assert_close
 
 ROWS, MATRICES, INPUTS = 40, 5, 48
 TILE = Tile(16, 32, 16)  # smaller and larger than groups; columns that it does not divide
-# Form, groups of inputs, zero points, dtype of activations, outputs.
-SETUPS: dict[str, tuple[str, int, bool, Any, int]] = {
-    "int8": ("int8", 1, False, jnp.float32, 300),  # a block of 256 and one that overlaps it
-    "fp8, blocks": ("fp8", 3, False, jnp.bfloat16, 40),
-    "int4": ("int4", 3, True, jnp.float32, 200),  # likewise of 128
+# Form, groups of inputs, dtype of zero points or minima, dtype of activations, outputs.
+SETUPS: dict[str, tuple[str, int, Any, Any, int]] = {
+    "int8": ("int8", 1, None, jnp.float32, 300),  # a block of 256 and one that overlaps it
+    "fp8, blocks": ("fp8", 3, None, jnp.bfloat16, 40),
+    "int4": ("int4", 3, np.uint8, jnp.float32, 200),  # likewise of 128
+    "int4, minima": ("int4", 3, np.float16, jnp.float32, 200),
 }
 SHARES = ([17, 0, 1, 0, 22], [0] * MATRICES, [3, 9, 2, 1, 5])
 
 
 def weights(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """Codes, scales and zero points at random, and what they stand for, in float64."""
-    form, groups, zero_points, _, outputs = SETUPS[name]
+    form, groups, dtype, _, outputs = SETUPS[name]
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (MATRICES, INPUTS, outputs), np.uint8)
     scales = rng.uniform(0.1, 1, (MATRICES, groups, outputs)).astype(np.float32)
-    zeros = rng.integers(0, 16, scales.shape, np.uint8) if zero_points else None
+    zeros = rng.integers(0, 16, scales.shape, np.uint8) if dtype is np.uint8 else None
     if form == "int4":
         values = codes[:, ::2] + 16 * codes[:, 1::2]
-        middle = np.full(scales.shape, 8) if zeros is None else zeros
+        middle = np.zeros(scales.shape) if zeros is None else zeros
         numbers = codes - np.repeat(middle.astype(np.float64), INPUTS // groups, axis=1)
     else:
         codes[codes & 0x7F == 0x7F] = 0  # NaN in fp8
         values = codes.view(np.int8) if form == "int8" else codes
         numbers = codes.view(np.int8 if form == "int8" else ml_dtypes.float8_e4m3fn)
-    return values, scales, zeros, numbers * np.repeat(scales, INPUTS // groups, axis=1) / 100.0
+    numbers = numbers * np.repeat(scales, INPUTS // groups, axis=1) / 100.0
+    if dtype is np.float16:
+        zeros = rng.normal(0, 0.01, scales.shape).astype(dtype)
+        numbers += np.repeat(zeros.astype(np.float64), INPUTS // groups, axis=1)
+    return values, scales, zeros, numbers
 
 
 @functools.cache

@@ -20,23 +20,28 @@ from pallas_kernels.quantized_matmul import choose
 
 I, O = 96, 300  # noqa: E741 - 300 outputs are a block of 256 and one that overlaps it
 
-# Form, groups, zero points.
+# Form, groups, and the dtype of zero points, which are integers, or of minima.
 FORMS = [
-    ("int8", 1, False),
-    ("fp8", 1, False),
-    ("fp8", 3, False),
-    ("int4", 1, False),
-    ("int4", 3, False),
-    ("int4", 3, True),
+    ("int8", 1, None),
+    ("int8", 6, None),
+    ("int8", 3, np.float16),
+    ("fp8", 1, None),
+    ("fp8", 3, None),
+    ("int4", 1, None),
+    ("int4", 3, None),
+    ("int4", 3, np.uint8),
+    ("int4", 3, np.float16),
+    ("int4", 3, ml_dtypes.bfloat16),
 ]
 
 
-def weight(form: str, groups: int, zero_points: bool, outputs: int = O) -> tuple:
-    """Codes, scales and zero points at random, and the matrix that they stand for, in float64."""
+def weight(form: str, groups: int, zeros_dtype: type | None, outputs: int = O) -> tuple:
+    """Codes, scales and zeros at random, and the matrix that they stand for, in float64."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16 if form == "int4" else 256, (I, outputs), dtype=np.uint8)
     scales = rng.uniform(0.1, 1, (groups, outputs)).astype(np.float32)
-    zeros = rng.integers(0, 16, scales.shape, dtype=np.uint8) if zero_points else None
+    points = zeros_dtype is np.uint8
+    zeros = rng.integers(0, 16, scales.shape, dtype=np.uint8) if points else None
     if form == "int8":
         values = codes.view(np.int8)
         numbers = values.astype(np.float64)
@@ -46,17 +51,21 @@ def weight(form: str, groups: int, zero_points: bool, outputs: int = O) -> tuple
     else:
         values = codes[::2] + 16 * codes[1::2]
         middle = np.full(scales.shape, 8) if zeros is None else zeros
+        middle = middle if zeros_dtype in (None, np.uint8) else np.zeros(scales.shape)
         numbers = codes - np.repeat(middle.astype(np.float64), I // groups, axis=0)
-    return values, scales, zeros, numbers * np.repeat(scales, I // groups, axis=0)
+    numbers = numbers * np.repeat(scales, I // groups, axis=0)
+    if zeros_dtype not in (None, np.uint8):
+        zeros = rng.normal(size=scales.shape).astype(zeros_dtype)
+        numbers += np.repeat(zeros.astype(np.float64), I // groups, axis=0)
+    return values, scales, zeros, numbers
 
 
-@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
+@pytest.mark.parametrize(("form", "groups", "zeros_dtype"), FORMS)
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
-def test_the_product_is_that_of_the_dequantized_weight(form, groups, zero_points, implementation):
-    values, scales, zeros, exact = weight(form, groups, zero_points)
-    np.testing.assert_allclose(
-        dequantize(values, scales, zeros, form, jnp.float32), exact, rtol=1e-6
-    )
+def test_the_product_is_that_of_the_dequantized_weight(form, groups, zeros_dtype, implementation):
+    values, scales, zeros, exact = weight(form, groups, zeros_dtype)
+    whole, least = dequantize(values, scales, zeros, form, jnp.float32), 1e-6 * np.abs(exact).max()
+    np.testing.assert_allclose(whole, exact, rtol=1e-6, atol=least if zeros is not None else 0)
     x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
     got = quantized_matmul(x, values, scales, zeros, form=form, implementation=implementation)
     want = x.astype(np.float64) @ exact
@@ -64,14 +73,14 @@ def test_the_product_is_that_of_the_dequantized_weight(form, groups, zero_points
     assert got.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
+@pytest.mark.parametrize(("form", "groups", "zeros_dtype"), FORMS)
 @pytest.mark.parametrize("rows", [1, 5, xla_quantized_matmul.MOST_ROWS, 40])
 def test_the_product_with_transposed_codes_is_the_same(
-    monkeypatch, form, groups, zero_points, rows
+    monkeypatch, form, groups, zeros_dtype, rows
 ):
     """Few rows are reduced, more multiply blocks: of 128 outputs here, and one of 44."""
     monkeypatch.setattr(xla_quantized_matmul, "GPU_BLOCK_BYTES", 1)
-    values, scales, zeros, exact = weight(form, groups, zero_points)
+    values, scales, zeros, exact = weight(form, groups, zeros_dtype)
     x = np.random.default_rng(1).normal(size=(rows, I))
     turned = (values.T, scales.T, None if zeros is None else zeros.T)
     want = x @ exact
@@ -86,10 +95,10 @@ def as_array(numbers: np.ndarray | None) -> jax.Array | None:
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
-@pytest.mark.parametrize("zero_points", [False, True])
-def test_a_turn_within_a_group_or_of_several(rows, zero_points):
+@pytest.mark.parametrize("zeros_dtype", [None, np.uint8, np.float16])
+def test_a_turn_within_a_group_or_of_several(rows, zeros_dtype):
     """Groups of 16 rows of codes: one a turn, two, and three of four."""
-    values, scales, zeros, exact = weight("int4", 3, zero_points)
+    values, scales, zeros, exact = weight("int4", 3, zeros_dtype)
     x = np.random.default_rng(1).normal(size=(5, I)).astype(np.float32)
     tile = Tile(16, 64, rows)
     arrays = (x, values, scales, zeros)
@@ -108,7 +117,7 @@ def test_every_fp8_code():
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
 def test_sixteen_bit_activations_accumulate_in_float32(implementation):
-    values, scales, _, exact = weight("int8", 1, False, outputs=8)
+    values, scales, _, exact = weight("int8", 1, None, outputs=8)
     x = np.random.default_rng(1).normal(size=(1, I)).astype(ml_dtypes.bfloat16)
     got = quantized_matmul(x, values, scales, form="int8", implementation=implementation)
     want = x.astype(np.float64) @ exact
@@ -116,9 +125,9 @@ def test_sixteen_bit_activations_accumulate_in_float32(implementation):
     assert np.abs(got - want).max() < 2e-6 * np.abs(want).max()
 
 
-@pytest.mark.parametrize(("form", "groups", "zero_points"), FORMS)
-def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zero_points):
-    values, scales, zeros, _ = weight(form, groups, zero_points, outputs=2048)
+@pytest.mark.parametrize(("form", "groups", "zeros_dtype"), FORMS)
+def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zeros_dtype):
+    values, scales, zeros, _ = weight(form, groups, zeros_dtype, outputs=2048)
     compiled = (
         jax.jit(lambda x, *w: quantized_matmul(x, *w, form=form))
         .lower(np.zeros((4, I), np.float32), values, scales, zeros)
@@ -133,7 +142,7 @@ def test_no_compiled_buffer_is_as_large_as_the_weight(form, groups, zero_points)
 
 
 def test_misuse_is_refused():
-    values, scales, zeros, _ = weight("int4", 3, True)
+    values, scales, zeros, _ = weight("int4", 3, np.uint8)
     x = np.zeros((2, I), np.float32)
     for arguments, named in (
         ((x, values, scales, None, "int3"), "form"),
@@ -142,6 +151,7 @@ def test_misuse_is_refused():
         ((x, values, scales[:, 1:], None, "int4"), "scales"),
         ((x, values, scales[[0, 0, 0, 0, 0]], None, "int4"), "scales"),
         ((x, values, scales, zeros[:1], "int4"), "zeros"),
+        ((x, values, scales, zeros.view(np.int8), "int4"), "zeros are int8.*uint8 or floats"),
     ):
         *arrays, form = arguments
         with pytest.raises(ValueError, match=named):

@@ -207,12 +207,19 @@ def quantized_cases() -> list[Case]:
     def int4(name: str, *sizes: int, **fields: Any) -> None:
         found.append(QuantizedCase(f"quantized-int4-{name}", "int4", *sizes, **fields))
 
-    int4("bf16-g32-zeros", group=32, has_zeros=True)
-    int4("bf16-g128-zeros", 17, 256, 72, group=128, has_zeros=True, scale_dtype="bf16")
-    int4("bf16-zeros", 17, 128, 72, has_zeros=True)
+    int4("bf16-g32-zeros", group=32, zeros="points")
+    int4("bf16-g128-zeros", 17, 256, 72, group=128, zeros="points", scale_dtype="bf16")
+    int4("bf16-zeros", 17, 128, 72, zeros="points")
+    int4("bf16-g32-minima", 17, 128, 72, group=32, zeros="minima", scale_dtype="f16")
+    int4("f16-g32-minima", 40, 96, 72, group=32, zeros="minima", dtype="f16", scale_dtype="f16")
     int4("f16-g64", 70, 192, 136, group=64, dtype="f16", scale_dtype="f16")
     int4("f32-g24", 7, 264, 200, group=24, dtype="f32")
     found.append(QuantizedCase("quantized-fp8-bf16-g64", "fp8", 9, 192, 40, group=64))
+    # Blocks of GGUF files of 8, 6 and 5 bits.
+    for group, zeros in ((32, ""), (16, ""), (32, "minima")):
+        name = f"quantized-int8-bf16-g{group}{zeros and '-minima'}"
+        fields: Any = {"group": group, "zeros": zeros, "scale_dtype": "f16"}
+        found.append(QuantizedCase(name, "int8", 40, 96, 72, **fields))
     return found
 
 
@@ -226,9 +233,12 @@ def quantized_grouped_cases() -> list[Case]:
     def more(name: str, form: str, *fields: Any, **named: Any) -> None:
         found.append(QuantizedGroupedCase(f"quantized_grouped-{name}", form, *fields, **named))
 
-    int4 = {"group": 32, "has_zeros": True, "scale_dtype": "bf16"}
+    int4 = {"group": 32, "zeros": "points", "scale_dtype": "bf16"}
     more("int4-bf16-g32-zeros", "int4", **int4)
     more("int4-bf16-many", "int4", (150, 0, 1, 129), 290, 192, 136, **int4)
+    minima = {"group": 32, "zeros": "minima", "scale_dtype": "f16"}
+    more("int4-bf16-g32-minima", "int4", **minima)
+    more("int8-bf16-g16", "int8", group=16, scale_dtype="f16")
     more("int4-f16-g64", "int4", (5, 0, 9, 2), 20, 192, 136, group=64, dtype="f16")
     more("int8-f32", "int8", (5, 0, 9, 2), 20, dtype="f32")
     more("fp8-bf16-many", "fp8", (150, 0, 1, 129), 290, 264, 200)

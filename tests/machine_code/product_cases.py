@@ -7,7 +7,7 @@ rows of no group, the matrices of groups without rows, and their scales.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from tests.machine_code.attention_cases import DTYPES
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
 
+Zeros = Literal["", "points", "minima"]
 # Sums in float32 over products of the operands as they are.
 SUMS = 2e-6
 # What rounding a float32 to an operand of a product, or to a result, changes.
@@ -123,7 +124,7 @@ class QuantizedCase(Case):
         form: "int8", "fp8" or "int4".
         tokens, inputs, outputs: T, I, O.
         group: inputs that share a scale; 0 for one scale an output.
-        has_zeros: whether the weight has zero points.
+        zeros: "" for none, "points" for zero points, "minima" for floats of the scales' dtype.
         dtype, scale_dtype: of activations and of scales.
         seed: of all numbers.
     """
@@ -134,7 +135,7 @@ class QuantizedCase(Case):
     inputs: int = 128
     outputs: int = 72
     group: int = 0
-    has_zeros: bool = False
+    zeros: Zeros = ""
     dtype: str = "bf16"
     scale_dtype: str = "f32"
     seed: int = 0
@@ -148,7 +149,7 @@ class QuantizedCase(Case):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        return [product_tolerance(self.dtype, bool(self.group or self.has_zeros), "f32")]
+        return [product_tolerance(self.dtype, bool(self.group or self.zeros), "f32")]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -156,7 +157,7 @@ class QuantizedCase(Case):
         x = rng.standard_normal((self.tokens, self.inputs)).astype(DTYPES[self.dtype])
         shape = (self.inputs, self.outputs)
         values, scales = draw_weight(rng, self.form, shape, self.group, self.scale_dtype)
-        zeros = [rng.integers(0, 16, scales.shape).astype(np.uint8)] if self.has_zeros else []
+        zeros = draw_zeros(rng, self.zeros, scales)
         return [x, values, scales, *zeros]
 
     def call(self, *arrays: jax.Array) -> jax.Array:
@@ -169,6 +170,15 @@ class QuantizedCase(Case):
         return [x.astype(np.float64) @ whole_weight(values, scales, zeros, self.form)]
 
 
+def draw_zeros(rng: np.random.Generator, kind: Zeros, scales: np.ndarray) -> list[np.ndarray]:
+    """Draw zero points or minima for scales, in a list that is empty where there are none."""
+    if not kind:
+        return []
+    if kind == "points":
+        return [rng.integers(0, 16, scales.shape).astype(np.uint8)]
+    return [(scales * -rng.uniform(4, 11, scales.shape)).astype(scales.dtype)]
+
+
 def whole_weight(
     values: np.ndarray, scales: np.ndarray, zeros: list[np.ndarray], form: str
 ) -> np.ndarray:
@@ -179,11 +189,13 @@ def whole_weight(
     else:
         numbers = (values.view(DTYPES["fp8"]) if form == "fp8" else values).astype(np.float64)
     size = numbers.shape[0] // scales.shape[0]
-    if zeros:
+    has_minima = bool(zeros) and zeros[0].dtype != np.uint8
+    if zeros and not has_minima:
         numbers -= np.repeat(zeros[0].astype(np.float64), size, axis=0)
-    elif form == "int4":
+    elif form == "int4" and not has_minima:
         numbers -= 8
-    return numbers * np.repeat(scales.astype(np.float64), size, axis=0)
+    numbers *= np.repeat(scales.astype(np.float64), size, axis=0)
+    return numbers + np.repeat(zeros[0].astype(np.float64), size, axis=0) if has_minima else numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +209,7 @@ class QuantizedGroupedCase(Case):
     inputs: int = 128
     outputs: int = 72
     group: int = 0
-    has_zeros: bool = False
+    zeros: Zeros = ""
     dtype: str = "bf16"
     scale_dtype: str = "f32"
     seed: int = 0
@@ -211,7 +223,7 @@ class QuantizedGroupedCase(Case):
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        return [product_tolerance(self.dtype, bool(self.group or self.has_zeros), self.dtype)]
+        return [product_tolerance(self.dtype, bool(self.group or self.zeros), self.dtype)]
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -222,7 +234,7 @@ class QuantizedGroupedCase(Case):
         shape = (len(sizes), self.inputs, self.outputs)
         values, scales = draw_weight(rng, self.form, shape, self.group, self.scale_dtype)
         scales[sizes == 0] = np.nan
-        zeros = [rng.integers(0, 16, scales.shape).astype(np.uint8)] if self.has_zeros else []
+        zeros = draw_zeros(rng, self.zeros, scales)
         return [x.astype(DTYPES[self.dtype]), values, scales, *zeros, sizes]
 
     def call(self, *arrays: Any) -> jax.Array:

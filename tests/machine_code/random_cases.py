@@ -185,7 +185,7 @@ def _codes(draw: Draw) -> dict[str, Any]:
         "inputs": inputs,
         "outputs": draw.number(1, 250),
         "group": group if group < inputs else 0,
-        "has_zeros": form == "int4" and draw.truth(),
+        "zeros": draw.pick("", "points", "minima") if form == "int4" else "",
         "dtype": draw.pick("bf16", "bf16", "f16", "f32"),
         "scale_dtype": draw.pick("f32", "f32", "bf16", "f16"),
         "seed": draw.number(0, 2**30),

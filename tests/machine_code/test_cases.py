@@ -47,6 +47,8 @@ def test_plain_attention_is_the_specification(name: str) -> None:
         "quantized-fp8-bf16-g64",
         "quantized-int4-f16-g64",
         "quantized-int4-bf16-g32-zeros",
+        "quantized-int4-bf16-g32-minima",
+        "quantized-int8-bf16-g32-minima",
     ],
 )
 def test_a_plain_weight_is_the_specification(name: str) -> None:

@@ -54,12 +54,14 @@ def test_quantized_experts_in_panels_give_what_they_give_as_they_are(
     directory, _ = checkpoints[case]
     config, tokens = read_model_config(directory), list(range(20))
     plain = load_weights(directory, config, jnp.float32, quantization=form)
-    in_panels = form != "int4"  # of which all but experts would be blocks, which are other numbers
+    in_panels = form != "int4"  # where all but experts would be other blocks than codes in panels
     model = load_weights(directory, config, dtype, quantization=form, panels=in_panels)
     if not in_panels:
         use_panels(model)
+        error = max(2 * error, 2e-4)  # activations of 16 bits; codes that are searched for
     found = [layer.mlp.down[...] for layer in model.layers]
-    assert sum(isinstance(one, QuantizedPanels) and one.codes.ndim == 4 for one in found)
+    panels = [one.codes if isinstance(one, QuantizedPanels) else one.panels for one in found]
+    assert any(array.ndim == 4 for array in panels)
     logits, want = (PagedRunner(one).run([tokens])[0] for one in (model, plain))
     assert relative_error(logits, want) < error
 

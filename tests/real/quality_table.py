@@ -19,10 +19,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.conversion import convert
 from scripts.lib.argument_types import at_most
 from scripts.lib.packaged_file import NotFetched
 from scripts.lib.paths import RESULTS
@@ -34,6 +37,7 @@ from tests.real.llamacpp_worker import llamacpp_answer
 from tests.real.quality import FORMS, logprobs, perplexity, prose_chunks
 
 LLAMACPP = "llama.cpp"
+CONVERTED = "int4, converted"
 FIRST = next(iter(FORMS))
 TITLES = {"smollm2": "SmolLM2 135M Instruct, Q4_1", "gemma3": "Gemma 3 270M, Q4_K_M"}
 MOST_CHUNKS = 100
@@ -72,10 +76,7 @@ def run_model(name: str, forms: list[str], arguments: argparse.Namespace, rows: 
         elif form == FIRST:
             values = base
         else:
-            loaded = load_real(path, **FORMS[form])
-            values = logprobs(loaded, sequences)
-            loaded.runner.close()
-            del loaded
+            values = own_logprobs(path, form, sequences)
         row = {"model": name, "form": form, **measured(values, base)}
         row |= {"date": about["date"], "cpu": about["machine"]["cpu"]}
         rows[:] = [one for one in rows if (one["model"], one["form"]) != (name, form)] + [row]
@@ -84,9 +85,23 @@ def run_model(name: str, forms: list[str], arguments: argparse.Namespace, rows: 
             write(rows)
 
 
+def own_logprobs(path: Path, form: str, sequences: list[list[int]]) -> np.ndarray:
+    """Return the log-probabilities that a model in some form gives."""
+    with TemporaryDirectory() as folder:
+        settings = FORMS.get(form, {})
+        if form == CONVERTED:
+            to = Path(folder) / "converted"
+            convert(EngineConfig(model=path, dtype="float32", quantization="int4"), to)
+            settings, path = {"compilation_cache_dir": path.parent / "compiled"}, to
+        loaded = load_real(path, **settings)
+        values = logprobs(loaded, sequences)
+        loaded.runner.close()
+    return values
+
+
 def write(rows: list[Row]) -> None:
     """Write the table in both forms."""
-    order = [*FORMS, LLAMACPP]
+    order = [*FORMS, CONVERTED, LLAMACPP]
     rows.sort(key=lambda row: ([*PACKAGES].index(row["model"]), order.index(row["form"])))
     (RESULTS / "quality.json").write_text(json.dumps(rows, indent=1) + "\n")
     (RESULTS / "quality.md").write_text(table(rows))
@@ -103,6 +118,8 @@ def table(rows: list[Row]) -> str:
         "bfloat16, or quantizes anew. Drift is the perplexity over that in float32, less 1; the",
         "difference is that of a token's log-probability, in the mean. llama.cpp computes with the",
         "file's own codes too, but rounds activations to 8 bits where packed weights take 16.",
+        "int4 is blocks of 4 to 6 bits, 8 for the embedding; converted it is codes of 4 bits, with",
+        "scales and minima, as a GPU takes them, and the embedding in full.",
         "",
         "| model | form | perplexity | drift | difference | tokens |",
         "|---|---|---|---|---|---|",
@@ -121,13 +138,13 @@ def main() -> int:
     )
     parser.add_argument("--model", action="append", choices=(*PACKAGES,), help="both by default")
     parser.add_argument(
-        "--form", action="append", choices=(*FORMS, LLAMACPP), help="all by default"
+        "--form", action="append", choices=(*FORMS, CONVERTED, LLAMACPP), help="all by default"
     )
     parser.add_argument("--llamacpp", type=Path, metavar="PYTHON", help="one with its packages")
     parser.add_argument("--chunks", type=at_most(MOST_CHUNKS), help="of the prose; all by default")
     parser.add_argument("--folder", type=Path, default=default_folder(), help="where files are")
     arguments = parser.parse_args()
-    forms = arguments.form or [*FORMS, *([LLAMACPP] if arguments.llamacpp else [])]
+    forms = arguments.form or [*FORMS, CONVERTED, *([LLAMACPP] if arguments.llamacpp else [])]
     if LLAMACPP in forms and arguments.llamacpp is None:
         parser.error("--form llama.cpp needs --llamacpp PYTHON")
     path = RESULTS / "quality.json"

@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models import abstract_model
 from jaxserve.models.panels import BlockPanels, PanelWeight
-from jaxserve.models.quantized import SplitWeight
+from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
 from jaxserve.weights import load_weights
+from jaxserve.weights.block_parameters import block_bytes
 from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
 from jaxserve.weights.model_weights import parameters_of
+from pallas_kernels import dequantize
 from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gguf
 
+CODES = (QuantizedWeight, QuantizedExperts, SplitWeight)
 Type = gguf.GGMLQuantizationType
 
 
@@ -30,6 +35,8 @@ def in_full(value: Any) -> np.ndarray:
         return np.asarray(value.columns(jnp.asarray(outputs)))
     if isinstance(value, BlockPanels | PanelWeight):  # of experts
         return np.stack([in_full(replace(value, panels=own)) for own in value.panels])
+    if isinstance(value, QuantizedWeight | QuantizedExperts):
+        return numbers_of_codes(value)
     if isinstance(value, SplitWeight):
         inputs = in_full(value.weights[0]).shape[1]
         whole = np.empty((*value.outputs, inputs), np.float32)
@@ -40,9 +47,21 @@ def in_full(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def values_of(path: Path, packed: bool) -> dict[str, Any]:
+def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
+    """Return what codes stand for, [outputs, inputs], or of experts [E, outputs, inputs]."""
+    if isinstance(value, QuantizedExperts):
+        arrays = [part for part in (value.values, value.scales, value.zeros) if part is not None]
+        return np.stack([_numbers(value.form, *own) for own in zip(*arrays, strict=True)])
+    return _numbers(value.form, value.values, value.scales, value.zeros)
+
+
+def _numbers(form: str, values: Any, scales: Any, zeros: Any = None) -> np.ndarray:
+    return np.asarray(dequantize(values, scales, zeros, form, jnp.dtype(jnp.float32))).T
+
+
+def values_of(path: Path, packed: bool, panels: bool = True) -> dict[str, Any]:
     file = read_gguf(path)
-    options: dict[str, Any] = {"panels": True, "packed": packed}
+    options: dict[str, Any] = {"panels": panels, "packed": packed}
     model = load_weights(file, gguf_config(file), jnp.float32, **options)
     return {name: parameter[...] for name, parameter in parameters_of(model).items()}
 
@@ -55,11 +74,18 @@ def test_every_architecture_has_the_same_numbers(tmp_path: Path, case: str, kind
     assert packed.keys() == unpacked.keys()
     for name, value in packed.items():
         np.testing.assert_array_equal(in_full(value), in_full(unpacked[name]), name)
+    codes = values_of(path, True, panels=False)
+    for name, value in codes.items():
+        whole = in_full(unpacked[name])
+        mine = in_full(value) if isinstance(value, CODES) else whole
+        np.testing.assert_array_equal(mine.reshape(whole.shape), whole, name)
     matrices = {name for name, value in unpacked.items() if isinstance(value, PanelWeight)}
     stays = {name for name, value in packed.items() if isinstance(value, BlockPanels | SplitWeight)}
     # The file has these in parts that are turned around, or in floats.
     widened = {"router", "up", *(("gate_up", "down") if case == "gptoss" else ())}
     assert {name.rpartition(".")[2] for name in matrices - stays} <= widened
+    kept = {name for name, value in codes.items() if isinstance(value, CODES)}
+    assert {name for name in stays - kept if not name.startswith("embedding.")} == set()
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1])
@@ -69,6 +95,20 @@ def test_every_kind_has_the_same_numbers(tmp_path: Path, kind: Type) -> None:
     packed, unpacked = values_of(path, True), values_of(path, False)
     for name, value in packed.items():
         np.testing.assert_array_equal(in_full(value), in_full(unpacked[name]), name)
+
+
+def test_a_gpu_reads_few_more_bytes_than_the_file_holds(tmp_path: Path) -> None:
+    """And knows so before it reads: parts of 4 and of 8 bits lie apart."""
+    tensors = random_tensors(raw_config("llama"))
+    path = write_gguf(tmp_path / "model.gguf", "llama", tensors, Type.Q4_0)
+    file = read_gguf(path)
+    config = gguf_config(file)
+    parameters = parameters_of(abstract_model(config, jnp.float32))
+    planned = block_bytes(file, config, parameters, on_cpu=False)
+    values = values_of(path, True, panels=False)
+    for name, size in planned.items():
+        assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(values[name])), name
+    assert planned.keys() == {name for name, value in values.items() if isinstance(value, CODES)}
 
 
 def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:

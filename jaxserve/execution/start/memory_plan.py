@@ -24,10 +24,11 @@ from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
 from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.config.quantization import StoredQuantization
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
-from jaxserve.weights.block_quantize import block_forms
+from jaxserve.weights.block_codes import code_bits
+from jaxserve.weights.block_quantize import block_forms, grouped_form
 from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.placement import in_blocks
-from jaxserve.weights.quantize import FORMS, INT4_GROUP
+from jaxserve.weights.quantize import FORMS, GROUP
 from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.devices import GIB, DeviceLimits
 
@@ -221,7 +222,10 @@ def _parameter_bytes(
     if form is None and stored is None:
         return prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
     inputs, outputs = flat_shape(shape, PROJECTIONS.get(axes, 1))
-    group = INT4_GROUP if form == "int4" else inputs
+    if stored is None and form == "int4":
+        bits = code_bits("Q4_1" if axes in EXPERTS else grouped_form(inputs))
+        return int(count * outputs * -(-inputs // GROUP) * GROUP * bits / 8)
+    group = inputs
     if stored is not None:
         form, group = stored.form, stored.group or (stored.block or (0, inputs))[1]
     groups = -(-inputs // group)

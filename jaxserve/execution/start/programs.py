@@ -369,8 +369,13 @@ def _kernels(program: str) -> dict[str, bytes]:
 
 
 def _object_key(lowered: Lowered, kernels: Mapping[str, bytes], where: Mapping[str, Any]) -> str:
-    """Hash XLA's input, the machine and the versions, but not the source that was traced."""
+    """Hash XLA's input, the machine and the versions, but not the source that was traced.
+
+    XLA's input lacks arguments that nothing reads. Their shapes count too: a loaded program takes
+    them as it was given them.
+    """
     given = {name: value for name, value in where.items() if name != "source"}
     text, trees = lowered.as_text(), f"{lowered.in_tree}{lowered.out_tree}"
+    trees += str([(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(lowered.args_info)])
     codes = {name: _digest(code) for name, code in kernels.items()}
     return _digest((_FORM + json.dumps([given, codes], sort_keys=True) + trees + text).encode())

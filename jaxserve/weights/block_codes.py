@@ -1,0 +1,67 @@
+"""Blocks of a few bits as the codes, scales and minima that products on a GPU take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.weights.codes import Codes
+from jaxserve.weights.gguf.blocks import BlockRows
+from pallas_kernels.cpu.blocks import FORMATS, unpacked
+
+_MOST = np.float32(65504)  # of float16
+
+
+def codes_of(rows: BlockRows) -> Codes:
+    """Return blocks as codes, rows being inputs.
+
+    Codes of 4 bits become int4, all others int8. Scales and minima are in float16: to the bit as
+    the blocks have them where those have one for 32 inputs, and the products of two numbers, which
+    the K-quants have, rounded to it.
+    """
+    made = FORMATS[rows.form]
+    found = {
+        name: rows.blocks[..., place.start : place.start + place.count * place.item]
+        for name, place in made.fields.items()
+    }
+    values = unpacked(found["low"], made.low)
+    if made.high:
+        values |= unpacked(found["high"], made.high) << 4
+    is_int4 = made.low == 4 and not made.high
+    if not is_int4 and not made.has_minimum:
+        values -= np.uint8(made.offset)  # and so negative codes, as int8
+    scales = _halves(found["scale"])
+    minima = _halves(found["minimum"]) if made.has_minimum else None
+    if made.scaled:
+        factors = found["scales"]
+        if not made.has_minimum:
+            factors = np.ascontiguousarray(factors).view(np.int8)
+        scales = _rounded(scales.astype(np.float32) * factors)
+        if minima is not None:
+            minima = _rounded(-(minima.astype(np.float32) * found["minima"]))
+
+    def turned(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array.reshape(len(rows.blocks), -1).T)
+
+    return Codes(
+        "int4" if is_int4 else "int8",
+        turned(values if is_int4 else values.view(np.int8)),
+        turned(scales),
+        None if minima is None else turned(minima),
+        None,
+        made.run,
+    )
+
+
+def code_bits(name: str) -> float:
+    """Return the bits that a weight of such blocks takes as codes."""
+    made = FORMATS[name]
+    codes = 4 if made.low == 4 and not made.high else 8
+    return codes + 16 * (1 + made.has_minimum) / made.run
+
+
+def _halves(field: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(field).view(np.float16)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    return np.clip(values, -_MOST, _MOST).astype(np.float16)

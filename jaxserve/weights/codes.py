@@ -1,0 +1,101 @@
+"""Quantized matrices on the host, on their way to a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve.models.quantized import QuantizedWeight
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantized matrix on the host, rows being inputs; int4 has one code a byte here.
+
+    Attributes:
+        form: "int8", "fp8" or "int4".
+        values: int8 or uint8 [I, O].
+        scales: [groups, O]; groups of `group` inputs, the last one may be shorter.
+        zeros: [groups, O], zero points as uint8, or minima as floats: what code 0 stands for; None
+            means zero points of 8 for int4.
+        order: i32[I], the input of each row; None where they are in order.
+    """
+
+    form: str
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    order: np.ndarray | None
+    group: int
+
+    def with_columns(self, columns: np.ndarray) -> Codes:
+        """Return the codes of these outputs alone, in this order."""
+        zeros = None if self.zeros is None else self.zeros[:, columns]
+        return replace(
+            self, values=self.values[:, columns], scales=self.scales[:, columns], zeros=zeros
+        )
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether `zeros` are minima."""
+        return self.zeros is not None and self.zeros.dtype != np.uint8
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Traits that matrices share which are joined; zero points may be there or not."""
+        return self.form, self.group, self.scales.dtype, self.has_minima
+
+    def zeros_or_default(self) -> np.ndarray:
+        """Zero points, also where they are all the middle of the range."""
+        return np.full(self.scales.shape, 8, np.uint8) if self.zeros is None else self.zeros
+
+    def dequantized(self) -> np.ndarray:
+        """Return float32[I, O], with inputs in order."""
+        group = np.arange(len(self.values)) // self.group
+        stored = np.dtype(np.uint8) if self.form == "int4" else np.dtype(np.int8)
+        stored = FP8 if self.form == "fp8" else stored
+        numbers = self.values.view(stored).astype(np.float32)
+        if self.form == "int4" and not self.has_minima:
+            numbers -= self.zeros_or_default()[group]
+        numbers *= self.scales[group].astype(np.float32)
+        if self.has_minima and self.zeros is not None:
+            numbers += self.zeros[group].astype(np.float32)
+        if self.order is None:
+            return numbers
+        out = np.empty_like(numbers)
+        out[self.order] = numbers
+        return out
+
+    def packed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return codes padded to whole groups, two a byte for int4, with scales and zero points."""
+        values, inputs = self.values, len(self.values)
+        groups, missing = len(self.scales), len(self.scales) * self.group - inputs
+        neutral = 8 if self.form == "int4" else 0
+        if missing:
+            # What stands for zero in a group with zero points of its own does not matter: the
+            # activations are padded with zeros.
+            values = np.pad(values, ((0, missing), (0, 0)), constant_values=neutral)
+        if self.form == "int4":
+            if self.group % 2:  # a single group of an odd number of inputs
+                assert groups == 1
+                values = np.pad(values, ((0, 1), (0, 0)), constant_values=neutral)
+            values = values[0::2] | values[1::2] << 4
+        return values, self.scales, self.zeros
+
+    def placed(self, outputs: tuple[int, ...]) -> QuantizedWeight:
+        """Pack the codes and place them on JAX's default device."""
+        values, scales, zeros = self.packed()
+        return QuantizedWeight(
+            jnp.asarray(values),
+            jnp.asarray(scales),
+            None if zeros is None else jnp.asarray(zeros),
+            None if self.order is None else jnp.asarray(self.order),
+            self.form,
+            len(self.values),
+            outputs,
+        )

@@ -1,0 +1,31 @@
+"""Blocks of GGUF files with random bits."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+
+from jaxserve.weights.gguf.file import ENCODINGS
+from pallas_kernels.cpu import blocks
+
+BYTES = {made.name: made.num_bytes for made in ENCODINGS.values()}
+# Bytes of a block that hold its scale, and its minimum if it has one.
+SCALES = {"Q6_K": np.s_[208:210], "Q4_0": np.s_[:2], "Q5_0": np.s_[:2], "Q8_0": np.s_[:2]}
+
+
+def random_blocks(form: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Return blocks as a file has them, of any codes, scales of both signs and of all sizes."""
+    rng = np.random.default_rng(seed)
+    count = inputs // blocks.FORMATS[form].size
+    raw = rng.integers(0, 256, (outputs, count, BYTES[form]), dtype=np.uint8)
+    place = SCALES.get(form, np.s_[:4])
+    size = place.stop - (place.start or 0)
+    scales = rng.standard_normal((outputs, count, size // 2)) * 10.0 ** rng.integers(
+        -6, 2, (outputs, count, 1)
+    )
+    raw[..., place] = scales.astype(np.float16).view(np.uint8)
+    return raw
+
+
+def unpacked(raw: np.ndarray, form: str) -> np.ndarray:
+    return gguf.dequantize(raw.reshape(len(raw), -1), gguf.GGMLQuantizationType[form])
