@@ -24,7 +24,9 @@ from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedExperts
 from jaxserve.models.routing import Router, route
+from jaxserve.models.token_rounding import TokenRounded, rounded_rows
 from pallas_kernels import grouped_matmul
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
@@ -107,7 +109,8 @@ class SparseMLP(nnx.Module):
 
 def _product(
     x: Float[Array, "A I"],
-    w: Float[Array, "E I ..."] | QuantizedExperts | PanelWeight | QuantizedPanels | BlockPanels,
+    w: Float[Array, "E I ..."]
+    | (QuantizedExperts | PanelWeight | QuantizedPanels | BlockPanels | TokenRounded),
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
@@ -115,6 +118,12 @@ def _product(
 
     The result has x's dtype, that of panels at least float32.
     """
+    if isinstance(w, TokenRounded):
+        numbers, scales = rounded_rows(x)
+        if not target_device().is_gpu:
+            return _product(numbers * scales, w.weight, sizes, implementation)
+        y = _product(numbers.astype(x.dtype), w.weight, sizes, implementation)
+        return y * scales.reshape(-1, *[1] * (y.ndim - 1))
     if isinstance(w, PanelWeight | QuantizedPanels | BlockPanels):
         return w.grouped(x, sizes)
     if isinstance(w, QuantizedExperts):

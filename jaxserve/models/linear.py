@@ -21,6 +21,7 @@ from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
 from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
 from jaxserve.models.quantized import QuantizedWeight, SplitWeight
+from jaxserve.models.token_rounding import TokenRounded
 from pallas_kernels import has_few_row_product
 from pallas_kernels.devices import target_device
 
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 # Weights in other arrays than their own: quantized, or laid out for a product of ours.
-Stored = QuantizedWeight | SplitWeight | QuantizedRows | PanelWeight | QuantizedPanels | BlockPanels
+Stored = (
+    QuantizedWeight
+    | SplitWeight
+    | QuantizedRows
+    | PanelWeight
+    | QuantizedPanels
+    | BlockPanels
+    | TokenRounded
+)
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

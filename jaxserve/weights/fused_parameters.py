@@ -12,6 +12,7 @@ from jaxserve.models.quantized import Quantized, SplitWeight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.codes import Codes
 from jaxserve.weights.gguf.blocks import BlockRows
+from jaxserve.weights.packed_tensor import FullValues
 
 Part = tuple[WeightName, Codes]
 BlockPart = tuple[WeightName, BlockRows]
@@ -81,7 +82,10 @@ def joined_blocks(
 
 
 def dequantized(
-    parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
+    parts: Sequence[tuple[WeightName, Codes | FullValues]],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    dims: Mapping[str, int],
 ) -> np.ndarray:
     """Dequantize the parts of a parameter that is not kept quantized."""
     parameter = np.empty(shape, dtype)

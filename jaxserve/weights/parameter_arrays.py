@@ -3,7 +3,8 @@
 A quantized parameter is several arrays, named by its path and its attribute:
 "layers.0.mlp.down.values"; where its parts are stored differently it is several such:
 "layers.0.attention.qkv.weights.0.values". What else it takes to put them together, `forms`, is its
-form; for several parts a list of the form and the place of each.
+form; for several parts a list of the form and the place of each; where activations are rounded,
+{"token_rounded": that}, and arrays are named "layers.0.mlp.down.weight.values".
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from jaxserve.models.quantized import (
     SplitWeight,
     flat_shape,
 )
+from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.quantized_codes import codes_a_row
 
+ROUNDED = "token_rounded"
 SCALES = ("float32", "bfloat16", "float16")
 # Shape and dtype by an array's name.
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
@@ -48,19 +51,24 @@ def _key(key: Any) -> str:
 
 def forms(values: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the forms of the quantized parameters, by path, for JSON."""
-    found: dict[str, Any] = {}
-    for path, value in values.items():
-        if isinstance(value, QuantizedWeight | QuantizedExperts):
-            found[path] = value.form
-        elif isinstance(value, SplitWeight):
-            pairs = zip(value.weights, value.places, strict=True)
-            found[path] = [[weight.form, [list(span) for span in place]] for weight, place in pairs]
-    return found
+    every = {path: _form(value) for path, value in values.items()}
+    return {path: form for path, form in every.items() if form is not None}
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, TokenRounded):
+        return {ROUNDED: _form(value.weight)}
+    if isinstance(value, QuantizedWeight | QuantizedExperts):
+        return value.form
+    if isinstance(value, SplitWeight):
+        pairs = zip(value.weights, value.places, strict=True)
+        return [[weight.form, [list(span) for span in place]] for weight, place in pairs]
+    return None
 
 
 def abstract_parameter(
     path: str, form: Any, parameter: nnx.Param[Any], shapes: Shapes
-) -> QuantizedWeight | QuantizedExperts | SplitWeight:
+) -> QuantizedWeight | QuantizedExperts | SplitWeight | TokenRounded:
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
@@ -72,6 +80,10 @@ def abstract_parameter(
     Raises:
         ValueError: arrays that are missing or do not fit the parameter, or another form.
     """
+    if isinstance(form, dict):
+        if list(form) != [ROUNDED] or isinstance(form[ROUNDED], dict):
+            raise ValueError(f"{path} has a form of {len(form)} keys; allowed: {ROUNDED!r}")
+        return TokenRounded(abstract_parameter(path + ".weight", form[ROUNDED], parameter, shapes))
     shape, axes = tuple(parameter.shape), parameter.get_metadata()["axes"]
     if axes in EXPERTS:
         inputs, outputs = shape[1], shape[2:]

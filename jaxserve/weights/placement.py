@@ -18,12 +18,13 @@ from jaxserve.models.attention import Attention
 from jaxserve.models.output_rows import with_output_rows
 from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
 from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
+from jaxserve.models.token_rounding import TokenRounded, with_weight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
-from jaxserve.weights.quantize import in_groups, quantize
+from jaxserve.weights.quantize import Codes, in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 from pallas_kernels.cpu.blocks import FORMATS
@@ -70,7 +71,7 @@ def use_panels(model: Decoder) -> None:
         if not isinstance(node, nnx.Param):
             continue
         if not isinstance(node[...], jax.Array):
-            node.set_value(with_panels(node[...]))
+            node.set_value(with_weight(node[...], with_panels))
         else:
             panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
             if panels is not None:
@@ -81,7 +82,7 @@ def use_output_rows(model: Decoder) -> None:
     """Transpose a model's quantized matrices, in place, one after the other."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and not isinstance(node[...], jax.Array):
-            node.set_value(with_output_rows(node[...]))
+            node.set_value(with_weight(node[...], with_output_rows))
 
 
 def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
@@ -217,15 +218,23 @@ def read_packed(
         parts = [(weight, codes[weight.name]) for weight in weights]
         parameter = parameters[path]
         contract = contracted(parameter)
+        narrow = [(part, own) for part, own in parts if isinstance(own, Codes)]
         kept: Any = None
-        if contract is not None:
-            kept = fused(parts, parameter.shape, contract, dims)
-        elif holds_experts(parameter):
-            kept = fused_experts(parts, parameter.shape, dims)
+        if len(narrow) == len(parts) and contract is not None:
+            kept = fused(narrow, parameter.shape, contract, dims)
+        elif len(narrow) == len(parts) and holds_experts(parameter):
+            kept = fused_experts(narrow, parameter.shape, dims)
+        rounds = kept is not None and checkpoint.packed[weights[0].name].stored.rounds_rows
         if kept is None:
-            whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
+            with np.errstate(over="ignore"):  # reported with the tensor's name
+                whole = dequantized(parts, parameter.shape, np.dtype(parameter.dtype), dims)
+            if not np.isfinite(whole).all():
+                raise CheckpointError(
+                    f"{checkpoint.checkpoint.directory}: {weights[0].name!r}, once it is widened "
+                    f"to {parameter.dtype}, holds NaN or infinity"
+                )
             kept = place(path, whole)
-        values[path] = finish(kept)
+        values[path] = TokenRounded(finish(kept)) if rounds else finish(kept)
         report(sum(checkpoint.packed[name].num_bytes for name in codes))
     return values
 

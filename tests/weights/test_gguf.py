@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, parse_model_config
+from jaxserve.models.panels import PanelWeight
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.weights import gguf_config, gguf_fields, load_weights, read_gguf
 from tests.support.gguf_files import (
@@ -145,12 +146,18 @@ def random_blocks(kind: Type, rows: int, values: int) -> np.ndarray:
     blocks = generator.integers(0, 256, (rows, values // per_block, num_bytes), np.uint8)
     scale = generator.uniform(0.001, 0.01, (*blocks.shape[:2], 2)).astype(np.float16)
     raw = scale.view(np.uint8)
-    if kind in (Type.Q6_K, Type.Q3_K):
+    if kind in (Type.Q6_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0):
         blocks[..., -2:] = raw[..., :2]
     elif kind == Type.Q2_K:
         blocks[..., -4:] = raw
+    elif kind == Type.NVFP4:
+        blocks[..., :4] = generator.integers(16, 64, (*blocks.shape[:2], 4))
+    elif kind == Type.IQ1_M:  # the scale lies in the highest four bits of four words
+        words = np.ascontiguousarray(blocks[..., -8:]).view(np.uint16) & 0x0FFF
+        bits = scale.view(np.uint16)[..., :1] >> np.array([0, 4, 8, 12], np.uint16)
+        blocks[..., -8:] = (words | (bits & 15) << 12).view(np.uint8)
     else:
-        size = 2 if kind in (Type.IQ4_NL, Type.IQ4_XS) else 4
+        size = 2 if kind.name.startswith("IQ") else 4
         blocks[..., :size] = raw[..., :size]
     return blocks.reshape(rows, -1)
 
@@ -172,23 +179,69 @@ def test_blocks_that_gguf_does_not_write_are_unpacked(tmp_path, kind):
     tensors[name] = gguf.dequantize(blocks, kind)
     base = tmp_path / "base.gguf"
     write_gguf(base, case, tensors, raw=raw)
-    repack(base, path, "blk.1.attn_q.weight", blocks, kind)
+    repack(base, path, {"blk.1.attn_q.weight": (blocks, kind)})
     file = read_gguf(path)
     assert file.tensors["blk.1.attn_q.weight"].encoding.name == kind.name
     want = hugging_face(tmp_path / "hf", raw, tensors)
     assert_equal(load_weights(file, gguf_config(file), jnp.float32), want)
 
 
-def repack(source: Path, target: Path, name: str, blocks: np.ndarray, kind: Type) -> None:
-    """The same file with one tensor stored in another way."""
+WIDENED = {
+    Type.IQ1_S: "attn_q",
+    Type.IQ1_M: "attn_k",
+    Type.IQ2_XXS: "attn_v",
+    Type.IQ2_XS: "ffn_gate",
+    Type.IQ2_S: "ffn_up",
+    Type.IQ3_XXS: "attn_q",
+    Type.IQ3_S: "attn_k",
+    Type.TQ1_0: "attn_v",
+    Type.TQ2_0: "ffn_gate",
+    Type.NVFP4: "ffn_up",
+}
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+}
+
+
+def test_forms_that_no_product_takes_are_widened(tmp_path):
+    """On CPU too, where others stay packed: each to the bit what gguf makes of it."""
+    raw = raw_config("qwen3") | {"hidden_size": 256}
+    tensors = random_tensors(raw)
+    repacked = {}
+    for index, (kind, name) in enumerate(WIDENED.items()):
+        layer = index // 5
+        whole = f"model.layers.{layer}.{NAMES[name]}.weight"
+        blocks = random_blocks(kind, *tensors[whole].shape)
+        tensors[whole] = gguf.dequantize(blocks, kind)
+        assert np.isfinite(tensors[whole]).all()
+        repacked[f"blk.{layer}.{name}.weight"] = blocks, kind
+    base, path = tmp_path / "base.gguf", tmp_path / "m.gguf"
+    write_gguf(base, "qwen3", tensors, raw=raw)
+    repack(base, path, repacked)
+    file = read_gguf(path)
+    want = hugging_face(tmp_path / "hf", raw, tensors)
+    assert_equal(load_weights(file, gguf_config(file), jnp.float32), want)
+    packed = load_weights(file, gguf_config(file), jnp.float32, panels=True, packed=True)
+    for layer in packed.layers:
+        kept = [layer.attention.qkv[...], layer.mlp.gate_up[...]]
+        assert all(isinstance(value, PanelWeight) for value in kept)
+
+
+def repack(source: Path, target: Path, blocks: dict[str, tuple[np.ndarray, Type]]) -> None:
+    """The same file with some tensors stored in another way."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "qwen3")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0])
     for tensor in reader.tensors:
-        if tensor.name == name:
-            writer.add_tensor(name, blocks, raw_dtype=kind)
+        if tensor.name in blocks:
+            array, kind = blocks[tensor.name]
+            writer.add_tensor(tensor.name, array, raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data))
     finish(writer)

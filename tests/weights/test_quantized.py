@@ -93,6 +93,22 @@ COMPRESSED = {
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
+    """The configuration of a format of compressed-tensors."""
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": scheme},
+    }
+
+
+GROUPS = {"type": "int", "strategy": "group", "group_size": 16}
+BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 # quantization_config, and what writes a matrix for it.
 FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -114,6 +130,53 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
     "gptq_act_order": (
         GPTQ | {"desc_act": True},
         functools.partial(packing.write_gptq, group=16, act_order=True),
+    ),
+    "gptq_8": (
+        GPTQ | {"bits": 8, "sym": True},
+        functools.partial(packing.write_gptq, group=16, act_order=False, bits=8, symmetric=True),
+    ),
+    "gptq_8_asymmetric": (
+        GPTQ | {"bits": 8, "desc_act": True},
+        functools.partial(packing.write_gptq, group=16, act_order=True, bits=8),
+    ),
+    "awq_gemv": (
+        AWQ | {"version": "gemv", "group_size": 32},
+        functools.partial(packing.write_awq_gemv, group=32),
+    ),
+    "packed": (
+        compressed("pack-quantized", **GROUPS, num_bits=4, symmetric=True),
+        functools.partial(packing.write_packed, group=16, bits=4, act_order=False),
+    ),
+    "packed_act_order": (
+        compressed("pack-quantized", **GROUPS, num_bits=4, symmetric=False, actorder="group"),
+        functools.partial(packing.write_packed, group=16, bits=4, act_order=True),
+    ),
+    "packed_8": (
+        compressed("pack-quantized", **GROUPS, num_bits=8, symmetric=True),
+        functools.partial(packing.write_packed, group=16, bits=8, act_order=False),
+    ),
+    "int8": (
+        compressed("int-quantized", **CHANNELS),
+        functools.partial(packing.write_int8, scale="weight_scale", dtype=ml_dtypes.bfloat16),
+    ),
+    "nvfp4": (
+        compressed(
+            *("nvfp4-pack-quantized", BY_TOKEN | {"num_bits": 4, "type": "float"}),
+            num_bits=4,
+            type="float",
+            strategy="tensor_group",
+            group_size=16,
+        ),
+        functools.partial(packing.write_nvfp4, modelopt=False),
+    ),
+    "nvfp4_modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        functools.partial(packing.write_nvfp4, modelopt=True),
+    ),
+    "nf4": (BNB, packing.write_nf4),
+    "llm_int8": (
+        BNB | {"load_in_4bit": False, "load_in_8bit": True},
+        functools.partial(packing.write_int8, scale="SCB"),
     ),
 }
 
@@ -186,12 +249,13 @@ def test_a_quantized_checkpoint_equals_the_one_it_stands_for(form, tmp_path, log
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     dequantized = load(packing.save(tmp_path / "plain", RAW, plain))
     assert relative_error(logits(quantized), logits(dequantized)) < 1e-5
-    width = {"fp8": 1, "int4": 0.5}["fp8" if "fp8" in form or form == "compressed" else "int4"]
+    kept = quantized.config.quantization.form
     for path, value in parameters(quantized).items():
         whole = parameters(dequantized)[path]
-        if whole.ndim == 1 or "embedding" in path or path.endswith("bias"):
+        if whole.ndim == 1 or "embedding" in path or path.endswith("bias") or kept == "full":
             assert value.dtype == np.float32
             continue
+        width = 0.5 if kept == "int4" else 1
         codes = value.weights if isinstance(value, SplitWeight) else [value]
         rows = sum(code.values.nbytes for code in codes)
         padding = 80 / 64 if form == "fp8_blocks" else 1  # to whole blocks of 40 inputs, at most
@@ -243,7 +307,9 @@ def in_full(value: Any) -> np.ndarray:
     return whole[..., : value.inputs, :]
 
 
-@pytest.mark.parametrize("form", ["fp8_blocks", "awq", "gptq", "gptq_act_order"])
+@pytest.mark.parametrize(
+    "form", ["fp8_blocks", "awq", "gptq", "gptq_act_order", "packed", "nvfp4", "nf4"]
+)
 def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
     """Side by side; in full where inputs have an order of their own."""
     directory, plain = checkpoint(tmp_path / "quantized", form, EXPERTS)
@@ -251,11 +317,12 @@ def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
     want = parameters(load(packing.save(tmp_path / "plain", EXPERTS, plain)))
     for name in ("gate_up", "down", "router"):
         value, whole = got[f"layers.0.mlp.{name}"], want[f"layers.0.mlp.{name}"]
-        kept = name != "router" and form != "gptq_act_order"
+        kept = name != "router" and form not in ("gptq_act_order", "nf4")
         assert isinstance(value, QuantizedExperts) == kept
         np.testing.assert_allclose(in_full(value).reshape(whole.shape), whole, rtol=1e-6, atol=1e-7)
         if kept:
-            assert value.values.nbytes <= whole.size * (1.25 if form == "fp8_blocks" else 0.5)
+            width = {"fp8_blocks": 1.25, "nvfp4": 1}.get(form, 0.5)
+            assert value.values.nbytes <= whole.size * width
 
 
 def test_experts_with_zero_points_and_without_lie_side_by_side():
@@ -305,7 +372,13 @@ def damage(name: str, change: Any) -> Any:
     return apply
 
 
+def replaced(old: bytes, new: bytes) -> Any:
+    """A change of the text in a tensor's bytes."""
+    return lambda x: np.frombuffer(x.tobytes().replace(old, new), np.uint8)
+
+
 Q = "model.layers.0.self_attn.q_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 DAMAGED: dict[str, tuple[str, Any, str]] = {
     "no scale": ("fp8_blocks", lambda t: t.pop(f"{Q}.weight_scale_inv"), f"{Q}.weight"),
     "scales of another shape": (
@@ -330,6 +403,73 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
             *(t.pop(f"{Q}.{part}") for part in ("qweight", "qzeros", "scales")),
         ],
         f"{Q}.weight",
+    ),
+    "no scales of int8": ("int8", lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale"),
+    "zero points of int8": (
+        "int8",
+        lambda t: t.update({f"{Q}.weight_zero_point": np.ones((64, 1), np.int8)}),
+        f"{Q}.weight_zero_point",
+    ),
+    "another shape than the codes'": (
+        "packed", damage(f"{Q}.weight_shape", lambda x: x[::-1] * 2), f"{Q}.weight_shape",
+    ),
+    "words of another width": (
+        "packed", damage(f"{Q}.weight_packed", lambda x: x.astype(np.int64)), f"{Q}.weight_packed",
+    ),
+    "order that is none": (
+        "packed_act_order", damage(f"{Q}.weight_g_idx", lambda x: x - 1), f"{Q}.weight_g_idx",
+    ),
+    "zero points of a channel": (
+        "packed_act_order",
+        damage(f"{Q}.weight_zero_point", lambda x: x[:, :1]),
+        f"{Q}.weight_zero_point",
+    ),
+    "scales without padding": (
+        "awq_gemv", damage(f"{Q}.scales", lambda x: x[:, :2]), f"{Q}.scales",
+    ),
+    "numbers that overflow": (
+        "nf4",
+        lambda t: [
+            damage(f"{Q}.weight.{part}", lambda x: x * np.float32(1e30))(t)
+            for part in ("nested_absmax", "quant_map")
+        ],
+        f"{Q}.weight",
+    ),
+    "a global scale of zero": (
+        "nvfp4", damage(f"{Q}.weight_global_scale", lambda x: x * 0), f"{Q}.weight_global_scale",
+    ),
+    "a global scale that overflows": (
+        "nvfp4", damage(f"{Q}.weight_global_scale", lambda x: x * 1e-40), f"{Q}.weight_scale",
+    ),
+    "narrow scales that are NaN": (
+        "nvfp4_modelopt",
+        damage(f"{Q}.weight_scale", lambda x: (x * np.nan).astype(x.dtype)),
+        f"{Q}.weight_scale",
+    ),
+    "no global scale": (
+        "nvfp4_modelopt", lambda t: t.pop(f"{Q}.weight_scale_2"), f"{Q}.weight_scale_2",
+    ),
+    "no state": ("nf4", lambda t: t.pop(f"{Q}.{STATE}"), f"{Q}.{STATE}"),
+    "a state that is no JSON": ("nf4", damage(f"{Q}.{STATE}", lambda x: x[1:]), f"{Q}.{STATE}"),
+    "a state without end": ("nf4", damage(f"{Q}.{STATE}", lambda x: x.repeat(99)), f"{Q}.{STATE}"),
+    "a state of blocks of none": (
+        "nf4", damage(f"{Q}.{STATE}", replaced(b'"blocksize": 64', b'"blocksize": 0')), "blocksize",
+    ),
+    "a state of another shape": (
+        "nf4", damage(f"{Q}.{STATE}", replaced(b"[64, 64]", b"[64, 32]")), f"{Q}.{STATE}",
+    ),
+    "no offset": (
+        "nf4", damage(f"{Q}.{STATE}", replaced(b"nested_offset", b"offset")), "nested_offset",
+    ),
+    "too few blocks": ("nf4", damage(f"{Q}.weight.absmax", lambda x: x[1:]), f"{Q}.weight.absmax"),
+    "numbers that are NaN": (
+        "nf4", damage(f"{Q}.weight.quant_map", lambda x: x * np.nan), f"{Q}.weight.quant_map",
+    ),
+    "no SCB": ("llm_int8", lambda t: t.pop(f"{Q}.SCB"), f"{Q}.SCB"),
+    "codes in tiles": (
+        "llm_int8",
+        lambda t: t.update({f"{Q}.weight_format": np.uint8(2).reshape(())}),
+        f"{Q}.weight_format",
     ),
 }  # fmt: skip
 

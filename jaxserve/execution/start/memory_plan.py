@@ -219,7 +219,7 @@ def _parameter_bytes(
         count, shape = shape[0], shape[1:]
     elif axes not in PROJECTIONS:
         form, stored = None, None
-    if form is None and stored is None:
+    if form is None and (stored is None or stored.form == "full"):
         return prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
     inputs, outputs = flat_shape(shape, PROJECTIONS.get(axes, 1))
     if stored is None and form == "int4":

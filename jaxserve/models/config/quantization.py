@@ -1,23 +1,26 @@
 """`quantization_config` in config.json: how a checkpoint's weights are stored.
 
-Read: `fp8` (Hugging Face's, DeepSeek's and Qwen's: one scale a tensor or one a block), `awq` and
-`gptq` (of 4 bits), and `compressed-tensors` where its format is float-quantized. Which layers are
-left as they were is seen from the tensors themselves, so lists of them are checked and no more.
-Activations stay in their dtype, whatever the checkpoint was calibrated for: more exact, not less.
+Read: `fp8` (Hugging Face's, DeepSeek's and Qwen's: one scale a tensor or one a block) and
+`fbgemm_fp8`, `awq` (gemm and gemv), `gptq` (of 4 and 8 bits), `auto-round` where it packs as one
+of these, `bitsandbytes` (nf4, fp4, int8), `modelopt` (FP8, NVFP4), and what
+`compressed_tensors.py` reads. Which layers are left as they were is seen from the tensors
+themselves, so lists of them are checked and no more. Activations stay in their dtype, whatever the
+checkpoint was calibrated for: more exact, not less; compressed-tensors' int8 alone is rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
+from jaxserve.models.config.compressed_tensors import read_compressed_tensors
 from jaxserve.models.config.fields import Fields
-
-MAX_GROUP = 1 << 17
-METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
-FIELD = "quantization_config"
+from jaxserve.models.config.stored_quantization import (
+    FIELD,
+    StoredQuantization,
+    block_sizes,
+    group_size,
+)
 
 # Fields of how the file was made, which do not change its meaning.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -25,6 +28,7 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
         "fp8": frozenset({
             "activation_scheme", "dequantize", "kv_cache_scheme", "weight_per_tensor",
         }),
+        "fbgemm_fp8": frozenset({"activation_scale_ub"}),
         "awq": frozenset({
             "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
             "use_exllama",
@@ -35,35 +39,49 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
             "disable_exllamav2", "exllama_config", "is_marlin_format", "max_input_length", "meta",
             "model_file_base_name", "model_name_or_path", "model_seqlen",
             "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
-            "quant_backend", "quantizer", "static_groups", "sym", "tokenizer", "true_sequential",
+            "quant_backend", "quantizer", "static_groups", "tokenizer", "true_sequential",
             "use_cuda_fp16", "use_exllama",
         }),
+        "auto-round": frozenset({
+            "act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp",
+            "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+            "dataset", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+            "enable_torch_compile", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage",
+            "lr", "minmax_lr", "nsamples", "quant_block_list", "scale_dtype", "seqlen",
+            "super_bits", "super_group_size", "to_quant_block_names", "train_bs",
+        }),
+        "bitsandbytes": frozenset({
+            "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type",
+            "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_skip_modules", "llm_int8_threshold",
+        }),
+        "modelopt": frozenset({
+            "config_groups", "exclude_modules", "kv_cache_quant_algo", "kv_cache_scheme",
+            "producer",
+        }),
         "compressed-tensors": frozenset({
-            "global_compression_ratio", "kv_cache_scheme", "quantization_status", "sparsity_config",
-            "transform_config", "version",
+            "global_compression_ratio", "kv_cache_scheme", "quantization_status", "version",
         }),
     }
 )  # fmt: skip
 UNTOUCHED = ("modules_to_not_convert", "ignored_layers", "ignore")
-
-
-@dataclass(frozen=True)
-class StoredQuantization:
-    """Format of a checkpoint's quantized tensors.
-
-    Attributes:
-        method: value of `quant_method`.
-        form: form of the codes in jaxserve.
-        group: number of inputs that share a scale; None where a channel or a tensor has one.
-        block: [outputs, inputs] that share a scale in fp8; None where there are no blocks.
-        zero_offset: number added to a stored zero point.
-    """
-
-    method: str
-    form: Literal["fp8", "int4"]
-    group: int | None = None
-    block: tuple[int, int] | None = None
-    zero_offset: int = 0
+# Methods that are refused, as people call them.
+UNREAD: Mapping[str, str] = MappingProxyType(
+    {
+        "aqlm": "AQLM (additive codebooks)",
+        "bitnet": "BitNet (ternary weights)",
+        "eetq": "EETQ (int8 in a kernel's own order)",
+        "fp_quant": "FP-Quant (FP4 after rotations)",
+        "higgs": "HIGGS (codebooks after rotations)",
+        "hqq": "HQQ (half-quadratic quantization)",
+        "mxfp4": "MXFP4, which is read of gpt-oss alone",
+        "quanto": "Quanto",
+        "quark": "AMD Quark",
+        "spqr": "SpQR (with outliers apart)",
+        "torchao": "TorchAO (tensor subclasses)",
+        "vptq": "VPTQ (vector codebooks)",
+    }
+)
 
 
 def read_quantization(fields: Fields) -> StoredQuantization | None:
@@ -78,6 +96,13 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
         fields.refuse(FIELD, "an object with quant_method, or null")
         return None
     inner = Fields(raw, fields.problems, f"{FIELD}.")
+    method = raw.get("quant_method")
+    if isinstance(method, str) and method in UNREAD:
+        fields.problems.append(
+            f"{FIELD}.quant_method is {method!r}: {UNREAD[method]}, is not read; allowed: "
+            f"{', '.join(METHODS)}, or a GGUF file"
+        )
+        return None
     method = inner.choice("quant_method", METHODS)
     if raw.get("quant_method") not in METHODS:
         return None  # the meaning of the other fields depends on the method
@@ -95,71 +120,95 @@ def _fp8(fields: Fields) -> StoredQuantization:
     fields.choice("fmt", ["e4m3", "float8_e4m3fn"], default="e4m3")
     # "ue8m0" (DeepSeek-V3.1): every scale is a power of two, stored as the float32 that it is.
     fields.choice("scale_fmt", ["ue8m0", "float"], default="float")
-    return StoredQuantization("fp8", "fp8", block=_block(fields, "weight_block_size"))
+    return StoredQuantization("fp8", "fp8", "fp8", block=block_sizes(fields, "weight_block_size"))
 
 
-def _block(fields: Fields, key: str) -> tuple[int, int] | None:
-    block = fields.take(key)
-    if block is None:
-        return None
-    sizes = block if isinstance(block, list) else []
-    if len(sizes) != 2 or any(type(n) is not int or not 1 <= n <= MAX_GROUP for n in sizes):
-        fields.refuse(key, "two positive sizes, or null")
-        return None
-    return sizes[0], sizes[1]
+def _fbgemm_fp8(fields: Fields) -> StoredQuantization:
+    return StoredQuantization("fbgemm_fp8", "fp8", "fp8")
 
 
 def _awq(fields: Fields) -> StoredQuantization:
     key = "w_bit" if fields.has("w_bit") else "bits"
     fields.integer(key, 4, 4)
-    fields.choice("version", ["gemm", "GEMM"], default="gemm")
+    version = fields.choice("version", ["gemm", "gemv", "GEMM", "GEMV"], default="gemm")
     fields.neutral({"zero_point": True})
-    return StoredQuantization("awq", "int4", group=_group(fields))
+    key = "q_group_size" if fields.has("q_group_size") else "group_size"
+    layout = "awq" if version.lower() == "gemm" else "awq_gemv"
+    group = group_size(fields, key)
+    if layout == "awq_gemv" and group is not None and group < 128 and group not in (32, 64):
+        fields.refuse(key, "32, 64, 128 or more, or -1 where version is gemv")
+    return StoredQuantization("awq", layout, "int4", 4, group)
 
 
 def _gptq(fields: Fields) -> StoredQuantization:
-    fields.integer("bits", 4, 4)
     version = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
     fields.neutral({"lm_head": False, "dynamic": (None, {}), "pack_dtype": "int32"})
-    return StoredQuantization(
-        "gptq", "int4", group=_group(fields), zero_offset=1 if version == "gptq" else 0
-    )
+    return _words(fields, "gptq", 1 if version == "gptq" else 0)
 
 
-def _group(fields: Fields) -> int | None:
-    key = "q_group_size" if fields.has("q_group_size") else "group_size"
-    size = fields.take(key)
-    if size == -1 and type(size) is int:
-        return None
-    if type(size) is not int or not 8 <= size <= MAX_GROUP or size % 2:
-        fields.refuse(key, f"an even number from 8 to {MAX_GROUP}, or -1")
-        return None
-    return size
+def _words(fields: Fields, method: str, zero_offset: int) -> StoredQuantization:
+    """Read the fields of codes that are packed as AutoGPTQ packs them."""
+    bits = fields.integer("bits", 4, 8)
+    if bits not in (4, 8):
+        fields.refuse("bits", "4 or 8")
+    # Codes of 8 bits with zero points of their own have no form here.
+    symmetric = fields.flag("sym", default=True)
+    form = "int4" if bits == 4 else "int8" if symmetric else "full"
+    group = group_size(fields, "group_size")
+    return StoredQuantization(method, "gptq", form, bits, group, zero_offset=zero_offset)
 
 
-def _compressed(fields: Fields) -> StoredQuantization:
-    fields.choice("format", ["float-quantized"])
-    groups = fields.take("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    if len(schemes) != 1 or not isinstance(schemes[0], dict):
-        fields.refuse("config_groups", "an object with one group")
-        return StoredQuantization("compressed-tensors", "fp8")
-    targets, weights = schemes[0].get("targets"), schemes[0].get("weights")
-    if targets != ["Linear"] or not isinstance(weights, dict):
-        fields.refuse("config_groups", "targets ['Linear'], and how weights are stored")
-        return StoredQuantization("compressed-tensors", "fp8")
-    prefix = f"{FIELD}.config_groups.weights."
-    inner = Fields(weights, fields.problems, prefix)
-    inner.neutral({"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False})
-    inner.neutral({"group_size": None, "actorder": None, "zp_dtype": None})
-    strategy = inner.choice("strategy", ["tensor", "channel", "block"])
-    block = _block(inner, "block_structure")
-    if strategy == "block" and block is None:
-        inner.refuse("block_structure", "two positive sizes")
-    inner.finish(frozenset({"observer", "observer_kwargs", "scale_dtype"}))
-    return StoredQuantization("compressed-tensors", "fp8", block=block)
+def _auto_round(fields: Fields) -> StoredQuantization:
+    formats = ["auto_round:auto_gptq", "auto_round:auto_awq"]
+    packing = fields.choice("packing_format", formats)
+    fields.neutral({"data_type": "int"})
+    fields.neutral({"act_bits": (None, 16)})
+    _check_layers(fields)
+    if packing == formats[0]:
+        return _words(fields, "auto-round", 1)
+    fields.integer("bits", 4, 4)
+    fields.flag("sym", default=True)
+    return StoredQuantization("auto-round", "awq", "int4", 4, group_size(fields, "group_size"))
+
+
+def _check_layers(fields: Fields) -> None:
+    """Refuse settings of single layers, but those of layers in full."""
+    layers = fields.take("extra_config")
+    entries = list(layers.values()) if isinstance(layers, dict) else [] if layers is None else [0]
+    widths = [entry.get("bits") if isinstance(entry, dict) else None for entry in entries]
+    if any(type(width) is not int or width < 16 for width in widths):
+        fields.refuse("extra_config", "null, or layers of 16 bits: all others are stored alike")
+
+
+def _bitsandbytes(fields: Fields) -> StoredQuantization:
+    four, eight = fields.flag("load_in_4bit", False), fields.flag("load_in_8bit", False)
+    if four == eight:
+        fields.refuse("load_in_4bit", "true, or load_in_8bit: exactly one of the two")
+    fields.neutral({"bnb_4bit_quant_storage": (None, "uint8"), "llm_int8_has_fp16_weight": False})
+    if four:  # its 16 numbers are no multiples of a scale
+        return StoredQuantization("bitsandbytes", "bnb4", "full", 4)
+    return StoredQuantization("bitsandbytes", "bnb8", "int8")
+
+
+def _modelopt(fields: Fields) -> StoredQuantization:
+    algorithm = fields.choice("quant_algo", ["FP8", "NVFP4"])
+    if algorithm == "FP8":
+        fields.neutral({"group_size": None})
+        return StoredQuantization("modelopt", "fp8", "fp8")
+    group = fields.integer("group_size", 16, 16, default=16)
+    return StoredQuantization("modelopt", "nvfp4_modelopt", "int8", 4, group)
 
 
 _READERS = MappingProxyType(
-    {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+    {
+        "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm_fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "auto-round": _auto_round,
+        "bitsandbytes": _bitsandbytes,
+        "modelopt": _modelopt,
+        "compressed-tensors": read_compressed_tensors,
+    }
 )
+METHODS = tuple(_READERS)

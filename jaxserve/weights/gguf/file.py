@@ -76,10 +76,21 @@ ENCODINGS: Mapping[int, Encoding] = MappingProxyType(
         12: Encoding("Q4_K", 256, 144, _FLOAT32),
         13: Encoding("Q5_K", 256, 176, _FLOAT32),
         14: Encoding("Q6_K", 256, 210, _FLOAT32),
+        # Those below 4 bits have no product of their own: they are widened as they are read.
+        16: Encoding("IQ2_XXS", 256, 66, _FLOAT32),
+        17: Encoding("IQ2_XS", 256, 74, _FLOAT32),
+        18: Encoding("IQ3_XXS", 256, 98, _FLOAT32),
+        19: Encoding("IQ1_S", 256, 50, _FLOAT32),
         20: Encoding("IQ4_NL", 32, 18, _FLOAT32),
+        21: Encoding("IQ3_S", 256, 110, _FLOAT32),
+        22: Encoding("IQ2_S", 256, 82, _FLOAT32),
         23: Encoding("IQ4_XS", 256, 136, _FLOAT32),
+        29: Encoding("IQ1_M", 256, 56, _FLOAT32),
         30: Encoding("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+        34: Encoding("TQ1_0", 256, 54, _FLOAT32),
+        35: Encoding("TQ2_0", 256, 66, _FLOAT32),
         39: Encoding("MXFP4", 32, 17, _FLOAT32),
+        40: Encoding("NVFP4", 64, 36, _FLOAT32),
     }
 )
 

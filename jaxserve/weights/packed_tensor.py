@@ -1,0 +1,134 @@
+"""One quantized matrix of a checkpoint, in the several tensors that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.config.stored_quantization import StoredQuantization
+from jaxserve.weights.quantize import Codes
+from jaxserve.weights.safetensors import TensorEntry, read_tensor
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True)
+class FullValues:
+    """A matrix whose stored form has no exact twin here, widened as it was read.
+
+    Attributes:
+        values: float32 [out, in].
+    """
+
+    values: np.ndarray
+
+    def dequantized(self) -> np.ndarray:
+        """Return float32[I, O], as `Codes.dequantized` does."""
+        return self.values.T
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors that hold one matrix, whose weight would be called `X.weight`.
+
+    Attributes:
+        codes: end of the name of the tensor that holds the codes, behind X.
+        dtype: of the codes.
+        parts: ends of the other tensors.
+        unused: ends of tensors that say how activations were calibrated.
+        read: reads the matrix.
+    """
+
+    codes: str
+    dtype: str
+    parts: tuple[str, ...]
+    unused: tuple[str, ...]
+    read: Callable[[PackedTensor], Codes | FullValues]
+
+    def holds(self, stem: str, tensors: Mapping[str, TensorEntry]) -> bool:
+        """Return whether the matrix called `stem` is stored so; `X.weight` may also be floats."""
+        entry = tensors.get(stem + self.codes)
+        return entry is not None and (self.codes != ".weight" or entry.dtype.name == self.dtype)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One quantized matrix of a checkpoint: its tensors by suffix, and its shape once unpacked."""
+
+    name: str
+    entries: Mapping[str, TensorEntry]
+    stored: StoredQuantization
+    layout: Layout
+    shape: tuple[int, int]  # [out, in]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return min(self.stored.group or self.shape[1], self.shape[1])
+
+    @property
+    def groups(self) -> int:
+        """Number of scales of an output."""
+        return -(-self.shape[1] // self.group)
+
+    def read(self) -> Codes | FullValues:
+        """Read the codes, rows as inputs and columns as outputs, in the checkpoint's order.
+
+        Raises:
+            CheckpointError: a tensor that is missing, of another shape or dtype, or not finite.
+        """
+        return self.layout.read(self)
+
+    def tensor(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
+        """Read a tensor of this shape and one of these dtypes; floats where none is given."""
+        entry = self.entries.get(suffix)
+        if entry is None:
+            raise self.wrong(suffix, "is missing")
+        allowed = dtypes or FLOATS
+        if entry.shape != shape or entry.dtype.name not in allowed:
+            raise self.wrong(
+                suffix,
+                f"is {entry.dtype.name}{list(entry.shape)}; expected "
+                f"{' or '.join(sorted(allowed))}{list(shape)}, as quantization_config says",
+            )
+        return read_tensor(entry)
+
+    def scales(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Read scales: those of 16 bits as they are, others as float32, as the products are."""
+        scales = self.tensor(suffix, shape)
+        if not np.isfinite(scales.astype(np.float32)).all():
+            raise self.wrong(suffix, "holds NaN or infinity")
+        return scales if scales.dtype.itemsize == 2 else scales.astype(np.float32)
+
+    def scales_by_output(self, suffix: str) -> np.ndarray:
+        """Read [groups, out] scales that are stored [out, groups], or one of all outputs.
+
+        A single one of an output may lack its dimension.
+        """
+        outputs, groups = self.shape[0], self.groups
+        entry = self.entries.get(suffix)
+        shape = (outputs, groups) if entry is None else entry.shape
+        if groups > 1 or shape not in ((), (1,), (1, 1), (outputs,)):
+            return np.ascontiguousarray(self.scales(suffix, (outputs, groups)).T)
+        return np.broadcast_to(self.scales(suffix, shape).reshape(1, -1), (1, outputs))
+
+    def factor(self, suffix: str) -> np.float32:
+        """Read one positive number that scales the whole matrix."""
+        shape = (1,) if suffix in self.entries and self.entries[suffix].shape == (1,) else ()
+        value = self.tensor(suffix, shape, "float32").item()
+        if not 0 < value < np.inf:
+            raise self.wrong(suffix, "must be a positive number")
+        return np.float32(value)
+
+    def wrong(self, suffix: str, what: str) -> CheckpointError:
+        """Return the error of a tensor."""
+        path = next(iter(self.entries.values())).shard.path
+        name = self.name.removesuffix(".weight") + suffix
+        return CheckpointError(f"{path}: tensor {name!r}: {what}")

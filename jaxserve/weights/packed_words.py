@@ -1,0 +1,165 @@
+"""Matrices of integers: a code a byte, or several packed into an int32, the first lowest.
+
+* AWQ (AutoAWQ): "gemm" holds qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out];
+  nibble i of a word is output `AWQ_ORDER[i]` of 8. "gemv" holds qweight [out, in / 8], qzeros
+  [out, W] and scales [out, 8 W], codes in order; W words are enough for an output's groups.
+* GPTQ (AutoGPTQ): qweight [in * bits / 32, out], inputs in order; qzeros [groups, out * bits / 32],
+  less one in the first version of the format; `g_idx` [in] names each input's group where groups
+  are not runs.
+* compressed-tensors' pack-quantized: weight_packed [out, in * bits / 32], codes plus half of their
+  range; weight_scale [out, groups]; weight_zero_point [out * bits / 32, groups]; weight_g_idx.
+* compressed-tensors' int-quantized: weight, int8 [out, in], and weight_scale.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
+from jaxserve.weights.quantize import Codes
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+MIDDLE = {4: 8, 8: 128}  # the unsigned code that stands for zero where codes are symmetric
+
+
+def _read_awq(packed: PackedTensor) -> Codes | FullValues:
+    outputs, inputs = packed.shape
+    words = packed.tensor(".qzeros", (packed.groups, -(-outputs // 8)), "int32")
+    zeros = _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
+    words = packed.tensor(".qweight", (inputs, -(-outputs // 8)), "int32")
+    values = _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
+    return _codes(packed, values, packed.scales(".scales", zeros.shape), zeros, None)
+
+
+def _read_awq_gemv(packed: PackedTensor) -> Codes | FullValues:
+    outputs, inputs = packed.shape
+    groups, several = packed.groups, {64: 2, 32: 4}.get(packed.group, 1)
+    width = -(-groups // (8 * several)) * several
+    zeros = _unpacked(packed.tensor(".qzeros", (outputs, width), "int32"), 4)[:, :groups].T
+    scales = packed.scales(".scales", (outputs, 8 * width))[:, :groups].T
+    words = packed.tensor(".qweight", (outputs, -(-inputs // 8)), "int32")
+    values = _unpacked(words, 4)[:, :inputs].T
+    return _codes(packed, values, np.ascontiguousarray(scales), zeros, None)
+
+
+def _read_gptq(packed: PackedTensor) -> Codes | FullValues:
+    outputs, inputs = packed.shape
+    bits, a_word = packed.stored.bits, 32 // packed.stored.bits
+    words = packed.tensor(".qzeros", (packed.groups, -(-outputs // a_word)), "int32")
+    zeros = _unpacked(words, bits)[:, :outputs] + np.uint8(packed.stored.zero_offset)
+    zeros &= np.uint8((1 << bits) - 1)
+    words = packed.tensor(".qweight", (-(-inputs // a_word), outputs), "int32")
+    values = _unpacked(words.T, bits).T[:inputs]
+    scales = packed.scales(".scales", zeros.shape)
+    return _codes(packed, values, scales, zeros, _order(packed, ".g_idx"))
+
+
+def _read_packed(packed: PackedTensor) -> Codes | FullValues:
+    outputs, inputs = packed.shape
+    bits, a_word = packed.stored.bits, 32 // packed.stored.bits
+    _check_shape(packed)
+    words = packed.tensor(".weight_packed", (outputs, -(-inputs // a_word)), "int32")
+    values = _unpacked(words, bits)[:, :inputs].T
+    scales = packed.scales_by_output(".weight_scale")
+    zeros = None
+    if ".weight_zero_point" in packed.entries:
+        shape = -(-outputs // a_word), packed.groups
+        words = packed.tensor(".weight_zero_point", shape, "int32")
+        zeros = _unpacked(words.T, bits)[:, :outputs]
+    return _codes(packed, values, scales, zeros, _order(packed, ".weight_g_idx"))
+
+
+def _read_int8(packed: PackedTensor) -> Codes | FullValues:
+    values = packed.tensor(".weight", packed.shape, "int8")
+    scales = packed.scales_by_output(".weight_scale")
+    zeros = packed.entries.get(".weight_zero_point")
+    if zeros is not None:
+        points = packed.tensor(".weight_zero_point", zeros.shape, "int8", "int32", *_FLOATS)
+        if points.any():
+            raise packed.wrong(".weight_zero_point", "is not zero; allowed: symmetric codes")
+    return Codes("int8", values.T, scales, None, None, packed.group)
+
+
+def _codes(
+    packed: PackedTensor,
+    values: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    order: np.ndarray | None,
+) -> Codes | FullValues:
+    """Return codes that were unsigned as jaxserve holds them.
+
+    Args:
+        packed: the matrix.
+        values: uint8 [in, out].
+        scales: [groups, out].
+        zeros: uint8 [groups, out], or None for the middle of the range.
+        order: that sorts inputs by group, or None.
+    """
+    bits, group = packed.stored.bits, packed.group
+    if order is not None:
+        values = values[order]
+    if zeros is not None and (zeros == MIDDLE[bits]).all():
+        zeros = None
+    if bits == 4:
+        return Codes("int4", values, scales, zeros, order, group)
+    signed = (values ^ np.uint8(MIDDLE[bits])).view(np.int8)
+    codes = Codes("int8", signed, scales, None, order, group)
+    if zeros is None:
+        return codes
+    numbers = values.astype(np.float32)
+    numbers -= zeros.repeat(group, axis=0)[: len(values)]
+    numbers *= scales.astype(np.float32).repeat(group, axis=0)[: len(values)]
+    if order is not None:
+        numbers[order] = numbers.copy()
+    return FullValues(numbers.T)
+
+
+def _check_shape(packed: PackedTensor) -> None:
+    if ".weight_shape" in packed.entries:
+        shape = packed.tensor(".weight_shape", (2,), "int64", "int32")
+        if tuple(shape) != packed.shape:
+            raise packed.wrong(".weight_shape", f"is {shape}; config.json implies {packed.shape}")
+
+
+def _order(packed: PackedTensor, suffix: str) -> np.ndarray | None:
+    """Return the order that sorts inputs by group; None where they are sorted."""
+    if suffix not in packed.entries:
+        return None
+    inputs, group = packed.shape[1], packed.group
+    index = packed.tensor(suffix, (inputs,), "int32")
+    runs = np.arange(inputs) // group
+    if np.array_equal(index, runs) or (index == -1).all():  # -1: never set
+        return None
+    rows = np.argsort(index, kind="stable").astype(np.int32)
+    if not np.array_equal(index[rows], runs):
+        raise packed.wrong(suffix, f"groups must have {group} inputs each, the last the rest")
+    return rows
+
+
+def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Unpack int32 [R, C] into uint8 [R, C * 32 / bits].
+
+    Code i of a word is column `order[i]` of the word's, or column i.
+    """
+    codes = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 4:
+        codes = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
+    codes = codes.reshape(len(words), words.shape[1], 32 // bits)
+    if order is not None:
+        codes = codes[..., np.argsort(order)]
+    return codes.reshape(len(words), -1)
+
+
+_FLOATS = ("float16", "bfloat16", "float32")
+AWQ = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq)
+AWQ_GEMV = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq_gemv)
+GPTQ = Layout(".qweight", "int32", (".qzeros", ".scales", ".g_idx"), (), _read_gptq)
+PACKED = Layout(
+    ".weight_packed",
+    "int32",
+    (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
+    (),
+    _read_packed,
+)
+INT8 = Layout(".weight", "int8", (".weight_scale", ".weight_zero_point"), (), _read_int8)
