@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxserve.machine import VisibleCard, driver_cards, visible_card, with_gpu_flags
 from jaxserve.request import exact_int, finite_float
@@ -19,7 +19,9 @@ from jaxserve.request import exact_int, finite_float
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-QUANTIZATIONS = ("int8", "fp8", "int4", "awq", "gptq", "compressed-tensors")
+Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors", "bitsandbytes",
+                       "modelopt", "auto-round", "fbgemm_fp8"]  # fmt: skip
+QUANTIZATIONS = get_args(Quantization)
 KV_CACHE_DTYPES = ("auto", "fp8")
 IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
@@ -64,8 +66,7 @@ class EngineConfig:
             float32, or bfloat16, half the memory, if that does not fit into what is free, and
             keeps the blocks of a GGUF file, which any other dtype widens.
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4": a scale and a zero point for 32 inputs; on CPU GGUF's blocks of 4 to 6 bits,
-            of 8 for the embedding. "fp8", "awq", "gptq" and "compressed-tensors" are checkpoints'.
+            in "int4", GGUF's blocks of 4 to 6 bits on CPU. Others, and "fp8", are checkpoints'.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
             the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together; by default what
@@ -79,8 +80,7 @@ class EngineConfig:
             fewer than 8,192 tokens; 0.8 where a card has no memory but the host's.
         kv_cache_memory_bytes: bytes of KV cache; on CPU by default 1 GiB, less where memory is
             short or fewer pages could be used, more where max_model_len needs it.
-        memory_share: of the GPU's memory, or on CPU the KV cache's, what this engine takes where
-            several are served.
+        memory_share: this engine's, of several, of the GPU's memory, or of the KV cache on CPU.
         num_gpu_blocks_override: number of pages, instead of either of the above.
         enable_prefix_caching: reuse the pages of equal prefixes.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
@@ -115,7 +115,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     dtype: str = "auto"
-    quantization: Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors"] | None = None
+    quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None

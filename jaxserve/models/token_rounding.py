@@ -69,7 +69,8 @@ def rounded_rows(
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
     steps = jnp.where(largest > TINY, LARGEST / largest, 0)
-    return jnp.round(wide * steps), largest / LARGEST
+    # XLA makes a product of a quotient by a constant here, and not there.
+    return jnp.round(wide * steps), largest * (1 / LARGEST)
 
 
 def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:

@@ -14,6 +14,7 @@ from jaxserve.commands.cli import main
 from jaxserve.engine.loading import load
 from jaxserve.engine.source import find_source
 from jaxserve.models.quantized import QuantizedExperts
+from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.weights import parameter_values
 from tests.engine.conftest import GREEDY
 from tests.engine.test_gguf_text import byte_level
@@ -66,10 +67,11 @@ def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
     assert after.tokenizer(config).encode(text) == [0, *backend.encode(text).ids]
 
 
-@pytest.mark.parametrize("form", ["int4", "awq"])
+@pytest.mark.parametrize("form", ["int4", "awq", "w8a8", "nf4"])
 def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> None:
     """As they are placed: whoever loads them gets the same trees, and no other quantization."""
-    folder, plain = quantized_checkpoint(tmp_path / "awq", "awq", EXPERTS)
+    stored = "awq" if form == "int4" else form
+    folder, plain = quantized_checkpoint(tmp_path / "stored", stored, EXPERTS)
     asked = form if form == "int4" else None
     if asked is not None:
         folder = save(tmp_path / "plain", EXPERTS, plain)
@@ -85,7 +87,10 @@ def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> N
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    assert isinstance(got["layers.0.mlp.down"], QuantizedExperts)
+    down = got["layers.0.mlp.down"]
+    assert isinstance(down, TokenRounded) == (form == "w8a8")
+    down = down.weight if isinstance(down, TokenRounded) else down
+    assert isinstance(down, QuantizedExperts) == (form != "nf4")
     again = EngineConfig(model=to, quantization="int8", skip_tokenizer_init=True, **SMALL)
     with pytest.raises(UnsupportedModel, match="int8"):
         load(again)

@@ -17,10 +17,12 @@ from jaxserve.engine.weight_forms import choose_quantization
 from jaxserve.errors import UnsupportedModel
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.start.compiler import Compiler
+from jaxserve.execution.start.memory_plan import Weights
 from jaxserve.execution.start.warm_up import WarmUp
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.weights import random_weights
+from tests.weights.test_quantized import checkpoint
 
 # Every matrix of a block has several blocks of 256 outputs.
 RAW: dict[str, Any] = {
@@ -157,6 +159,27 @@ def test_requests_together_equal_each_alone_in_int4_over_fp8(tmp_path):
         assert runner._state is not None
         pages = jax.tree.leaves(runner._state.kv)
         assert sum(page.nbytes for page in pages) == runner.num_pages * runner.page_bytes
+
+
+@pytest.mark.parametrize("form", ["w8a8", "nvfp4"])
+def test_requests_to_a_stored_form_together_equal_each_alone(form, tmp_path):
+    """To the bit of every log-probability; and the plan has counted what the weights take."""
+    folder, _ = checkpoint(tmp_path / "stored", form)
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(0, 24, n).tolist()} for n in (23, 5, 14)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    sizes |= {"decode_sizes": (1, 4), "token_sizes": (16,), "skip_tokenizer_init": True}
+    sizes |= {"num_scheduler_steps": 1}
+    with LLM(folder, **sizes) as llm:
+        runner = llm._thread.engine.runner
+        planned, _ = Weights(runner.model_config, np.float32, on_cpu=True).sizes(None)
+        padding = 4 * 64 * (64 - 24)  # the output projection's last panel
+        assert planned / 1.1 <= runner.weight_bytes <= planned + padding
+        together = [output.outputs[0] for output in llm.generate(prompts, greedy)]
+        alone = [llm.generate(prompt, greedy)[0].outputs[0] for prompt in prompts]
+        assert repr(together) == repr(alone)
+        assert llm.stats().num_compiles == 0
 
 
 def test_a_form_that_the_checkpoint_is_not_in_is_refused():
