@@ -7,6 +7,8 @@
   input low, [out, in / 2]; weight_scale, E4M3 [out, in / 16]; and one float32, which divides the
   scales (`weight_global_scale`) or multiplies them (modelopt's `weight_scale_2`). Twice a number of
   E2M1 is whole, so that int8 with half the scales holds each weight exactly.
+* MXFP4 (compressed-tensors' mxfp4-pack-quantized): the same codes with weight_scale, E8M0
+  [out, in / 32], and no other scale.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.mxfp4 import PAIRS
+from jaxserve.weights.mxfp4 import NOT_A_NUMBER, PAIRS
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
 from jaxserve.weights.quantize import Codes
 
@@ -54,11 +56,7 @@ def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarr
 
 
 def _read_nvfp4(packed: PackedTensor) -> Codes | FullValues:
-    outputs, inputs = packed.shape
-    if inputs % packed.group:
-        raise packed.wrong(".weight_scale", f"{inputs} inputs are not whole groups of 16")
-    codes = packed.tensor(packed.layout.codes, (outputs, inputs // 2), "uint8")
-    values = _TWICE[codes].reshape(outputs, inputs)
+    outputs = packed.shape[0]
     scales = _bits(packed, ".weight_scale", (outputs, packed.groups)).view(E4M3)
     scales = scales.astype(np.float32)
     with np.errstate(over="ignore"):  # reported with the tensor's name
@@ -68,8 +66,25 @@ def _read_nvfp4(packed: PackedTensor) -> Codes | FullValues:
             scales *= packed.factor(".weight_scale_2")
     if not np.isfinite(scales).all():
         raise packed.wrong(".weight_scale", "overflows")
-    scales *= np.float32(0.5)
-    return Codes("int8", values.T, np.ascontiguousarray(scales.T), None, None, packed.group)
+    return _fp4_codes(packed, scales)
+
+
+def _read_mxfp4(packed: PackedTensor) -> Codes | FullValues:
+    scales = packed.tensor(".weight_scale", (packed.shape[0], packed.groups), "uint8")
+    if (scales == NOT_A_NUMBER).any():
+        raise packed.wrong(".weight_scale", "holds NaN")
+    return _fp4_codes(packed, np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
+
+
+def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> Codes:
+    """Return twice the numbers of E2M1 as int8, with half the scales, float32 [out, groups]."""
+    outputs, inputs = packed.shape
+    if inputs % packed.group:
+        raise packed.wrong(".weight_scale", f"{inputs} inputs are not groups of {packed.group}")
+    codes = packed.tensor(packed.layout.codes, (outputs, inputs // 2), "uint8")
+    values = _TWICE[codes].reshape(outputs, inputs)
+    halves = np.ascontiguousarray(scales.T) * np.float32(0.5)
+    return Codes("int8", values.T, halves, None, None, packed.group)
 
 
 FP8 = Layout(".weight", E4M3, FP8_SCALES, ACTIVATION_SCALES, _read_fp8)
@@ -80,6 +95,7 @@ NVFP4 = Layout(
     ACTIVATION_SCALES,
     _read_nvfp4,
 )
+MXFP4 = Layout(".weight_packed", "uint8", (".weight_scale",), ACTIVATION_SCALES, _read_mxfp4)
 NVFP4_MODELOPT = Layout(
     ".weight", "uint8", (".weight_scale", ".weight_scale_2"), ACTIVATION_SCALES, _read_nvfp4
 )

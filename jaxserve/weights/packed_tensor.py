@@ -132,3 +132,11 @@ class PackedTensor:
         path = next(iter(self.entries.values())).shard.path
         name = self.name.removesuffix(".weight") + suffix
         return CheckpointError(f"{path}: tensor {name!r}: {what}")
+
+
+def _read_plain(packed: PackedTensor) -> FullValues:
+    return FullValues(packed.tensor(".weight", packed.shape).astype(np.float32))
+
+
+PLAIN = Layout(".weight", "", (), (), _read_plain)
+"""Floats beside matrices that are widened to floats."""

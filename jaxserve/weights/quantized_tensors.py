@@ -15,7 +15,7 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights import packed_floats, packed_words
 from jaxserve.weights.bitsandbytes import BNB4, BNB8
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.packed_tensor import Layout, PackedTensor
+from jaxserve.weights.packed_tensor import PLAIN, Layout, PackedTensor
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
@@ -26,6 +26,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "gptq": packed_words.GPTQ,
         "int8": packed_words.INT8,
         "packed": packed_words.PACKED,
+        "mxfp4": packed_floats.MXFP4,
         "nvfp4": packed_floats.NVFP4,
         "nvfp4_modelopt": packed_floats.NVFP4_MODELOPT,
         "bnb4": BNB4,
@@ -80,6 +81,8 @@ def sort_packed(
             size = shape[0], shape[1]
             packed[weight.name] = PackedTensor(weight.name, entries, stored, layout, size)
             _drop_null_bias(left, weight.name, table)
+    if stored.form == "full":
+        _take_neighbours(left, packed, table, stored, dims)
     kv_scales = {name: left.pop(name) for name in list(left) if _kv_kind(name)}
     rest = [weight for weight in table if weight.name not in packed]
     taken = [weight for weight in table if weight.name in packed]
@@ -94,6 +97,23 @@ def _entries(left: dict[str, TensorEntry], name: str, layout: Layout) -> dict[st
     for suffix in layout.unused:
         left.pop(stem + suffix, None)
     return {s: left.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in left}
+
+
+def _take_neighbours(
+    left: dict[str, TensorEntry],
+    packed: dict[str, PackedTensor],
+    table: list[WeightName],
+    stored: StoredQuantization,
+    dims: Mapping[str, int],
+) -> None:
+    """Take floats that are one parameter with a matrix that is widened: they are read together."""
+    paths = {weight.path for weight in table if weight.name in packed}
+    for weight in table:
+        if weight.path in paths and weight.name in left:
+            outputs, inputs = weight.shape(dims)
+            entries = {PLAIN.codes: left.pop(weight.name)}
+            size = outputs, inputs
+            packed[weight.name] = PackedTensor(weight.name, entries, stored, PLAIN, size)
 
 
 def _drop_null_bias(left: dict[str, TensorEntry], name: str, table: list[WeightName]) -> None:

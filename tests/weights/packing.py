@@ -163,6 +163,17 @@ def write_nvfp4(
     return tensors, numbers * scales.astype(np.float64).repeat(16, 1) * factor
 
 
+def write_mxfp4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.ndarray]:
+    """The same for MXFP4, whose scales are powers of two."""
+    outputs, inputs = weight.shape
+    codes = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+    powers = rng.integers(118, 122, (outputs, inputs // 32)).astype(np.uint8)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    numbers = np.where(codes < 8, 1, -1) * E2M1[codes & 7]
+    real = numbers * 2.0 ** (powers.astype(int) - 127).repeat(32, 1)
+    return {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": powers}, real
+
+
 def write_nf4(stem: str, weight: np.ndarray, rng: Any) -> tuple[Tensors, np.ndarray]:
     """The same for bitsandbytes' 4 bits, with scales that are quantized too, in blocks of 5."""
     outputs, inputs = weight.shape

@@ -40,6 +40,7 @@ CASES = {
     "w8a16": ("int8", 64, False),
     "w8a16_asymmetric": ("full", 32, False),
     "nvfp4": ("int8", 16, False),
+    "mxfp4": ("int8", 32, False),
     "nf4": ("full", 64, False),
     "nf4_nested": ("full", 64, False),
     "fp4_nested": ("full", 64, False),

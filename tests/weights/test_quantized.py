@@ -173,6 +173,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
         ),
         functools.partial(packing.write_nvfp4, modelopt=False),
     ),
+    "mxfp4": (
+        compressed(
+            "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32
+        ),
+        packing.write_mxfp4,
+    ),
     "nvfp4_modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         functools.partial(packing.write_nvfp4, modelopt=True),
@@ -453,6 +459,9 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "no global scale": (
         "nvfp4_modelopt", lambda t: t.pop(f"{Q}.weight_scale_2"), f"{Q}.weight_scale_2",
     ),
+    "E8M0 that is NaN": (
+        "mxfp4", damage(f"{Q}.weight_scale", lambda x: x | 255), f"{Q}.weight_scale",
+    ),
     "no state": ("nf4", lambda t: t.pop(f"{Q}.{STATE}"), f"{Q}.{STATE}"),
     "a state that is no JSON": ("nf4", damage(f"{Q}.{STATE}", lambda x: x[1:]), f"{Q}.{STATE}"),
     "a state without end": ("nf4", damage(f"{Q}.{STATE}", lambda x: x.repeat(99)), f"{Q}.{STATE}"),
@@ -485,6 +494,21 @@ def test_damaged_tensors_are_refused_by_name(case, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(directory)
     assert named in str(caught.value)
+
+
+def test_a_part_in_full_beside_one_that_is_widened(tmp_path, logits):
+    """As Unsloth leaves some: one of a fused parameter, which is in full anyway."""
+    value = np.random.default_rng(5).normal(size=(64, 64)).astype(np.float32)
+
+    def restore(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{Q}.weight")]:
+            del tensors[name]
+        tensors[f"{Q}.weight"] = value
+
+    directory, plain = checkpoint(tmp_path / "quantized", "nf4", change=restore)
+    plain[f"{Q}.weight"] = value
+    want = logits(load(packing.save(tmp_path / "plain", RAW, plain)))
+    assert relative_error(logits(load(directory)), want) < 1e-5
 
 
 def test_codes_without_a_quantization_config_are_refused(tmp_path):

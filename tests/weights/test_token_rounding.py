@@ -43,8 +43,10 @@ def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> t
     return torch.round(x * (127 / largest)) * (largest / 127)
 
 
-def hugging_face_logits(raw: dict[str, Any], plain: dict[str, np.ndarray]) -> np.ndarray:
-    """Transformers' own model of the dequantized weights, its projections' inputs rounded."""
+def hugging_face_logits(
+    raw: dict[str, Any], plain: dict[str, np.ndarray], rounds: bool
+) -> np.ndarray:
+    """Transformers' own model of the dequantized weights; its projections' inputs are rounded."""
     fields = {key: value for key, value in raw.items() if key != "architectures"}
     config = AutoConfig.for_model(**fields, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config).double().eval()
@@ -52,7 +54,7 @@ def hugging_face_logits(raw: dict[str, Any], plain: dict[str, np.ndarray]) -> np
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not missing and not unexpected
     for name, module in model.named_modules():
-        if name.endswith("_proj"):
+        if rounds and name.endswith("_proj"):
             module.register_forward_pre_hook(round_inputs)
     return reference_logits(model, TOKENS)
 
@@ -61,11 +63,23 @@ def load(folder: Path, dtype: Any, **options: Any) -> Decoder:
     return load_weights(folder, read_model_config(folder), dtype, **options)
 
 
+STORED = ("packed", "nvfp4", "nf4", "llm_int8", "gptq_8")
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_a_stored_model_equals_transformers(form, tmp_path):
+    """Whose activations are not rounded, with the dequantized weights, as the CPU computes it."""
+    raw = FOLDERS["qwen2"]
+    folder, plain = checkpoint(tmp_path / form, form, raw)
+    got = PagedRunner(load(folder, np.float32, panels=True), max_tokens=8).run([TOKENS])[0]
+    assert relative_error(got, hugging_face_logits(raw, plain, rounds=False)) < 1e-5
+
+
 @pytest.mark.parametrize("panels", [False, True])
 def test_a_model_equals_transformers_with_its_inputs_rounded(folders, panels):
     """In float64, where no number is so near the middle of two that rounding differs."""
     folder, plain = folders["qwen2"]
-    want = hugging_face_logits(FOLDERS["qwen2"], plain)
+    want = hugging_face_logits(FOLDERS["qwen2"], plain, rounds=True)
     with jax.enable_x64(True):
         model = load(folder, np.float64, panels=panels)
         qkv = model.layers[0].attention.qkv[...]
@@ -75,27 +89,24 @@ def test_a_model_equals_transformers_with_its_inputs_rounded(folders, panels):
     assert relative_error(got, want) < 1e-6  # the weights are float32
 
 
-@pytest.mark.parametrize("panels", [False, True])
-def test_inputs_of_experts_are_rounded(folders, panels):
+def test_inputs_of_experts_are_rounded(folders):
     """Each row by its own expert's matrix, as if there were no others."""
-    model = load(folders["experts"][0], np.float32, panels=panels)
-    mlp = model.layers[0].mlp
-    x = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
-    weights = np.ones((6, 1), np.float32)
-    chosen = jnp.array([[2], [0], [2], [3], [0], [1]])
-    assert isinstance(mlp.gate_up[...], TokenRounded)
-    got = mlp._experts(jnp.asarray(x), jnp.asarray(weights), chosen, jnp.ones(6, bool), "xla")
-    for row, (expert,) in enumerate(chosen.tolist()):
+    x = np.random.default_rng(0).normal(size=(6, 64))
+    chosen = [2, 0, 2, 3, 0, 1]
+    with jax.enable_x64(True):
+        mlp = load(folders["experts"][0], np.float64, panels=True).layers[0].mlp
+        assert isinstance(mlp.gate_up[...], TokenRounded)
+        weights, experts = jnp.ones((6, 1)), jnp.array(chosen, jnp.int32)[:, None]
+        got = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
+    for row, expert in enumerate(chosen):
         prefix = f"model.layers.0.mlp.experts.{expert}."
-        own = {
-            part: folders["experts"][1][f"{prefix}{part}_proj.weight"]
+        gate, up, down = (
+            folders["experts"][1][f"{prefix}{part}_proj.weight"].astype(np.float64)
             for part in ("gate", "up", "down")
-        }
-        gate, up = (rounded(x[row]) @ own[part].T for part in ("gate", "up"))
-        hidden = gate / (1 + np.exp(-gate)) * up
-        want = rounded(hidden) @ own["down"].T
-        # A hidden number between two codes may become either: one of 32, a step of 127.
-        assert relative_error(np.asarray(got[row]), want) < 2e-2
+        )
+        gates = rounded(x[row]) @ gate.T
+        hidden = gates / (1 + np.exp(-gates)) * (rounded(x[row]) @ up.T)
+        assert relative_error(np.asarray(got[row]), rounded(hidden) @ down.T) < 1e-6
 
 
 def rounded(row: np.ndarray) -> np.ndarray:

@@ -95,6 +95,7 @@ def main() -> None:
             weight, "W8A16", group_size=32, symmetric=False, zp_dtype=torch.int8
         ),
         "nvfp4": compressed_tensors(weight, "NVFP4"),
+        "mxfp4": compressed_tensors(weight, "MXFP4A16"),
         "nf4": four_bits(weight, "nf4", nested=False),
         "nf4_nested": four_bits(weight, "nf4", nested=True),
         "fp4_nested": four_bits(weight, "fp4", nested=True),

@@ -1,13 +1,14 @@
 """`quantization_config` of the library compressed-tensors, which llm-compressor writes.
 
-Read are its formats float-quantized, int-quantized, naive-quantized, pack-quantized and
-nvfp4-pack-quantized. Activations are rounded where the format says int8, dynamically, a scale for
-each token, as vLLM rounds them; where it says floats they stay in their dtype, which is more exact.
+Read are its formats float-quantized, int-quantized, naive-quantized, pack-quantized,
+nvfp4-pack-quantized and mxfp4-pack-quantized. Activations are rounded where the format says int8,
+dynamically, a scale for each token, as vLLM rounds them; where it says floats they stay in their
+dtype, which is more exact.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.stored_quantization import (
@@ -20,9 +21,8 @@ from jaxserve.models.config.stored_quantization import (
 METHOD = "compressed-tensors"
 FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized",
-    "nvfp4-pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized",
 )  # fmt: skip
-_NVFP4_GROUP = 16
 _SCHEME = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 _MADE_BY = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 
@@ -47,7 +47,9 @@ def read_compressed_tensors(fields: Fields) -> StoredQuantization:
     weights = Fields(scheme["weights"], fields.problems, prefix)
     weights.neutral({"dynamic": False})
     if form == "nvfp4-pack-quantized":
-        stored = _nvfp4(weights)
+        stored = _fp4(weights, "nvfp4", "tensor_group", 16)
+    elif form == "mxfp4-pack-quantized":
+        stored = _fp4(weights, "mxfp4", "group", 32)
     elif form == "pack-quantized":
         stored = _integers(weights, scheme.get("input_activations"), fields, packed=True)
     elif form == "float-quantized" or scheme["weights"].get("type") == "float":
@@ -89,11 +91,13 @@ def _floats(weights: Fields) -> StoredQuantization:
     return StoredQuantization(METHOD, "fp8", "fp8", block=block)
 
 
-def _nvfp4(weights: Fields) -> StoredQuantization:
-    weights.neutral({"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group"})
+def _fp4(
+    weights: Fields, layout: Literal["nvfp4", "mxfp4"], strategy: str, group: int
+) -> StoredQuantization:
+    weights.neutral({"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy})
     weights.neutral({"block_structure": None, "actorder": (None, False)})
-    weights.integer("group_size", _NVFP4_GROUP, _NVFP4_GROUP)
-    return StoredQuantization(METHOD, "nvfp4", "int8", 4, _NVFP4_GROUP)
+    weights.integer("group_size", group, group)
+    return StoredQuantization(METHOD, layout, "int8", 4, group)
 
 
 def _integers(

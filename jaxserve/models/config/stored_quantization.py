@@ -11,7 +11,17 @@ FIELD = "quantization_config"
 MAX_GROUP = 1 << 17
 
 Layout = Literal[
-    "fp8", "awq", "awq_gemv", "gptq", "int8", "packed", "nvfp4", "nvfp4_modelopt", "bnb4", "bnb8"
+    "fp8",
+    "awq",
+    "awq_gemv",
+    "gptq",
+    "int8",
+    "packed",
+    "nvfp4",
+    "nvfp4_modelopt",
+    "mxfp4",
+    "bnb4",
+    "bnb8",
 ]
 
 
