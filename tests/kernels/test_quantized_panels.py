@@ -21,6 +21,7 @@ from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct, quantize
 CASES = [
     ("int8", 7, 1, False, "float32"),
     ("int8", 2300, 1, False, "float32"),
+    ("int8", 2304, 144, False, "float32"),
     ("fp8", 2304, 3, False, "bfloat16"),
     ("fp8", 2300, 2, False, "float32"),
     ("int4", 90, 3, False, "float16"),
