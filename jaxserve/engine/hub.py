@@ -30,7 +30,7 @@ from jaxserve.weights.checkpoint import listed
 
 _log = logging.getLogger(__name__)
 
-CONFIG = frozenset({"config.json", "generation_config.json"})
+CONFIG = frozenset({"config.json", "generation_config.json", "hf_quant_config.json"})
 TEXT = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json",

@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.fields import shown
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.quantization import MODELOPT_FILE, modelopt_fields
+from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.cohere import COHERE
@@ -47,14 +49,17 @@ GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` in a checkpoint's folder.
+    """Read `config.json` in a checkpoint's folder, and what modelopt wrote beside it.
 
     Raises:
-        CheckpointError: the file is absent or not a JSON object.
+        CheckpointError: a file is absent or not a JSON object.
         UnsupportedModel: see `parse_model_config`.
     """
     path = Path(directory) / "config.json"
-    return parse_model_config(read_object(path, MAX_CONFIG_BYTES), str(path))
+    raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
+    if raw.get(QUANTIZATION) is None and beside.exists():
+        raw = raw | {QUANTIZATION: modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))}
+    return parse_model_config(raw, str(path))
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models import parse_model_config
+from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.models.config.quantization import UNREAD
 from jaxserve.models.config.stored_quantization import StoredQuantization
 
@@ -174,6 +175,18 @@ READ: dict[str, tuple[dict[str, Any], StoredQuantization]] = {
 def test_a_method_is_read(case):
     raw, want = READ[case]
     assert parse_model_config(LLAMA | {"quantization_config": raw}).quantization == want
+
+
+def test_a_file_of_modelopts_own_stands_for_what_config_json_lacks(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_model_config(tmp_path).quantization is None
+    own = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    text = {"producer": {"name": "modelopt"}, "quantization": own | {"exclude_modules": []}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(text))
+    assert read_model_config(tmp_path).quantization == READ["modelopt nvfp4"][1]
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="quant_algo"):
+        read_model_config(tmp_path)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxserve.models.config.compressed_tensors import read_compressed_tensors
 from jaxserve.models.config.fields import Fields
@@ -64,6 +65,7 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
         }),
     }
 )  # fmt: skip
+MODELOPT_FILE = "hf_quant_config.json"
 UNTOUCHED = ("modules_to_not_convert", "ignored_layers", "ignore")
 # Methods that are refused, as people call them.
 UNREAD: Mapping[str, str] = MappingProxyType(
@@ -114,6 +116,13 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
     stored = _READERS[method](inner)
     inner.finish(IGNORED[method])
     return stored
+
+
+def modelopt_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of modelopt's own file as a `quantization_config`."""
+    inner = raw.get("quantization")
+    inner = inner if isinstance(inner, dict) else {}
+    return {"quant_method": "modelopt", "producer": raw.get("producer"), **inner}
 
 
 def _fp8(fields: Fields) -> StoredQuantization:
