@@ -163,6 +163,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
         compressed("int-quantized", BY_TOKEN, **CHANNELS),
         functools.partial(packing.write_int8, scale="weight_scale", dtype=ml_dtypes.bfloat16),
     ),
+    "w4a8": (
+        compressed("pack-quantized", BY_TOKEN, **GROUPS, num_bits=4, symmetric=True),
+        functools.partial(packing.write_packed, group=16, bits=4, act_order=False),
+    ),
     "nvfp4": (
         compressed(
             *("nvfp4-pack-quantized", BY_TOKEN | {"num_bits": 4, "type": "float"}),
@@ -246,7 +250,7 @@ def load(directory: Path, **options: Any) -> Decoder:
     return load_weights(directory, read_model_config(directory), np.float32, **options)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "w8a8"])
+@pytest.mark.parametrize("form", [form for form in FORMATS if not form.endswith("a8")])
 def test_a_quantized_checkpoint_equals_the_one_it_stands_for(form, tmp_path, logits):
     seen: list[tuple[int, int]] = []
     # AutoGPTQ gives layers without a bias one of zeros.

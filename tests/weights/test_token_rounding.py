@@ -24,16 +24,7 @@ from tests.models.tiny_models import reference_logits, relative_error
 from tests.weights.test_quantized import EXPERTS, RAW, checkpoint
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
-FOLDERS: dict[str, dict[str, Any]] = {
-    "qwen2": RAW | {"model_type": "qwen2"},
-    "experts": EXPERTS,
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, tuple[Path, dict[str, np.ndarray]]]:
-    root = tmp_path_factory.mktemp("w8a8")
-    return {name: checkpoint(root / name, "w8a8", raw) for name, raw in FOLDERS.items()}
+QWEN2: dict[str, Any] = RAW | {"model_type": "qwen2"}
 
 
 def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -69,17 +60,16 @@ STORED = ("packed", "nvfp4", "nf4", "llm_int8", "gptq_8")
 @pytest.mark.parametrize("form", STORED)
 def test_a_stored_model_equals_transformers(form, tmp_path):
     """Whose activations are not rounded, with the dequantized weights, as the CPU computes it."""
-    raw = FOLDERS["qwen2"]
-    folder, plain = checkpoint(tmp_path / form, form, raw)
+    folder, plain = checkpoint(tmp_path / form, form, QWEN2)
     got = PagedRunner(load(folder, np.float32, panels=True), max_tokens=8).run([TOKENS])[0]
-    assert relative_error(got, hugging_face_logits(raw, plain, rounds=False)) < 1e-5
+    assert relative_error(got, hugging_face_logits(QWEN2, plain, rounds=False)) < 1e-5
 
 
-@pytest.mark.parametrize("panels", [False, True])
-def test_a_model_equals_transformers_with_its_inputs_rounded(folders, panels):
+@pytest.mark.parametrize(("form", "panels"), [("w8a8", False), ("w8a8", True), ("w4a8", True)])
+def test_a_model_equals_transformers_with_its_inputs_rounded(form, panels, tmp_path):
     """In float64, where no number is so near the middle of two that rounding differs."""
-    folder, plain = folders["qwen2"]
-    want = hugging_face_logits(FOLDERS["qwen2"], plain, rounds=True)
+    folder, plain = checkpoint(tmp_path / form, form, QWEN2)
+    want = hugging_face_logits(QWEN2, plain, rounds=True)
     with jax.enable_x64(True):
         model = load(folder, np.float64, panels=panels)
         qkv = model.layers[0].attention.qkv[...]
@@ -89,19 +79,20 @@ def test_a_model_equals_transformers_with_its_inputs_rounded(folders, panels):
     assert relative_error(got, want) < 1e-6  # the weights are float32
 
 
-def test_inputs_of_experts_are_rounded(folders):
+def test_inputs_of_experts_are_rounded(tmp_path):
     """Each row by its own expert's matrix, as if there were no others."""
+    folder, plain = checkpoint(tmp_path / "experts", "w8a8", EXPERTS)
     x = np.random.default_rng(0).normal(size=(6, 64))
     chosen = [2, 0, 2, 3, 0, 1]
     with jax.enable_x64(True):
-        mlp = load(folders["experts"][0], np.float64, panels=True).layers[0].mlp
+        mlp = load(folder, np.float64, panels=True).layers[0].mlp
         assert isinstance(mlp.gate_up[...], TokenRounded)
         weights, experts = jnp.ones((6, 1)), jnp.array(chosen, jnp.int32)[:, None]
         got = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
     for row, expert in enumerate(chosen):
         prefix = f"model.layers.0.mlp.experts.{expert}."
         gate, up, down = (
-            folders["experts"][1][f"{prefix}{part}_proj.weight"].astype(np.float64)
+            plain[f"{prefix}{part}_proj.weight"].astype(np.float64)
             for part in ("gate", "up", "down")
         )
         gates = rounded(x[row]) @ gate.T
