@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 LARGEST = 127
 TINY = 1e-36  # a row below it is zeros: 127 / a would overflow
-ROWS_OF_INTEGERS = 64
+ROWS_OF_INTEGERS = 512
 """Rows from which products of int8 by int8 take the place of widened codes where Triton runs.
 
-With fewer a product takes as long as its codes take to be read, in either form."""
+XLA first transposes codes that lie input-major (`GpuLayoutAssignment`: int8 is contracted over the
+last dimension), which moves twice the bytes that a product of few rows reads. No card has measured
+this number."""
 
 
 @jax.tree_util.register_dataclass
@@ -77,8 +79,8 @@ def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
     """Return whether a product is of int8 by int8 on a GPU.
 
     Cards multiply int8 from compute capability 7.5 on. Before Ampere codes would be widened to
-    floats in memory, a block at a time; later ones are widened in registers, which is as fast for
-    few rows.
+    floats in memory, a block at a time, and lie output-major; later ones are widened in registers,
+    which is as fast for few rows.
     """
     if not isinstance(weight, QuantizedWeight | QuantizedRows) or device.capability < (7, 5):
         return False
