@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.models import parse_model_config
 from jaxserve.models.config.rope import LongRopeScaling, YarnScaling
+from tests.models.test_quantization_config import BNB, W4A16, W8A8
 
 Raw = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -287,6 +288,12 @@ GPTQ = {
 
 # Each with the positions that it is served for.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
+    "Meta-Llama-3.1-8B-Instruct-quantized.w8a8": (LLAMA_3 | {"quantization_config": W8A8}, 131072),
+    "Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (
+        LLAMA_3 | {"quantization_config": W4A16},
+        131072,
+    ),
+    "Meta-Llama-3.1-8B-Instruct-bnb-4bit": (LLAMA_3 | {"quantization_config": BNB}, 131072),
     "Llama-2-7b": (LLAMA_2 | {"torch_dtype": "float16"}, 4096),
     "Llama-3.1-8B-Instruct": (LLAMA_3, 131072),
     "Llama-3.2-1B-Instruct": (
@@ -439,7 +446,8 @@ def test_a_published_config_is_read(name):
     assert config.vocab_size == raw["vocab_size"]
     assert config.num_hidden_layers == len(config.layers.windows) == raw["num_hidden_layers"]
     quantized = raw.get("quantization_config", {}).get("quant_method")
-    assert (config.quantization is not None) == (quantized in ("fp8", "gptq"))
+    methods = ("fp8", "gptq", "compressed-tensors", "bitsandbytes")
+    assert (config.quantization is not None) == (quantized in methods)
 
 
 def test_what_the_unusual_ones_say():

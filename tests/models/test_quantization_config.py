@@ -127,6 +127,14 @@ READ: dict[str, tuple[dict[str, Any], StoredQuantization]] = {
         StoredQuantization("compressed-tensors", "int8", "int8", rounds_rows=True),
     ),
     "w4a16": (W4A16, StoredQuantization("compressed-tensors", "packed", "int4", 4, 128)),
+    "w4a16 whose strategy is implied": (
+        changed(W4A16, "weights", strategy=None),
+        StoredQuantization("compressed-tensors", "packed", "int4", 4, 128),
+    ),
+    "w8a8 whose strategy is implied": (
+        changed(W8A8, "weights", strategy=None, group_size=-1),
+        StoredQuantization("compressed-tensors", "int8", "int8", rounds_rows=True),
+    ),
     "w4a8": (
         changed(
             changed(W8A8, "weights", num_bits=4, strategy="group", group_size=128),

@@ -108,9 +108,10 @@ def _integers(
     if bits not in (4, 8):
         weights.refuse("num_bits", "4 or 8")
     symmetric = weights.flag("symmetric", default=True)
-    strategy = weights.choice("strategy", ["tensor", "channel", "group"])
-    group = group_size(weights, "group_size") if weights.has("group_size") else None
-    weights.take("group_size")
+    size = weights.take("group_size")
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.choice("strategy", ["tensor", "channel", "group"], default=implied)
+    group = None if size is None else group_size(weights, "group_size")
     if (strategy == "group") != (group is not None):
         weights.refuse("group_size", "a size where strategy is 'group', else null or -1")
     sorted_inputs = weights.take("actorder")
