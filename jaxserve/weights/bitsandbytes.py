@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.models.config.strict_json import parse_object
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
-from jaxserve.weights.quantize import Codes
 
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE_BYTES = 1 << 12

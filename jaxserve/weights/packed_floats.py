@@ -16,9 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.mxfp4 import NOT_A_NUMBER, PAIRS
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
-from jaxserve.weights.quantize import Codes
 
 E4M3 = "float8_e4m3fn"
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.config.stored_quantization import StoredQuantization
-from jaxserve.weights.quantize import Codes
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

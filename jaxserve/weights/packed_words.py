@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
-from jaxserve.weights.quantize import Codes
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 MIDDLE = {4: 8, 8: 128}  # the unsigned code that stands for zero where codes are symmetric

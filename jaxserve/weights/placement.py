@@ -21,10 +21,11 @@ from jaxserve.models.quantized import EXPERTS, PROJECTIONS, flat_shape
 from jaxserve.models.token_rounding import TokenRounded, with_weight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.expert_codes import fused_experts, quantized_experts
 from jaxserve.weights.fused_parameters import dequantized, fused
 from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
-from jaxserve.weights.quantize import Codes, in_groups, quantize
+from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 from pallas_kernels.cpu.blocks import FORMATS

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from jaxserve.models import parse_model_config
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.codes import Codes
 from jaxserve.weights.packed_tensor import FullValues
-from jaxserve.weights.quantize import Codes
 from jaxserve.weights.quantized_tensors import sort_packed
 from jaxserve.weights.safetensors import read_header, read_tensor
 
