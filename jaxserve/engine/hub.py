@@ -23,9 +23,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from jaxserve.config import HUB_NAME, HubAccess, hub_access
+from jaxserve.config import HubAccess, hub_access
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
+from jaxserve.model_name import HUB_NAME
 from jaxserve.weights.checkpoint import listed
 
 _log = logging.getLogger(__name__)

@@ -58,11 +58,13 @@ class Architecture:
         config: rules for the fields of config.json.
         weights: function that lists every tensor of a checkpoint and its place in the model.
         traits: differences between its computation and Llama's.
+        aliases: further names of the same computation in `architectures`.
     """
 
     config: ConfigRules
     weights: Callable[[ModelConfig], list[WeightName]]
     traits: FamilyTraits = LLAMA_TRAITS
+    aliases: tuple[str, ...] = ()
 
     def traits_of(self, config: ModelConfig) -> FamilyTraits:
         """Return the traits of one model: norms of queries and keys may be switched off."""

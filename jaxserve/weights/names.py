@@ -20,6 +20,15 @@ LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+def as_stored(
+    table: Iterable[WeightName], checkpoint: Checkpoint, dims: Mapping[str, int]
+) -> list[WeightName]:
+    """Return the table with the layouts that this checkpoint has, where there are several."""
+    tensors = checkpoint.tensors
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
+
+
 def match_names(
     checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
 ) -> dict[str, TensorEntry]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, EngineConfig
-from jaxserve.config import is_hub_name
 from jaxserve.engine.hub import fetch
 from jaxserve.engine.source import find_source
+from jaxserve.model_name import is_hub_name
 from jaxserve.weights import parameter_values
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 from tests.support.hub_server import Hub, commit_of, serve_hub

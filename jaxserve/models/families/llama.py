@@ -3,7 +3,9 @@
 Reference implementation: `LlamaForCausalLM` in Hugging Face Transformers.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import ConfigRules
@@ -38,11 +40,28 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_biases(gguf, raw)
 
 
+_NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "bias": False,
+        "clip_qkv": None,
+        "qkv_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+)
 LLAMA = Family(
     architectures={
         "LlamaForCausalLM": Architecture(
-            ConfigRules("llama", neutral=MappingProxyType({"sliding_window": None}), mlp_bias=None),
+            ConfigRules(
+                "llama",
+                # InternLM 3 and IQuest-Coder, which Transformers computes as Llama.
+                aliases=frozenset({"internlm3", "iquestcoder"}),
+                neutral=_NEUTRAL,
+                ignored=frozenset({"max_window_layers"}),
+                mlp_bias=None,
+            ),
             llama_weights,
+            aliases=(*("LLaMAForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),),
         )
     },
     gguf={

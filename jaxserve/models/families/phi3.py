@@ -82,7 +82,7 @@ PHI3 = Family(
                 ignored=frozenset({"embd_pdrop", "resid_pdrop"}),
                 layers=one_window,
                 rope=RopeRules(
-                    kinds=("default", "longrope", "su"), partial=True, original_outside=True
+                    kinds=("default", "longrope", "su"), partial=1.0, original_outside=True
                 ),
                 qkv_bias=False,
                 output_bias=False,

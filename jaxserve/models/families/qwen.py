@@ -1,8 +1,10 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
 Qwen2 is Llama with biases on queries, keys and values; Qwen3 has none, and a norm on each query and
-key head before the rotation. Reference implementations: `Qwen2ForCausalLM`, `Qwen3ForCausalLM` and
-`Qwen3MoeForCausalLM` in Hugging Face Transformers.
+key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL are these,
+over text, where the three positions of a token are one. Reference implementations:
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
+`Qwen2_5_VLForConditionalGeneration` and its kin in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
@@ -11,6 +13,7 @@ from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import by_switch, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
@@ -40,12 +43,16 @@ def _experts(fields: Fields, layers: int) -> Experts:
     ):
         fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
         dense = []
+    stacked = fields.take("model_type") == VL_MOE
+    if stacked:  # its router always does
+        fields.neutral({"norm_topk_prob": True})
     return Experts(
         count,
         expert_width(fields, "moe_intermediate_size"),
         chosen,
         tuple((index + 1) % step == 0 and index not in dense for index in range(layers)),
-        normalize=fields.flag("norm_topk_prob", default=False),
+        normalize=stacked or fields.flag("norm_topk_prob", default=False),
+        stacked=stacked,
     )
 
 
@@ -55,13 +62,29 @@ def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
 
 def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     layer = [*PRE_NORMS, *attention_projections(config), *QK_NORMS]
+    is_stacked = config.experts is not None and config.experts.stacked
+    experts = STACKED_EXPERTS if is_stacked else expert_weights(config)
     return [
         *embedding_weights(config),
         *every_layer(layer, config),
         *every_layer(mlp_projections(config), config, sparse=False),
-        *every_layer(expert_weights(config), config, sparse=True),
+        *every_layer(experts, config, sparse=True),
         FINAL_NORM,
     ]
+
+
+VL_MOE = "qwen3_vl_moe_text"
+# The other layouts are those of the published checkpoints.
+STACKED_EXPERTS = (
+    WeightName("mlp.gate.weight", "E D -> D E", "mlp.router"),
+    WeightName(
+        "mlp.experts.gate_up_proj",
+        "E (P M) D -> E D P M",
+        "mlp.gate_up",
+        other="E D (P M) -> E D P M",
+    ),
+    WeightName("mlp.experts.down_proj", "E D M -> E M D", "mlp.down", other="E M D -> E M D"),
+)
 
 
 def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
@@ -71,11 +94,14 @@ def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 QWEN3_TRAITS = FamilyTraits(qk_norm="head")
+ROPE = RopeRules(sections=True)
 QWEN = Family(
     architectures={
         "Qwen2ForCausalLM": Architecture(
             ConfigRules(
                 "qwen2",
+                aliases=frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"}),
+                rope=ROPE,
                 neutral=MappingProxyType({"use_mrope": False}),
                 explicit=KV_HEADS,
                 layers=by_switch,
@@ -87,6 +113,8 @@ QWEN = Family(
         "Qwen3ForCausalLM": Architecture(
             ConfigRules(
                 "qwen3",
+                aliases=frozenset({"qwen3_vl_text"}),
+                rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 explicit=HEADS,
                 layers=by_switch,
@@ -97,6 +125,8 @@ QWEN = Family(
         "Qwen3MoeForCausalLM": Architecture(
             ConfigRules(
                 "qwen3_moe",
+                aliases=frozenset({VL_MOE}),
+                rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 ignored=ROUTING | {"max_window_layers"},
                 explicit=KV_HEADS,
