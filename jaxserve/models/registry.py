@@ -19,6 +19,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.gemma import GEMMA
+from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.llama import LLAMA
@@ -47,7 +48,7 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
 
 FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN, GPT_OSS, DEEPSEEK, PHI3, SMOLLM3, OLMO, GRANITE, COHERE),
-    GEMMA,
+    *(GEMMA, GLM),
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

@@ -7,6 +7,7 @@ over text, where the three positions of a token are one. Reference implementatio
 `Qwen2_5_VLForConditionalGeneration` and its kin in Hugging Face Transformers.
 """
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from jaxserve.models.config.experts import Experts, expert_counts, expert_width
@@ -17,7 +18,7 @@ from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.metadata import VISION_KEYS, GgufMetadata, Raw, read_rope
 from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -95,6 +96,19 @@ def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
 QWEN3_TRAITS = FamilyTraits(qk_norm="head")
 ROPE = RopeRules(sections=True)
+MOE_GGUF = GgufRules(
+    "Qwen3MoeForCausalLM",
+    _finish_moe_gguf,
+    tensors=MappingProxyType({**TENSORS, **ROUTER}),
+    fields=MappingProxyType(
+        {
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        }
+    ),
+    experts=EXPERTS,
+)
 QWEN = Family(
     architectures={
         "Qwen2ForCausalLM": Architecture(
@@ -139,19 +153,10 @@ QWEN = Family(
     },
     gguf={
         "qwen2": GgufRules("Qwen2ForCausalLM", read_rope),
+        "qwen2vl": GgufRules("Qwen2ForCausalLM", read_rope, read=VISION_KEYS),
         "qwen3": GgufRules("Qwen3ForCausalLM", read_rope),
-        "qwen3moe": GgufRules(
-            "Qwen3MoeForCausalLM",
-            _finish_moe_gguf,
-            tensors=MappingProxyType({**TENSORS, **ROUTER}),
-            fields=MappingProxyType(
-                {
-                    "expert_count": "num_experts",
-                    "expert_used_count": "num_experts_per_tok",
-                    "expert_feed_forward_length": "moe_intermediate_size",
-                }
-            ),
-            experts=EXPERTS,
-        ),
+        "qwen3vl": GgufRules("Qwen3ForCausalLM", read_rope, read=VISION_KEYS),
+        "qwen3moe": MOE_GGUF,
+        "qwen3vlmoe": replace(MOE_GGUF, read=VISION_KEYS),
     },
 )
