@@ -24,7 +24,7 @@ from jaxserve.weights import (
     load_weights,
     open_checkpoint,
     open_converted,
-    read_gguf,
+    open_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
 from jaxserve.weights.placement import use_panels
@@ -137,7 +137,7 @@ def find_source(
     if config.model is not None:
         path = local_path(str(config.model), config, on_progress, config_only=config_only)
     if path.is_file():
-        file = read_gguf(path)
+        file = open_gguf(path)
         fields = overridden(gguf_fields(file), config.hf_overrides)
         generation = _generation_config(
             config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}

@@ -290,7 +290,6 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5},
         "ext_f",
     ),
-    "split": ({"split.count": 3}, "3 parts"),
 }
 
 
