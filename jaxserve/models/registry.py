@@ -107,7 +107,9 @@ def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConf
     named = _named(raw, where)
     wrapper = wrapper_of(raw, named)
     if wrapper is None:
-        name = named or MODEL_TYPES.get(_model_type(raw), "")
+        name = MODEL_TYPES.get(_model_type(raw), "")
+        if named is not None and (not name or ARCHITECTURES[name].computed_by != named):
+            name = named
         if name not in ARCHITECTURES:
             raise UnsupportedModel(f"{where}: {_unknown(raw)}")
         return ModelConfig.from_fields(raw, name, ARCHITECTURES[name].config, where)
@@ -192,3 +194,8 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decod
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
     """List every tensor that a checkpoint of this model holds."""
     return ARCHITECTURES[config.architecture].weights(config)
+
+
+def tensor_names(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Return patterns of the names that a checkpoint has for tensors, and what replaces them."""
+    return ARCHITECTURES[config.architecture].tensors

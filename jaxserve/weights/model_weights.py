@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
+from jaxserve.models.registry import tensor_names
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.block_parameters import read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
@@ -23,7 +24,7 @@ from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.names import as_stored, match_names
+from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.placement import (
     Place,
     panel_plans,
@@ -112,7 +113,9 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     if isinstance(source, GgufFile):
         return named_tensors(source)
     opened = open_checkpoint(source)
-    return opened if config.wrapper is None else text_tensors(opened)
+    if config.wrapper is not None:
+        opened = text_tensors(opened)
+    return renamed(opened, tensor_names(config))
 
 
 def _as_it_is(value: Any) -> Any:

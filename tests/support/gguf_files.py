@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.5},
     },
+    "exaone": {"architectures": ["ExaoneForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
     "phi3": {
@@ -214,6 +215,7 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "exaone": gguf.MODEL_ARCH.EXAONE,
     "qwen2vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3vlmoe": gguf.MODEL_ARCH.QWEN3VLMOE,

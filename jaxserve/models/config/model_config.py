@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
-from jaxserve.models.config.fields import MAX_POSITIONS, Fields
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.layers import MAX_LAYERS, LayerTable
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
@@ -112,7 +112,7 @@ class ModelConfig:
             UnsupportedModel: lists every field that is malformed, out of bounds, unknown, or not
                 computed by jaxserve.
         """
-        fields = Fields(raw, [], prefix)
+        fields = _fields(raw, rules, prefix)
         fields.take("architectures")
         fields.choice("model_type", rules.model_types, default=rules.model_type)
         latent = rules.latent(fields)
@@ -185,6 +185,17 @@ class ModelConfig:
             rope=self.rope.for_length(length),
             local_rope=None if local is None else local.for_length(length),
         )
+
+
+def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
+    """Return the fields, each under its common name."""
+    plain = {name: value for name, value in raw.items() if name not in rules.renamed}
+    own = {rules.renamed[name]: raw[name] for name in raw.keys() & rules.renamed.keys()}
+    fields = Fields(own | plain, [], prefix)
+    for name in sorted(own.keys() & plain.keys()):
+        if own[name] != plain[name]:
+            fields.refuse(name, f"the same as under its other name ({shown(own[name])})")
+    return fields
 
 
 def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:

@@ -50,6 +50,7 @@ class ConfigRules:
     Attributes:
         model_type: its value of the field of this name.
         aliases: further values of it, of models that compute the same.
+        renamed: fields with names of their own, to what all others call them.
         neutral: fields that change what is computed, with the value that jaxserve computes; a
             tuple holds several.
         ignored: fields that change nothing.
@@ -74,6 +75,7 @@ class ConfigRules:
 
     model_type: str
     aliases: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()
