@@ -310,6 +310,11 @@ def test_what_a_wrapper_leaves_out_is_what_its_class_says() -> None:
     assert config.eos_token_ids == (1, 106) and config.tie_word_embeddings
 
 
+def test_what_a_family_leaves_out_is_its_own_default() -> None:
+    glm = parse_model_config(GLM)
+    assert (glm.rope.partial, glm.attention_bias, glm.output_bias) == (0.5, True, False)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_without_a_family_here_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=REFUSED[name]):
