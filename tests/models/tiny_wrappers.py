@@ -26,6 +26,14 @@ TEXT: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "rope_parameters": ROPE,
     },
+    "qwen3_omni_moe_text": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "rope_parameters": ROPE,
+    },
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9},
     "mistral": {"sliding_window": None, "head_dim": 12},
     "cohere2": {"sliding_window": 9, "logit_scale": 0.8},
@@ -38,6 +46,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"mrope_section": [2, 1, 1]},
     "qwen2_5_omni_text": {"mrope_section": [2, 1, 1]},
     "qwen3_vl_text": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "qwen3_omni_moe_text": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
     "qwen3_vl_moe_text": {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 # Sizes of towers, under all the names that they have.
@@ -67,7 +76,8 @@ LEFT_OUT = {
 }
 # Not in Transformers under this name, or not as a model of text alone.
 ABSENT = {
-    "InternVLChatModel", "KimiK25ForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration",
+    "InternVLChatModel", "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
 }  # fmt: skip
 CASES = [name for name in WRAPPERS if name not in ABSENT]
 

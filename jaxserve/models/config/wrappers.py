@@ -52,6 +52,12 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "Qwen2_5OmniThinkerForConditionalGeneration": Wrapper(
             "qwen2_5_omni_thinker", "qwen2_5_omni_text"
         ),
+        "Qwen3OmniMoeForConditionalGeneration": Wrapper(
+            "qwen3_omni_moe", "qwen3_omni_moe_text", _THINKER
+        ),
+        "Qwen3OmniMoeThinkerForConditionalGeneration": Wrapper(
+            "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"
+        ),
         "LlavaForConditionalGeneration": Wrapper("llava", "llama"),
         "LlavaNextForConditionalGeneration": Wrapper("llava_next", "llama"),
         "LlavaNextVideoForConditionalGeneration": Wrapper("llava_next_video", "llama"),
@@ -73,6 +79,7 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "DeepseekVLForConditionalGeneration": Wrapper("deepseek_vl", "llama"),
         "KimiK25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
         "Kimi_K25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
+        "KimiVLForConditionalGeneration": Wrapper("kimi_vl", "deepseek_v3"),
         "VoxtralForConditionalGeneration": Wrapper("voxtral", "llama"),
         "Qwen2AudioForConditionalGeneration": Wrapper("qwen2_audio", "qwen2"),
         "GlmAsrForConditionalGeneration": Wrapper("glmasr", "llama"),

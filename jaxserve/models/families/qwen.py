@@ -139,7 +139,7 @@ QWEN = Family(
         "Qwen3MoeForCausalLM": Architecture(
             ConfigRules(
                 "qwen3_moe",
-                aliases=frozenset({VL_MOE}),
+                aliases=frozenset({VL_MOE, "qwen3_omni_moe_text"}),
                 rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 ignored=ROUTING | {"max_window_layers"},
