@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig
@@ -16,6 +17,7 @@ from jaxserve.engine.source import find_source
 from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.models.config.rope import LinearScaling
 from jaxserve.overrides import overridden
+from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 
 RAW: dict[str, Any] = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
@@ -88,6 +90,15 @@ def test_the_model_is_the_one_that_the_fields_describe(checkpoint: Path) -> None
     for field, value in (("unheard_of", 1), ("hidden_size", "x"), ("architectures", ["LlamaX"])):
         with pytest.raises(UnsupportedModel, match=field):
             find_source(EngineConfig(model=checkpoint, hf_overrides={field: value}))
+
+
+def test_a_gguf_files_fields_are_overridden_too(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_tensors(raw_config("llama")))
+    source = find_source(EngineConfig(model=path, hf_overrides={"rope_theta": 77.0}))
+    assert source.model_config.rope.theta == 77.0 == source.fields["rope_theta"]
+    source.load(source.model_config, np.float32)
+    with pytest.raises(UnsupportedModel, match="hidden_act is 'gelu'"):
+        find_source(EngineConfig(model=path, hf_overrides={"hidden_act": "gelu"}))
 
 
 def test_lengths_beyond_the_models_own_take_a_switch(
