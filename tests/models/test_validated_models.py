@@ -192,6 +192,14 @@ _MINISTRAL = {key: value for key, value in MINISTRAL_3.items() if key != "archit
 _VICUNA = {"_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"]}
 _VICUNA |= {"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-5}
 _VICUNA |= {"torch_dtype": "float16", "vocab_size": 32064}
+_SMOL = COMMON | shape(576, 1536, 30, 9, 3, 49280) | {"model_type": "llama", "head_dim": 64}
+_SMOL |= {"_flash_attn_2_enabled": True, "architectures": ["VLlama3ForCausalLM"]}
+_SMOL |= {"is_llama_config": True, "max_position_embeddings": 8192, "neftune_noise_alpha": 0.0}
+_SMOL |= {"perceiver_config": {"model_type": "vllama3"}, "pixel_shuffle_factor": 4}
+_SMOL |= {"pretraining_tp": 1, "qk_layer_norms": False, "rms_norm_eps": 1e-5}
+_SMOL |= {"rope_interleaved": False, "rope_theta": 100000, "use_resampler": False}
+_INTERN = QWEN_2 | {"attn_implementation": "flash_attention_2", "num_beams": 1, "top_k": 50}
+_INTERN |= {"rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}}
 FURTHER: dict[str, tuple[Raw, int, int]] = {
     "google/gemma-3-27b-it": (
         gemma_3(5376, 21504, 62, num_attention_heads=32, num_key_value_heads=16),
@@ -220,6 +228,22 @@ FURTHER: dict[str, tuple[Raw, int, int]] = {
         | {"text_config": _VICUNA, "vision_feature_select_strategy": "default"},
         4096,
         32,
+    ),
+    "HuggingFaceTB/SmolVLM-256M-Instruct": (
+        VISION
+        | {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
+        | {"image_token_id": 49190, "scale_factor": 4, "text_config": _SMOL, "vocab_size": 49280}
+        | {"tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+        8192,
+        30,
+    ),
+    "OpenGVLab/InternVL3-8B": (
+        VISION
+        | {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+        | {"llm_config": _INTERN, "dynamic_image_size": True, "template": "internvl2_5"}
+        | {"auto_map": {"AutoModel": "modeling.X"}, "torch_dtype": "bfloat16"},
+        65536,
+        28,
     ),
 }
 KIMI_K2: Raw = COMMON | shape(7168, 18432, 61, 64, 64, 163840) | remote("deepseek", "DeepseekV3")

@@ -180,8 +180,9 @@ DEFAULTS: Mapping[str, Raw] = MappingProxyType(
 
 # Fields of a wrapper that concern its text, and win over the text model's own.
 OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings", "bos_token_id")
-# Fields that every nested configuration has from Transformers' base class: settings of generation,
-# which are read from generation_config.json, and of heads that the text model does not have.
+# Fields that nested configurations have from Transformers' base class: settings of generation, read
+# from generation_config.json, and of heads that the text model does not have. Then those of
+# programs that trained it, and of a resampler of images.
 NESTED = frozenset({
     "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size",
     "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
@@ -190,6 +191,8 @@ NESTED = frozenset({
     "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id",
     "suppress_tokens", "temperature", "tf_legacy_loss", "top_k", "top_p", "typical_p",
+    "_attn_implementation", "_flash_attn_2_enabled", "attn_implementation", "neftune_noise_alpha",
+    "perceiver_config", "pixel_shuffle_factor", "use_resampler",
 })  # fmt: skip
 # Fields of a flat wrapper that describe its other parts.
 TOWER = frozenset({

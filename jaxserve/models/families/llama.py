@@ -46,6 +46,7 @@ _NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
         "bias": False,
         "clip_qkv": None,
+        "qk_layer_norms": False,
         "qkv_bias": False,
         "sliding_window": None,
         "use_sliding_window": False,
