@@ -37,9 +37,11 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
         "F16": np.dtype(np.float16),
         "BF16": np.dtype(ml_dtypes.bfloat16),
         "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-        "I64": np.dtype(np.int64),  # counters of a tower's norms, which are left out
+        # Codes of quantized weights, and shapes of those.
+        "I64": np.dtype(np.int64),
         "I32": np.dtype(np.int32),
-        "U8": np.dtype(np.uint8),  # packed codes; see mxfp4.py
+        "I8": np.dtype(np.int8),
+        "U8": np.dtype(np.uint8),
     }
 )
 # Dtypes of a weight that is not quantized.

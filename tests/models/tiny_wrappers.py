@@ -67,6 +67,8 @@ TOWER: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
+# The table of images has a width of its own.
+WIDTHS: dict[str, dict[str, Any]] = {"ovis2": {"hidden_size": 32}}
 PAIRS = {"internvl": {"image_size": [28, 28], "patch_size": [14, 14]}}
 # Factors of the logits that Transformers' wrapper leaves out; the models were trained with them.
 LEFT_OUT = {
@@ -86,7 +88,9 @@ def tiny_wrapper(name: str, **outer: Any) -> Any:
     """A random wrapper; `outer` are fields of its own configuration."""
     row = WRAPPERS[name]
     text = _text_config(row.text, SECTIONS.get(row.text, {}))
-    config: Any = CONFIG_MAPPING[row.model_type](text_config=text, **outer)
+    config: Any = CONFIG_MAPPING[row.model_type](
+        text_config=text, **WIDTHS.get(row.model_type, {}), **outer
+    )
     for part in getattr(config, "sub_configs", {}):
         tower = getattr(config, part)
         if part != "text_config" and tower is not None:
