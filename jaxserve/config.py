@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxserve.machine import VisibleCard, driver_cards, visible_card, with_gpu_flags
+from jaxserve.overrides import json_object
 from jaxserve.request import exact_int, finite_float
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -27,15 +28,6 @@ IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
 
 MAX_SCHEDULER_STEPS = 1024
-# org/name, or org/name/FILE.gguf.
-HUB_NAME = re.compile(
-    r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
-)
-NO_MODEL = (
-    "is not a folder with a checkpoint, nor a .gguf file, nor a name on the Hugging Face hub "
-    "(org/name)"
-)
-
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 CPU_KV_BYTES = 1 << 30
@@ -52,11 +44,14 @@ class EngineConfig:
 
     Args:
         model: folder of a Hugging Face checkpoint, or one that `jaxserve convert` wrote; a GGUF
-            file; or a name on the Hugging Face hub (org/name, org/name/FILE.gguf); None for the
-            bundled demo model.
+            file, its other parts beside it; or a name on the Hugging Face hub (org/name,
+            org/name:Q4_K_M, org/name/FILE.gguf); None for the bundled demo model.
         tokenizer: folder or name of the tokenizer, the model's own by default.
         revision: branch, tag or commit of a model on the hub.
         download_dir: where models of the hub are kept; its library's own cache by default.
+        hf_overrides: fields that take the place of those in config.json, as a JSON object; they are
+            merged into a nested configuration, such as text_config.
+        language_model_only: serve the text of a model that reads images or sound; always true here.
         generation_config: "auto" takes the checkpoint's generation_config.json for the sampling
             defaults, "vllm" takes none, else the folder of another, whose max_new_tokens then
             limits every answer of a server.
@@ -71,6 +66,8 @@ class EngineConfig:
             the memory, with the checkpoint's scales, where it has them.
         max_model_len: most tokens of one sequence, prompt and output together; by default what
             the model declares, or on CPU what the default cache holds, if that is less.
+        allow_long_max_model_len: let max_model_len exceed what the model declares; what answers
+            that reach further are worth is unknown.
         max_num_seqs: most sequences running at once (slots).
         max_num_batched_tokens: most tokens computed in one step.
         long_prefill_token_threshold: most tokens one sequence takes of a step; 0 for no bound.
@@ -111,6 +108,8 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     revision: str | None = None
     download_dir: str | Path | None = None
+    hf_overrides: dict[str, Any] | str | None = None
+    language_model_only: bool = True
     generation_config: str = "auto"
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -118,6 +117,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_model_len: int | None = None
+    allow_long_max_model_len: bool = False
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
@@ -172,6 +172,9 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 names = ", ".join(map(str, allowed))
                 raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
+        object.__setattr__(self, "hf_overrides", json_object(self.hf_overrides, "hf_overrides"))
+        if self.language_model_only is not True:
+            raise ValueError("language_model_only must be true: only text is served")
         if self.max_num_seqs and self.max_num_batched_tokens:
             self._check_budget()
 
@@ -198,10 +201,10 @@ class EngineConfig:
         """
         seqs, tokens = sizes or _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
         max_len = self.max_model_len or model_max_len
-        if max_len > model_max_len:
+        if max_len > model_max_len and not self.allow_long_max_model_len:
             raise ValueError(
                 f"max_model_len ({max_len}) is beyond the {model_max_len} positions that the "
-                "model's config.json declares"
+                "model's config.json declares; allow_long_max_model_len serves it all the same"
             )
         max_seqs = self.max_num_seqs or min(seqs, self.max_num_batched_tokens or seqs)
         resolved = replace(
@@ -228,21 +231,6 @@ class EngineConfig:
         return max(
             min(int(CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
         )
-
-
-def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
-    """Classify the setting `model`: "hub" if it could be a name there, None for nothing."""
-    path = Path(name)
-    if path.is_dir():
-        return "folder"
-    if path.is_file() and path.suffix == ".gguf":
-        return "gguf"
-    return "hub" if not path.exists() and is_hub_name(name) else None
-
-
-def is_hub_name(text: str) -> bool:
-    """Return whether this could be a name on the hub."""
-    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def bundled_model() -> Path:

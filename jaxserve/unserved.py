@@ -25,7 +25,7 @@ _LORA = "adapters are not served: merge them into the checkpoint"
 _TEXT_ONLY = "only text is served: leave it out"
 _SIZES = "every step is a compiled program: decode_sizes and token_sizes choose their sizes"
 _NO_SWAP = "weights and cache stay on the device: set kv_cache_memory_bytes, or quantization"
-_CONFIG = "edit config.json in a copy of the checkpoint"
+_CONFIG = "set it in hf_overrides, an object that takes the place of fields of config.json"
 
 UNSERVED: dict[str, Unserved] = {
     "tensor_parallel_size": Unserved((1,), _ONE_DEVICE),
@@ -56,7 +56,6 @@ UNSERVED: dict[str, Unserved] = {
     "tokenizer_revision": Unserved((), "`revision` is that of model and tokenizer"),
     "code_revision": Unserved((), "no code of a checkpoint is run: leave it out"),
     "config_format": Unserved(("auto", "hf"), "config.json is read"),
-    "hf_overrides": Unserved(({},), _CONFIG),
     "rope_scaling": Unserved(({},), _CONFIG),
     "rope_theta": Unserved((), _CONFIG),
     "hf_token": Unserved((), "set HF_TOKEN in the environment"),

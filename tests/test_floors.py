@@ -23,6 +23,8 @@ FLOORS = {
     "jaxserve.request": 1,
     "jaxserve.outputs": 1,
     "jaxserve.config": 1,
+    "jaxserve.model_name": 1,
+    "jaxserve.overrides": 1,
     "jaxserve.machine": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
@@ -38,6 +40,7 @@ FLOORS = {
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
+    *("jaxserve.model_name", "jaxserve.overrides"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))

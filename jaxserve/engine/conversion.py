@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
 from jaxserve.execution.start.device import open_device, this_device
 from jaxserve.execution.start.memory_plan import DEFAULT_SHARE
-from jaxserve.weights import GgufFile, gguf_fields, parameter_values, write_converted
+from jaxserve.weights import GgufFile, parameter_values, write_converted
 from pallas_kernels.devices import target_device
 
 CONFIG = "config.json"
@@ -64,10 +64,7 @@ def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = Non
 
 def _write_extra(folder: Path, source: Source, config: EngineConfig) -> None:
     """Write configuration and tokenizer, as Transformers' own files."""
-    if isinstance(source.weights, GgufFile):
-        _write_json(folder / CONFIG, gguf_fields(source.weights))
-    else:
-        shutil.copyfile(source.path / CONFIG, folder / CONFIG)
+    _write_json(folder / CONFIG, source.fields)
     if source.generation_config:
         _write_json(folder / "generation_config.json", source.generation_config)
     if config.skip_tokenizer_init:

@@ -1,18 +1,21 @@
 """Checkpoints on the Hugging Face hub, by name.
 
-Only the files that are read are fetched: configuration, tokenizer, safetensors. Pickles and code
-never are. Files lie in the cache of the hub's own library, and are found there without a network.
+Only the files that are read are fetched: configuration, tokenizer, safetensors, or one GGUF model.
+Pickles and code never are. Files lie in the cache of the hub's own library, and are found there
+without a network.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -23,10 +26,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from jaxserve.config import HUB_NAME, HubAccess, hub_access
+from jaxserve.config import HubAccess, hub_access
+from jaxserve.engine.hub_gguf import GgufModel, gguf_models, of_form, preferred
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
+from jaxserve.execution.start.device import this_device
+from jaxserve.model_name import HUB_NAME
 from jaxserve.weights.checkpoint import listed
+from jaxserve.weights.gguf.parts import part_names
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +49,58 @@ MAX_LISTED_FILES = 100_000
 TIMEOUT = 20.0  # seconds for an answer about a model
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A name on the hub, taken apart.
+
+    Attributes:
+        repo: org/name.
+        file: path of a GGUF file in it, if one is named.
+        form: form of a GGUF file, if one is named.
+        where: names the repository in errors.
+    """
+
+    repo: str
+    file: str | None
+    form: str | None
+    where: str
+
+    def gguf(self, sizes: Mapping[str, int]) -> GgufModel | None:
+        """Return the GGUF file to take of a repository's files; None for its safetensors.
+
+        Raises:
+            CheckpointError: there is none of that name or form, or a part of it is missing.
+        """
+        if self.file is None and self.form is None:
+            weights = any(WEIGHTS.fullmatch(name) for name in sizes)
+            models = [] if weights else gguf_models(sizes)
+            if not models:
+                return None
+            model, why = preferred(models, this_device().free)
+            _log.warning("%s: takes %s, %s", self.where, model.files[0], why)
+            return model
+        if self.file is not None:
+            files = part_names(self.file) or [self.file]
+            if self.file != files[0]:
+                raise CheckpointError(f"{self.where}: name the first part, {files[0]}")
+            missing = [name for name in files if name not in sizes]
+            if missing:
+                there = [name for name in sizes if name.endswith(".gguf")]
+                raise CheckpointError(
+                    f"{self.where}: has no {listed(missing)}; there are {listed(there) or 'none'}"
+                )
+            return GgufModel(tuple(files), sum(sizes[name] for name in files))
+        models = gguf_models(sizes)
+        assert self.form is not None
+        if (model := of_form(models, self.form)) is not None:
+            return model
+        forms = sorted({model.form or model.stem for model in models})
+        raise CheckpointError(
+            f"{self.where}: has no GGUF file of the form {self.form}; there are "
+            f"{listed(forms) or 'none'}"
+        )
+
+
 def fetch(
     name: str,
     revision: str | None = None,
@@ -53,8 +112,11 @@ def fetch(
 ) -> Path:
     """Bring a checkpoint here, or find it in the cache.
 
+    Of a repository that holds GGUF files alone, and none or their form is named, Q4_K_M is taken,
+    as in llama.cpp, or else the largest that fits into the memory that is free.
+
     Args:
-        name: org/name, or org/name/FILE.gguf.
+        name: org/name, org/name:FORM or org/name/FILE.gguf.
         revision: branch, tag or commit; "main" by default.
         download_dir: the cache's folder.
         on_progress: called with the bytes of the files as "download", before and after.
@@ -62,25 +124,24 @@ def fetch(
         config_only: whether to fetch the configuration alone.
 
     Returns:
-        The checkpoint's folder, or the GGUF file.
+        The checkpoint's folder, or the GGUF file, the first where there are several parts.
 
     Raises:
         CheckpointError: no such model, revision or file, no access, or no network and no copy.
     """
     parsed = HUB_NAME.fullmatch(name)
     assert parsed is not None, name
-    repo, file, access = parsed["repo"], parsed["file"], hub_access()
+    repo, access = parsed["repo"], hub_access()
     where = f"model {repo!r}" + (f" at revision {revision!r}" if revision else "")
+    wanted = _Wanted(repo, file=parsed["file"], form=parsed["form"], where=where)
     if access.is_offline:
-        return _cached(repo, file, revision, download_dir, where, "HF_HUB_OFFLINE is set")
+        return _cached(wanted, revision, download_dir, text_only, "HF_HUB_OFFLINE is set")
     try:
         sizes = _listing(repo, revision, access)
-        names = [file] if file else _chosen(sizes, where, text_only)
-        if config_only:
-            names = [name for name in names if name in CONFIG or name == file]
-        if file and file not in sizes:
-            gguf = [path for path in sizes if path.endswith(".gguf")]
-            raise CheckpointError(f"{where}: has no {file}; there are {listed(gguf) or 'none'}")
+        gguf = None if text_only else wanted.gguf(sizes)
+        if gguf is not None and config_only:
+            raise CheckpointError(f"{where}: a GGUF file on the hub has to be fetched first")
+        names = list(gguf.files) if gguf else _chosen(sizes, where, text_only, config_only)
         total = sum(sizes[path] for path in names)
         if on_progress is not None:
             on_progress("download", 0, max(total, 1))
@@ -93,12 +154,12 @@ def fetch(
         )
     except (httpx2.TransportError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = f"the hub cannot be reached ({_line(error)})"
-        return _cached(repo, file, revision, download_dir, where, reason)
+        return _cached(wanted, revision, download_dir, text_only, reason)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(f"{where}: {_refusal(error)}") from error
     if on_progress is not None:
         on_progress("download", max(total, 1), max(total, 1))
-    return Path(folder) / file if file else Path(folder)
+    return Path(folder) / gguf.files[0] if gguf else Path(folder)
 
 
 def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, int]:
@@ -114,35 +175,46 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
     return {file.rfilename: file.size or 0 for file in files}
 
 
-def _chosen(sizes: Iterable[str], where: str, text_only: bool) -> list[str]:
-    """Choose the files that are read; where there are none, the error names what is there."""
+def _chosen(sizes: Iterable[str], where: str, text_only: bool, config_only: bool) -> list[str]:
+    """Choose the files that are read; there must be safetensors."""
     wanted = TEXT if text_only else TEXT | CONFIG | {INDEX}
     weights = [name for name in sizes if WEIGHTS.fullmatch(name)]
     if not weights and not text_only:
-        gguf = [name for name in sizes if name.endswith(".gguf")]
-        hint = "there are no safetensors; PyTorch pickles can run code and are not read"
-        if gguf:
-            hint = f"there are only GGUF files; add one to the name: {listed(sorted(gguf))}"
-        raise CheckpointError(f"{where}: {hint}")
-    chosen = [name for name in sizes if name in wanted]
+        raise CheckpointError(
+            f"{where}: there are no safetensors or GGUF files; PyTorch pickles can run code and "
+            "are not read"
+        )
+    chosen = [name for name in sizes if name in (CONFIG if config_only else wanted)]
+    if config_only:
+        return chosen
     return chosen if text_only else chosen + weights
 
 
 def _cached(
-    repo: str,
-    file: str | None,
+    wanted: _Wanted,
     revision: str | None,
     download_dir: str | Path | None,
-    where: str,
+    text_only: bool,
     reason: str,
 ) -> Path:
     """Return the copy in the cache."""
-    for name in [file] if file else ["config.json", "tokenizer.json"]:
-        found = try_to_load_from_cache(repo, name, cache_dir=download_dir, revision=revision)
-        if isinstance(found, str):
-            _log.info("%s: %s; read from the cache", where, reason)
-            return Path(found) if file else Path(found).parent
-    raise CheckpointError(f"{where}: is not in the cache, and {reason}")
+    absent = CheckpointError(f"{wanted.where}: is not in the cache, and {reason}")
+    try:
+        # Whatever is there, complete or not: nothing is looked for by name yet.
+        options: Any = {"cache_dir": download_dir, "local_files_only": True, "allow_patterns": []}
+        folder = Path(snapshot_download(wanted.repo, revision=revision, **options))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        raise absent from None
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    gguf = None if text_only or (wanted.file and wanted.file not in sizes) else wanted.gguf(sizes)
+    if gguf is None and (wanted.file or not sizes.keys() & {"config.json", "tokenizer.json"}):
+        raise absent
+    _log.info("%s: %s; read from the cache", wanted.where, reason)
+    return folder if gguf is None else folder / gguf.files[0]
 
 
 def _refusal(error: Exception) -> str:

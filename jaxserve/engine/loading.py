@@ -156,6 +156,12 @@ def resolved_config(
     platform = "cpu" if device.platform == "cpu" else "gpu"
     context = source.model_config.context_length
     config = replace(config.resolve(platform, context, sizes), model=source.path)
+    if config.max_model_len is not None and config.max_model_len > context:
+        _log.warning(
+            "max_model_len (%s) is beyond the %s positions that the model was made for: answers "
+            "that reach further are of no known quality",
+            *(f"{config.max_model_len:,}", f"{context:,}"),
+        )
     if config.quantization is None and config.load_format != "dummy":
         made: Any = source.fixed_quantization
         config = replace(config, quantization=made)

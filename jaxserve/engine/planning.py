@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.config import EngineConfig, kind_of_model
+from jaxserve.config import EngineConfig
 from jaxserve.engine.source import find_source
 from jaxserve.engine.weight_forms import chosen_form, placed_weights
 from jaxserve.errors import CheckpointError
@@ -16,6 +16,7 @@ from jaxserve.execution.start.memory_plan import (
     plan_memory,
 )
 from jaxserve.execution.start.refusal import refusal
+from jaxserve.model_name import kind_of_model
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import NO_MODEL, EngineConfig, bundled_model, kind_of_model
+from jaxserve.config import EngineConfig, bundled_model
 from jaxserve.engine.text.gguf_ends import gguf_ends
 from jaxserve.engine.text.tokenizer import Tokenizer, read_generation_config
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.execution.runner import OnProgress
-from jaxserve.models import Decoder, ModelConfig, read_model_config
+from jaxserve.model_name import NO_MODEL, kind_of_model
+from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
+from jaxserve.overrides import overridden
 from jaxserve.weights import (
     ConvertedModel,
     GgufFile,
-    gguf_config,
+    gguf_fields,
     is_converted,
     load_converted,
     load_weights,
+    open_checkpoint,
     open_converted,
-    read_gguf,
+    open_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
 from jaxserve.weights.placement import use_panels
+from jaxserve.weights.wrapped import has_output
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,15 @@ class Source:
 
     Attributes:
         path: of the folder or the GGUF file.
+        fields: fields of its config.json, or those that a GGUF file's metadata amounts to, with the
+            setting `hf_overrides` in their place.
         model_config: the model's configuration.
         generation_config: the recommended settings of generation.
         weights: where they are read from: the folder, an opened file, or a converted folder.
     """
 
     path: Path
+    fields: dict[str, Any]
     model_config: ModelConfig
     generation_config: dict[str, Any]
     weights: Path | GgufFile | ConvertedModel
@@ -130,16 +137,35 @@ def find_source(
     if config.model is not None:
         path = local_path(str(config.model), config, on_progress, config_only=config_only)
     if path.is_file():
-        file = read_gguf(path)
+        file = open_gguf(path)
+        fields = overridden(gguf_fields(file), config.hf_overrides)
         generation = _generation_config(
             config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}
         )
-        return Source(path, gguf_config(file), generation, file)
-    model_config = read_model_config(path)
+        return Source(path, fields, parse_model_config(fields, str(path)), generation, file)
+    where = str(path / "config.json")
+    fields = overridden(read_config_fields(path), config.hf_overrides)
+    model_config = parse_model_config(fields, where)
     generation = _generation_config(config, path, None)
     if is_converted(path):
-        return Source(path, model_config, generation, open_converted(path))
-    return Source(path, model_config, generation, path)
+        return Source(path, fields, model_config, generation, open_converted(path))
+    if model_config.wrapper and not config_only and config.load_format != "dummy":
+        tied = _ties(path, fields, model_config)
+        if tied != model_config.tie_word_embeddings:
+            fields["tie_word_embeddings"] = tied
+            model_config = parse_model_config(fields, where)
+    return Source(path, fields, model_config, generation, path)
+
+
+def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
+    """Return whether a wrapper's text model projects by its embedding.
+
+    Wrapper and text model often disagree, or leave it to defaults of their classes. As in
+    Transformers, an output projection among the tensors is used whatever they say.
+    """
+    if has_output(open_checkpoint(path)):
+        return False
+    return config.tie_word_embeddings or fields.get("tie_word_embeddings") is None
 
 
 def local_path(

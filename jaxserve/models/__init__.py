@@ -9,6 +9,7 @@ from jaxserve.models.registry import (
     build_model,
     checkpoint_weights,
     parse_model_config,
+    read_config_fields,
     read_model_config,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "checkpoint_weights",
     "logical_axes",
     "parse_model_config",
+    "read_config_fields",
     "read_model_config",
 ]

@@ -58,11 +58,19 @@ class Architecture:
         config: rules for the fields of config.json.
         weights: function that lists every tensor of a checkpoint and its place in the model.
         traits: differences between its computation and Llama's.
+        aliases: further names of the same computation in `architectures`.
+        computed_by: Transformers' class for it, where that is another architecture's; it stands in
+            the files that Transformers writes.
+        tensors: patterns of names that the checkpoint has for tensors, and what `weights` calls
+            them; applied one after another.
     """
 
     config: ConfigRules
     weights: Callable[[ModelConfig], list[WeightName]]
     traits: FamilyTraits = LLAMA_TRAITS
+    aliases: tuple[str, ...] = ()
+    computed_by: str | None = None
+    tensors: tuple[tuple[str, str], ...] = ()
 
     def traits_of(self, config: ModelConfig) -> FamilyTraits:
         """Return the traits of one model: norms of queries and keys may be switched off."""

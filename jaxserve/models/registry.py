@@ -1,6 +1,7 @@
 """Every family in one table, and what is looked up in it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +16,12 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.quantization import MODELOPT_FILE, modelopt_fields
 from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
+from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.gemma import GEMMA
+from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.llama import LLAMA
@@ -33,14 +36,41 @@ from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_table import WeightName
 
 MAX_CONFIG_BYTES = 1 << 20
+CONFIG = "config.json"
+# Classes beside those of language models, by what their names end in.
+HEADLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "ForSequenceClassification": "it classifies, and gives no next token",
+        "ForTokenClassification": "it classifies, and gives no next token",
+        "ForQuestionAnswering": "it classifies, and gives no next token",
+        "RewardModel": "it gives rewards, and no next token",
+        "Model": "it is a base class, which gives embeddings and no next token",
+    }
+)
 
 FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN, GPT_OSS, DEEPSEEK, PHI3, SMOLLM3, OLMO, GRANITE, COHERE),
-    GEMMA,
+    *(GEMMA, GLM),
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {name: rules for family in FAMILIES for name, rules in family.architectures.items()}
+)
+# Names of architectures by those, and by further ones that stand for the same computation.
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        alias: name
+        for name, architecture in ARCHITECTURES.items()
+        for alias in (name, *architecture.aliases)
+    }
+)
+# Names of architectures by `model_type`.
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        model_type: name
+        for name, architecture in ARCHITECTURES.items()
+        for model_type in architecture.config.model_types
+    }
 )
 # Rules for GGUF files by llama.cpp's name of the architecture.
 GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
@@ -52,18 +82,29 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """Read `config.json` in a checkpoint's folder, and what modelopt wrote beside it.
 
     Raises:
-        CheckpointError: a file is absent or not a JSON object.
-        UnsupportedModel: see `parse_model_config`.
+        CheckpointError, UnsupportedModel: see `read_config_fields` and `parse_model_config`.
     """
-    path = Path(directory) / "config.json"
+    return parse_model_config(read_config_fields(directory), str(Path(directory) / CONFIG))
+
+
+def read_config_fields(directory: str | Path) -> dict[str, Any]:
+    """Return the object in a folder's config.json, with what modelopt wrote beside it.
+
+    Raises:
+        CheckpointError: a file is absent or not a JSON object.
+    """
+    path = Path(directory) / CONFIG
     raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
         raw = raw | {QUANTIZATION: modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))}
-    return parse_model_config(raw, str(path))
+    return raw
 
 
-def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     """Read the contents of a config.json.
+
+    The first of `architectures` that jaxserve computes decides how; without any, `model_type` does.
+    Of a wrapper the text model is read, as its own `model_type` says.
 
     Args:
         raw: the parsed object.
@@ -73,13 +114,71 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         UnsupportedModel: an unknown architecture, or else one error that lists every field that is
             malformed, out of bounds, unknown, or not computed by jaxserve.
     """
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if isinstance(name, str) and name in ARCHITECTURES:
+    named = _named(raw, where)
+    wrapper = wrapper_of(raw, named)
+    if wrapper is None:
+        name = MODEL_TYPES.get(_model_type(raw), "")
+        if named is not None and (not name or ARCHITECTURES[name].computed_by != named):
+            name = named
+        if name not in ARCHITECTURES:
+            raise UnsupportedModel(f"{where}: {_unknown(raw)}")
         return ModelConfig.from_fields(raw, name, ARCHITECTURES[name].config, where)
-    got = f"is {shown(names)}" if "architectures" in raw else "is missing"
-    supported = ", ".join(ARCHITECTURES)
-    raise UnsupportedModel(f"{where}: architectures {got}; allowed: a list of one of {supported}")
+    fields, prefix = text_fields(raw, WRAPPERS[wrapper])
+    name = MODEL_TYPES.get(_model_type(fields), "")
+    if not name:
+        kind, allowed = shown(fields["model_type"]), ", ".join(MODEL_TYPES)
+        raise UnsupportedModel(
+            f"{where}: the text of this {wrapper} has {prefix}model_type {kind}; allowed: {allowed}"
+        )
+    config = ModelConfig.from_fields(fields, name, ARCHITECTURES[name].config, where, prefix)
+    return replace(config, wrapper=wrapper)
+
+
+def _named(raw: Mapping[str, Any], where: str) -> str | None:
+    """Return the architecture or wrapper that `architectures` names; None where it names none."""
+    names = raw.get("architectures")
+    names = [] if names is None else names
+    if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
+        raise UnsupportedModel(
+            f"{where}: architectures is {shown(names)}; allowed: a list of names, or nothing"
+        )
+    for name in names:
+        if name in NAMES:
+            return NAMES[name]
+        if name in WRAPPERS:
+            return name
+    if names:
+        raise UnsupportedModel(f"{where}: {_unknown(raw)}")
+    return None
+
+
+def _model_type(raw: Mapping[str, Any]) -> str:
+    kind = raw.get("model_type")
+    return kind if isinstance(kind, str) else ""
+
+
+def _unknown(raw: Mapping[str, Any]) -> str:
+    """Say which architecture is not computed, and what is."""
+    names = raw.get("architectures") or []
+    family = MODEL_TYPES.get(_model_type(raw))
+    for name in names:
+        base = _without_head(name)
+        if base and family:
+            return (
+                f"architectures is {shown(names)}: {base}; where its weights are a language "
+                f"""model's, --hf-overrides '{{"architectures": ["{family}"]}}' serves them"""
+            )
+    got = f"architectures is {shown(names)}"
+    if not names:
+        got = f"architectures is missing, and model_type is {shown(raw.get('model_type'))}"
+    return f"{got}; allowed: {', '.join((*NAMES, *WRAPPERS))}"
+
+
+def _without_head(name: str) -> str | None:
+    """Return what a class that gives no next token is; None for any other."""
+    if name.endswith("LMHeadModel"):
+        return None
+    return next((what for ending, what in HEADLESS.items() if name.endswith(ending)), None)
 
 
 def overflows_float16(config: ModelConfig) -> bool:
@@ -105,3 +204,8 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decod
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
     """List every tensor that a checkpoint of this model holds."""
     return ARCHITECTURES[config.architecture].weights(config)
+
+
+def tensor_names(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Return patterns of the names that a checkpoint has for tensors, and what replaces them."""
+    return ARCHITECTURES[config.architecture].tensors

@@ -94,6 +94,16 @@ def mlp_projections(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
+def fused_mlp() -> list[WeightName]:
+    """List one layer's matrices of a dense MLP whose gate and upward projection are one tensor."""
+    gate_up = "mlp.gate_up_proj.weight"
+    return [
+        WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", GATE, part=0),
+        WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", UP, part=1),
+        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
+
+
 def fused_qkv(config: ModelConfig) -> tuple[Index, Index, Index]:
     """Return the parts of the fused parameter that queries, keys and values fill."""
     group = config.num_attention_heads // config.num_key_value_heads

@@ -1,8 +1,10 @@
 """Tensors of a Hugging Face checkpoint and their places in a model's parameters, as data."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
 
@@ -46,6 +48,7 @@ class WeightName:
         path: the parameter it belongs to.
         index: the part of the parameter that it fills; all of it unless several tensors are fused.
         part: which part of a stacked tensor this is; each has a WeightName of its own.
+        other: a layout that some checkpoints have instead, told by the tensor's shape.
     """
 
     name: str
@@ -53,6 +56,13 @@ class WeightName:
     path: str
     index: Index = (...,)
     part: int = 0
+    other: str = ""
+
+    def stored_as(self, shape: tuple[int, ...] | None, dims: Mapping[str, int]) -> WeightName:
+        """Return this tensor with the layout that a shape in the checkpoint tells."""
+        if not self.other or shape is None or shape == self.shape(dims):
+            return self
+        return replace(self, layout=self.other, other="")
 
     def shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
         """Return the tensor's shape in the checkpoint."""

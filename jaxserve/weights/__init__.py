@@ -10,6 +10,7 @@ from jaxserve.weights.converted import (
 )
 from jaxserve.weights.gguf.file import GgufFile, read_gguf
 from jaxserve.weights.gguf.names import gguf_config, gguf_fields
+from jaxserve.weights.gguf.parts import open_gguf
 from jaxserve.weights.model_weights import load_weights, parameter_values, random_weights
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "load_weights",
     "open_checkpoint",
     "open_converted",
+    "open_gguf",
     "parameter_values",
     "random_weights",
     "read_gguf",

@@ -16,14 +16,15 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.linear import Constant
 from jaxserve.models.panels import with_panels
+from jaxserve.models.registry import tensor_names
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.block_parameters import read_blocks
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
-from jaxserve.weights.checkpoint import open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.gguf.names import named_tensors
-from jaxserve.weights.names import match_names
+from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.placement import (
     Place,
     panel_plans,
@@ -35,6 +36,7 @@ from jaxserve.weights.placement import (
 )
 from jaxserve.weights.quantized_tensors import PackedTensor, sort_packed
 from jaxserve.weights.safetensors import TensorEntry
+from jaxserve.weights.wrapped import text_tensors
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -78,9 +80,9 @@ def load_weights(
         CheckpointError: files missing, malformed, unsafe, in disagreement with `config`, changed
             during the load, or holding values that are not finite.
     """
-    opened = named_tensors(source) if isinstance(source, GgufFile) else open_checkpoint(source)
-    dims = dimensions(config)
-    sorted_ = sort_packed(opened, config.quantization, checkpoint_weights(config), dims)
+    opened, dims = _open(source, config), dimensions(config)
+    table = as_stored(checkpoint_weights(config), opened, dims)
+    sorted_ = sort_packed(opened, config.quantization, table, dims)
     entries = match_names(sorted_.checkpoint, config, sorted_.table)
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
@@ -104,6 +106,16 @@ def load_weights(
     if kv_scales:
         set_kv_scales(model, sorted_.kv_scales)
     return model
+
+
+def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
+    """Return the model's tensors under the names that its table has."""
+    if isinstance(source, GgufFile):
+        return named_tensors(source)
+    opened = open_checkpoint(source)
+    if config.wrapper is not None:
+        opened = text_tensors(opened)
+    return renamed(opened, tensor_names(config))
 
 
 def _as_it_is(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 from itertools import zip_longest
 
 from jaxserve.errors import CheckpointError
@@ -18,6 +19,34 @@ logger = logging.getLogger(__name__)
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Checkpoint:
+    """Return a checkpoint whose tensors have the names that its family's table has.
+
+    Raises:
+        CheckpointError: two tensors would have one name.
+    """
+    patterns, tensors = tuple(patterns), dict[str, TensorEntry]()
+    if not patterns:
+        return checkpoint
+    for name, entry in checkpoint.tensors.items():
+        plain = name
+        for pattern, replacement in patterns:
+            plain = re.sub(pattern, replacement, plain)
+        if plain in tensors:
+            raise CheckpointError(f"{checkpoint.directory}: two tensors are {plain!r}")
+        tensors[plain] = replace(entry, name=plain)
+    return replace(checkpoint, tensors=tensors)
+
+
+def as_stored(
+    table: Iterable[WeightName], checkpoint: Checkpoint, dims: Mapping[str, int]
+) -> list[WeightName]:
+    """Return the table with the layouts that this checkpoint has, where there are several."""
+    tensors = checkpoint.tensors
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
 
 
 def match_names(

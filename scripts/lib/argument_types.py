@@ -175,7 +175,7 @@ def new_folder(text: str) -> Path:
 def checkpoint(text: str) -> str:
     """Check an engine's `model`: a folder, a GGUF file, or a name on the hub."""
     # Imported here and below: some scripts run where jaxserve is not installed.
-    from jaxserve.config import kind_of_model
+    from jaxserve.model_name import kind_of_model
 
     kind = kind_of_model(text)
     if kind is None:

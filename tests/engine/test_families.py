@@ -17,6 +17,8 @@ CASES = [
     "phi3_longrope",
     "cohere_qk_norm_untied",
     "cohere2_tied",
+    "glm4_half_rotated",
+    "gemma_head_dim",
     "mistral_window",  # on every layer: pages that it has left are given back
 ]
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from jaxserve import CheckpointError, EngineConfig
-from jaxserve.config import is_hub_name
 from jaxserve.engine.hub import fetch
 from jaxserve.engine.source import find_source
+from jaxserve.execution.start.device import DeviceMemory
+from jaxserve.model_name import is_hub_name
 from jaxserve.weights import parameter_values
+from pallas_kernels.devices import DeviceLimits
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
+from tests.support.gguf_parts import split_gguf
 from tests.support.hub_server import Hub, commit_of, serve_hub
 
 NEVER = {
@@ -37,11 +40,36 @@ def files(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     held = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     folder = tmp_path_factory.mktemp("gguf")
     gguf = write_gguf(folder / "m.gguf", "llama", random_tensors(raw_config("llama")))
+    bare = write_gguf(folder / "tiny-BF16.gguf", "llama", random_tensors(raw_config("llama")))
+    parts = split_gguf(bare, folder, 12)
+    assert len(parts) == 2
     other = held | {"generation_config.json": b'{"temperature": 0.25}'}
     return {
         "org/tiny": {"main": {**held, **NEVER}, "v2": other},
         "org/pickle": {"main": {"config.json": b"{}", "pytorch_model.bin": b"x"}},
         "org/tiny-GGUF": {"main": {"tiny.F32.gguf": gguf.read_bytes(), "README.md": b""}},
+        "org/many-GGUF": {
+            "main": {
+                "tiny-UD-Q4_K_M.gguf": b"x" * 30,
+                "tiny-Q4_K_M.gguf": gguf.read_bytes(),
+                "tiny-Q8_0.gguf": b"x" * 80,
+                "mmproj-tiny-Q4_K_M.gguf": b"x" * 9,
+                "tiny-imatrix.gguf": b"x" * 9,
+                "../escape-Q4_K_M.gguf": b"x",
+                "BF16/" + parts[0].name: parts[0].read_bytes(),
+                "BF16/" + parts[1].name: parts[1].read_bytes(),
+                "config.json": b"{}",
+            }
+        },
+        "org/large-GGUF": {
+            "main": {
+                "big-00001-of-00002-Q8_0.gguf": b"x" * 900,
+                "big-Q2_K.gguf": b"x" * 200,
+                "big-Q3_K_S.gguf": b"x" * 300,
+                "big-Q5_0.gguf": b"x" * 500,
+            }
+        },
+        "org/torn-GGUF": {"main": {"torn-Q4_0-00002-of-00003.gguf": b"x"}},
     }
 
 
@@ -125,8 +153,13 @@ def test_an_interrupted_download_is_noticed(hub, tmp_path, monkeypatch):
 REFUSED = [
     ("org/absent", "no such model"),
     ("org/gated", "grant access"),
-    ("org/pickle", "no safetensors; PyTorch pickles"),
-    ("org/tiny-GGUF", r"only GGUF files.*tiny\.F32\.gguf"),
+    ("org/pickle", "no safetensors or GGUF files; PyTorch pickles"),
+    ("org/pickle:Q4_0", "no GGUF file of the form Q4_0; there are none"),
+    ("org/many-GGUF:Q4_K", "of the form Q4_K; there are BF16, Q4_K_M, Q8_0, UD-Q4_K_M"),
+    ("org/many-GGUF:mmproj", "no GGUF file of the form mmproj"),
+    ("org/many-GGUF/BF16/tiny-BF16-00002-of-00002.gguf", "first part, BF16/tiny-BF16-00001"),
+    ("org/torn-GGUF", r"00002-of-00003\.gguf: the other parts are missing: torn-Q4_0-00001-of"),
+    ("org/torn-GGUF/torn-Q4_0-00001-of-00003.gguf", r"has no torn-Q4_0-00001.*, torn-Q4_0-00003"),
     ("org/tiny-GGUF/absent.gguf", r"has no absent\.gguf; there are tiny\.F32\.gguf"),
 ]
 
@@ -138,9 +171,14 @@ def test_names_that_lead_nowhere(hub, tmp_path, name, named):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a", "/a/b", "../b", "a/..", "a/b/c", "a/b/../c.gguf", "a//b", "a/b\0", "a/b*"]
+    "name",
+    [
+        *("", "a", "/a/b", "../b", "a/..", "a/b/c", "a/b/../c.gguf", "a//b", "a/b\0", "a/b*"),
+        *("a/b:", "a/b:c/d", "a/b:*", "a/b:c:d", "a/b/c:Q4_0", "a/b/c.gguf:Q4_0"),
+    ],
 )
-def test_what_is_no_name_asks_nobody(hub, tmp_path, name):
+def test_what_is_no_name_asks_nobody(hub, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
     assert not is_hub_name(name)
     with pytest.raises(CheckpointError, match="not a folder"):
         find_source(EngineConfig(model=name or "nowhere", download_dir=tmp_path))
@@ -152,6 +190,76 @@ def test_a_gguf_file_by_name(hub, tmp_path):
     source = find_source(config)
     assert source.path.name == "tiny.F32.gguf" and source.model_config.hidden_size == 64
     source.load(source.model_config, np.float32)
+
+
+def fetched(hub: Hub) -> set[str]:
+    return {path.split("/", 5)[-1] for path in hub.asked if "/resolve/" in path}
+
+
+@pytest.mark.parametrize(
+    ("form", "file"),
+    [
+        ("Q4_K_M", "tiny-Q4_K_M.gguf"),
+        ("q4_k_m", "tiny-Q4_K_M.gguf"),
+        ("UD-Q4_K_M", "tiny-UD-Q4_K_M.gguf"),
+        ("Q8_0", "tiny-Q8_0.gguf"),
+    ],
+)
+def test_a_form_names_a_file(hub, tmp_path, form, file):
+    """As for llama.cpp and vLLM: `org/repo:Q4_K_M`."""
+    assert fetch(f"org/many-GGUF:{form}", download_dir=tmp_path).name == file
+    assert fetched(hub) == {file}
+
+
+def test_a_form_in_several_parts(hub, tmp_path, monkeypatch):
+    config = EngineConfig(model="org/many-GGUF:BF16", download_dir=tmp_path)
+    source = find_source(config)
+    assert source.path.name == "tiny-BF16-00001-of-00002.gguf"
+    assert fetched(hub) == {f"BF16/tiny-BF16-0000{number}-of-00002.gguf" for number in (1, 2)}
+    alone = find_source(EngineConfig(model="org/tiny-GGUF", download_dir=tmp_path))
+    whole = parameter_values(alone.load(alone.model_config, np.float32))
+    found = parameter_values(source.load(source.model_config, np.float32))
+    assert all(np.array_equal(found[path], whole[path]) for path in whole)
+    named = "org/many-GGUF/BF16/tiny-BF16-00001-of-00002.gguf"
+    assert fetch(named, download_dir=tmp_path) == source.path
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch("org/many-GGUF:bf16", download_dir=tmp_path) == source.path
+    assert fetch(named, download_dir=tmp_path) == source.path
+    source.path.with_name("tiny-BF16-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"parts are missing: .*00002-of-00002"):
+        fetch("org/many-GGUF:BF16", download_dir=tmp_path)
+
+
+def test_without_a_form_q4_k_m_is_taken_and_said(hub, tmp_path, caplog):
+    assert fetch("org/many-GGUF", download_dir=tmp_path).name == "tiny-Q4_K_M.gguf"
+    assert "'org/many-GGUF': takes tiny-Q4_K_M.gguf, which is taken where no" in caplog.text
+    with pytest.raises(CheckpointError, match="has to be fetched first"):
+        fetch("org/many-GGUF", download_dir=tmp_path, config_only=True)
+
+
+@pytest.mark.parametrize(
+    ("free", "file", "why"),
+    [
+        (10_000, "big-00001-of-00002-Q8_0.gguf", "the largest that fits"),
+        (700, "big-Q5_0.gguf", "the largest that fits"),
+        (400, "big-Q3_K_S.gguf", "the largest that fits"),
+        (100, "big-Q2_K.gguf", "the smallest, though none fits"),
+    ],
+)
+def test_else_the_largest_that_fits_is_taken_and_said(
+    hub, tmp_path, caplog, monkeypatch, free, file, why
+):
+    host = DeviceMemory(DeviceLimits("cpu", "CPU"), 1 << 30, free)
+    monkeypatch.setattr("jaxserve.engine.hub.this_device", lambda: host)
+    assert fetch("org/large-GGUF", download_dir=tmp_path).name == file
+    assert fetched(hub) == {file}
+    assert f"takes {file}, {why}" in caplog.text
+
+
+def test_a_form_is_no_tokenizers(hub, tmp_path, checkpoint):
+    config = EngineConfig(model=checkpoint, tokenizer="org/tiny:Q4_K_M", download_dir=tmp_path)
+    find_source(config).tokenizer(config)
+    assert "tokenizer.json" in fetched(hub)
 
 
 def test_the_tokenizer_alone(hub, tmp_path, checkpoint):

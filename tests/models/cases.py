@@ -135,6 +135,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**EXPERTS}),
     "deepseek_v3": ("DeepseekV3", {**EXPERTS, "n_group": 3, "topk_group": 2}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
     "gemma2": (
         "Gemma2",
         {
@@ -158,6 +160,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Read as "gelu_pytorch_tanh", which its first files meant.
+    "gemma": ("Gemma", {"head_dim": 12, "hidden_act": "gelu"}),
 }
 
 # Every case differs from the others in what it exercises, and has H != D / N or K < N somewhere.
@@ -353,6 +357,48 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "num_experts_per_tok": 4,
         "v_head_dim": 20,
+    },
+    "glm_half_rotated": {},
+    "glm_tied_quarter": {
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "num_key_value_heads": 1,
+    },
+    "glm_whole_heads_linear": {
+        "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0},
+        "num_key_value_heads": 4,
+    },
+    "glm4_half_rotated": {},
+    "glm4_tied_three_quarters": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+        },
+        "num_key_value_heads": 1,
+    },
+    "glm4_yarn_without_biases": {
+        "attention_bias": False,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        "num_key_value_heads": 4,
+    },
+    "gemma_head_dim": {},
+    "gemma_tied_linear": {
+        "tie_word_embeddings": True,
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 1,
+    },
+    "gemma_bias_yarn": {
+        "attention_bias": True,
+        "rope_parameters": YARN,
+        "head_dim": 16,
+        "num_key_value_heads": 4,
     },
     "gemma2_caps": {},
     "gemma2_tied_no_caps": {

@@ -227,7 +227,7 @@ BAD_FIELDS = [
     ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}),
     ("attention_multiplier", 0.1),
-    ("use_sliding_window", False),  # no field of Llama
+    ("sliding_window_pattern", 2),  # no field of Llama
 ]
 
 
@@ -483,12 +483,68 @@ def test_all_bad_fields_are_listed_at_once():
     assert "4 field(s)" in str(caught.value) or "5 field(s)" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names", [None, [], "LlamaForCausalLM", ["GPT2LMHeadModel"], ["LlamaForCausalLM"] * 2, [3], {}]
-)
+@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], ["A", "B"]])
 def test_an_unknown_architecture_names_the_known_ones(names):
-    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM, MistralForCausalLM"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM, LLaMAForCausalLM.*Gemma3ForCon"):
         parse_model_config(LLAMA | {"architectures": names})
+
+
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", [3], {}, 5, [None]])
+def test_architectures_are_a_list_of_names(names):
+    with pytest.raises(UnsupportedModel, match=r"architectures is .*; allowed: a list of names"):
+        parse_model_config(LLAMA | {"architectures": names})
+
+
+def test_model_type_decides_where_no_architecture_does():
+    """And the first of several that is computed, as in vLLM."""
+    want = parse_model_config(LLAMA)
+    absent = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    for raw in (absent, LLAMA | {"architectures": []}, LLAMA | {"architectures": None}):
+        assert parse_model_config(raw) == want
+    for names in (["LlamaForCausalLM"] * 2, ["MyModel", "LlamaForCausalLM", "GPT2LMHeadModel"]):
+        assert parse_model_config(LLAMA | {"architectures": names}) == want
+    for kind in (None, "gpt2", 3):
+        with pytest.raises(UnsupportedModel, match="architectures is missing, and model_type is"):
+            parse_model_config(absent | {"model_type": kind})
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("LlamaModel", "base class, which gives embeddings"),
+        ("LlamaForSequenceClassification", "it classifies"),
+        ("LlamaForTokenClassification", "it classifies"),
+        ("LlamaForRewardModel", "it gives rewards"),
+    ],
+)
+def test_a_class_without_next_tokens_says_what_to_do(name, what):
+    said = rf"{name}.*{what}.*--hf-overrides '{{\"architectures\": \[\"LlamaForCausalLM\"\]}}'"
+    with pytest.raises(UnsupportedModel, match=said):
+        parse_model_config(LLAMA | {"architectures": [name]})
+
+
+ALIASES = [
+    ("InternLM3ForCausalLM", "internlm3", {"bias": False, "qkv_bias": False}, LLAMA),
+    ("IQuestCoderForCausalLM", "iquestcoder", {"clip_qkv": None, "max_window_layers": 0}, LLAMA),
+    ("LLaMAForCausalLM", "llama", {}, LLAMA),
+    ("DeepseekV3ForCausalLM", "kimi_k2", {}, DEEPSEEK),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "own", "raw"), ALIASES)
+def test_other_names_of_the_same_code(name, kind, own, raw):
+    want = parse_model_config(raw)
+    other = {"architectures": [name], "model_type": kind}
+    assert parse_model_config(raw | own | other) == want
+    assert parse_model_config(raw | own | {"architectures": None, "model_type": kind}) == want
+
+
+@pytest.mark.parametrize(
+    "field", [{"bias": True}, {"qkv_bias": True}, {"clip_qkv": 8.0}, {"use_sliding_window": True}]
+)
+def test_what_an_alias_could_say_and_is_not_computed(field):
+    with pytest.raises(UnsupportedModel, match=next(iter(field))):
+        parse_model_config(LLAMA | {"model_type": "internlm3"} | field)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,28 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"logits_scaling": 3.0},
         {"rope_parameters.rope_theta": 600.0},
     ],
+    "glm_half_rotated": [
+        {"attention_bias": False},
+        {"rope_parameters.partial_rotary_factor": 0.25},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters.rope_type": "dynamic", "rope_parameters.factor": 2.0},
+        {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"},
+    ],
+    "glm_whole_heads_linear": [{"rope_parameters.factor": 3.0}],
+    "glm4_half_rotated": [
+        {"attention_bias": False},
+        {"rope_parameters.partial_rotary_factor": 0.25},
+        {"rope_parameters.rope_theta": 600.0},
+        {"architectures": ["GlmForCausalLM"], "model_type": "glm"},
+    ],
+    "glm4_yarn_without_biases": [{"rope_parameters.beta_slow": 0.1}],
+    "gemma_head_dim": [
+        {"hidden_act": "silu"},
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": True},
+        {"rope_parameters.rope_theta": 600.0},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    ],
     "gemma2_caps": [
         {"query_pre_attn_scalar": 30},
         {"attn_logit_softcapping": 3.0},

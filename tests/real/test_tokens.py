@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.real.engines import load_real, make_engine, serve
 from tests.real.hugging_face import round_frequencies_once
 from tests.real.prompts import prose
 from tests.real.references import LONG, NUM_GREEDY, SEEDED, Transformers, ends_of, seeded_params
+from tests.support.gguf_parts import split_gguf
 
 # Of log-probabilities; 7e-5 was seen with prompts, 9e-4 with 9,000 tokens.
 TOLERANCE = 1e-3
@@ -52,6 +54,13 @@ def test_greedy_answers(real: Real, is_long: bool) -> None:
 
 def test_greedy_answers_of_widened_blocks(smollm2: Real, is_long: bool) -> None:
     check_greedy(smollm2, load_real(smollm2.path, dtype="float32"), is_long, TOLERANCE)
+
+
+def test_greedy_answers_of_a_file_in_parts(smollm2: Real, tmp_path: Path, is_long: bool) -> None:
+    parts = split_gguf(smollm2.path, tmp_path, 60, bare_first=True)
+    assert len(parts) == 6
+    loaded = load_real(parts[0], compilation_cache_dir=smollm2.path.parent / "compiled")
+    check_greedy(smollm2, loaded, is_long, PACKED)
 
 
 @pytest.mark.real_long

@@ -276,7 +276,10 @@ def test_other_content_than_text(server: Server, part: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
     files = server.num_files()
     for path in (CHAT, "/v1/messages"):
-        assert refuse(server, path, {"messages": messages})["param"] == "messages"
+        refused = refuse(server, path, {"messages": messages})
+        assert refused["param"] == "messages"
+        if part["type"] != "text":
+            assert f"content of type {part['type']!r} is not supported" in refused["message"]
     item = {"role": "user", "content": [part]}
     assert refuse(server, "/v1/responses", {"input": [item]})["param"] == "input"
     assert server.num_files() <= files + 1

@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.5},
     },
+    "exaone": {"architectures": ["ExaoneForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
     "phi3": {
@@ -79,6 +80,35 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
         "original_max_position_embeddings": 32,
         "rope_scaling": LONG,
+    },
+    "qwen2vl": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3vl": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "qwen3vlmoe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "chatglm": {
+        "architectures": ["GlmForCausalLM"],
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"],
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        "rope_scaling": YARN,
+    },
+    "gemma": {
+        "architectures": ["GemmaForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
     },
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], **GEMMA, **CAPS},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], **GEMMA},
@@ -185,6 +215,13 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "exaone": gguf.MODEL_ARCH.EXAONE,
+    "qwen2vl": gguf.MODEL_ARCH.QWEN2VL,
+    "qwen3vl": gguf.MODEL_ARCH.QWEN3VL,
+    "qwen3vlmoe": gguf.MODEL_ARCH.QWEN3VLMOE,
+    "chatglm": gguf.MODEL_ARCH.CHATGLM,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
@@ -246,7 +283,8 @@ def write_gguf(
 ) -> Path:
     """Write a checkpoint; matrices in `kind`, the rest in float32.
 
-    `older` files have Mixtral's experts apart, and latent attention's upward projection whole.
+    `older` files have Mixtral's experts apart, latent attention's upward projection whole, and
+    GLM's queries, keys and values as one.
     """
     raw, family = raw or raw_config(case), case.partition("_")[0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
@@ -299,6 +337,11 @@ def parts_of(
         expert = re.fullmatch(r"(.+\.experts)\.\d+\.(\w+\.weight)", name)
         if expert is not None and not (older and family == "mixtral"):
             stacks.setdefault(f"{expert[1]}.{expert[2]}", []).append(tensor)
+        elif older and family == "chatglm" and "self_attn" in name and "o_proj" not in name:
+            if "q_proj" in name:
+                others = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "kv"]
+                fused = name.replace("q_proj", "qkv_proj")
+                yield fused, np.concatenate([tensor, *others])
         elif family == "gptoss":
             yield from gpt_oss_parts(name, tensor)
         elif name.endswith("kv_b_proj.weight") and not older:

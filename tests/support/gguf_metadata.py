@@ -33,6 +33,9 @@ def add_metadata(
         if "head_dim" in raw:
             writer.add_key_length(size)
             writer.add_value_length(size)
+    if family.startswith(("qwen2vl", "qwen3vl")):
+        writer.add_rope_dimension_sections([8, 4, 4, 0])
+        writer.add_num_deepstack_layers(3)
     if raw.get("sliding_window"):
         writer.add_sliding_window(raw["sliding_window"])
     if "layer_types" in raw:

@@ -90,17 +90,18 @@ def test_panels_are_the_same(tmp_path, monkeypatch, case):
     assert_equal(got, want)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek2_lite"])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek2_lite", "chatglm"])
 def test_older_files(tmp_path, case):
-    """Experts apart; one upward projection of latent attention, and a head's own sizes."""
+    """Experts apart; one upward projection of latent attention, and a head's own sizes; one
+    tensor of queries, keys and values."""
     raw, tensors = raw_config(case), random_tensors(raw_config(case))
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, tensors, older=True))
     config, want = gguf_config(file), parse_model_config(raw)
     assert replace(config, dtype=want.dtype) == want
     got = load_weights(file, config, jnp.float32)
     assert_equal(got, hugging_face(tmp_path / "hf", raw, tensors))
-    apart = {"mixtral": "blk.1.ffn_down.3.weight", "deepseek2_lite": "blk.1.attn_kv_b.weight"}
-    assert apart[case] in file.tensors
+    apart = {"mixtral": "ffn_down.3", "deepseek2_lite": "attn_kv_b", "chatglm": "attn_qkv"}
+    assert f"blk.1.{apart[case]}.weight" in file.tensors
 
 
 def test_parts_that_do_not_fit_are_refused(tmp_path):
@@ -342,7 +343,6 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5},
         "ext_f",
     ),
-    "split": ({"split.count": 3}, "3 parts"),
 }
 
 
@@ -439,3 +439,22 @@ def test_config_json_of_a_file_reads_the_same(tmp_path, case):
     file = read_gguf(write_gguf(tmp_path / "m.gguf", case, random_tensors(raw_config(case))))
     fields = json.loads(json.dumps(gguf_fields(file)))
     assert parse_model_config(fields) == gguf_config(file)
+
+
+def test_queries_keys_and_values_that_do_not_fit_are_refused(tmp_path):
+    tensors = random_tensors(raw_config("chatglm"))
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "chatglm", tensors, older=True))
+    entry = file.tensors["blk.0.attn_qkv.weight"]
+    cut = replace(entry, shape=(entry.shape[0] - 8, *entry.shape[1:]))
+    file = replace(file, tensors={**file.tensors, entry.name: cut})
+    with pytest.raises(CheckpointError, match=r"attn_qkv.weight' has 248 rows; expected 256"):
+        load_weights(file, gguf_config(file), jnp.float32)
+
+
+def test_a_projector_of_images_is_no_model(tmp_path):
+    path = tmp_path / "mmproj.gguf"
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((2, 2), np.float32))
+    finish(writer)
+    with pytest.raises(UnsupportedModel, match=r"mmproj\.gguf: is a projector of images"):
+        gguf_config(read_gguf(path))

@@ -24,6 +24,7 @@ class Experts:
         shared: width of the MLP that every token passes besides; 0 for none.
         alpha, limit: of the clamped activation that gpt-oss has.
         packed: the checkpoint's experts are MXFP4.
+        stacked: the checkpoint holds the matrices of all experts of a layer as one tensor.
     """
 
     count: int
@@ -38,6 +39,7 @@ class Experts:
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False
+    stacked: bool = False
 
 
 # Reads the experts of a model of so many layers.

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
-from jaxserve.models.config.fields import MAX_POSITIONS, Fields
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.layers import MAX_LAYERS, LayerTable
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
@@ -63,7 +63,8 @@ class ModelConfig:
     none). `local_rope` is that of layers with a window, where it differs. `attention_bias` is of
     queries, keys and values, `output_bias` of the projection after attention. `head_dim` is that of
     the cache. `experts` and `latent` are None for models without them; `extra_layers` of the
-    checkpoint are not the model's. Hashable, so that modules can hold it.
+    checkpoint are not the model's. `wrapper` is the model of images or sound that this is the text
+    of. Hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -92,10 +93,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: StoredQuantization | None = None
+    wrapper: str | None = None
 
     @classmethod
     def from_fields(
-        cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str
+        cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str, prefix: str = ""
     ) -> ModelConfig:
         """Read the contents of a config.json by the rules of its architecture.
 
@@ -104,14 +106,15 @@ class ModelConfig:
             name: the architecture.
             rules: how its fields are read.
             where: names the source in errors.
+            prefix: what the names of fields begin with in errors.
 
         Raises:
             UnsupportedModel: lists every field that is malformed, out of bounds, unknown, or not
                 computed by jaxserve.
         """
-        fields = Fields(raw, problems=[])
+        fields = _fields(raw, rules, prefix)
         fields.take("architectures")
-        fields.choice("model_type", [rules.model_type], default=rules.model_type)
+        fields.choice("model_type", rules.model_types, default=rules.model_type)
         latent = rules.latent(fields)
         sizes = _sizes(fields, rules, latent)
         positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
@@ -132,13 +135,14 @@ class ModelConfig:
             latent=latent,
             extra_layers=_extra_layers(fields, rules),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=rules.tied),
-            attention_bias=_bias(fields, "attention_bias", rules.qkv_bias),
-            output_bias=_bias(fields, "attention_bias", rules.output_bias),
+            attention_bias=_bias(fields, "attention_bias", rules.qkv_bias, rules.biased),
+            output_bias=_bias(fields, "attention_bias", rules.output_bias, rules.biased),
             mlp_bias=_bias(fields, "mlp_bias", rules.mlp_bias),
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
             quantization=_quantization(fields, rules),
+            wrapper=None,
             **sizes,
         )
         neutral = {**NEUTRAL, **rules.neutral}
@@ -183,6 +187,17 @@ class ModelConfig:
         )
 
 
+def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
+    """Return the fields, each under its common name."""
+    plain = {name: value for name, value in raw.items() if name not in rules.renamed}
+    own = {rules.renamed[name]: raw[name] for name in raw.keys() & rules.renamed.keys()}
+    fields = Fields(own | plain, [], prefix)
+    for name in sorted(own.keys() & plain.keys()):
+        if own[name] != plain[name]:
+            fields.refuse(name, f"the same as under its other name ({shown(own[name])})")
+    return fields
+
+
 def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -225,8 +240,8 @@ def _length(fields: Fields, rules: ConfigRules, positions: int) -> int:
     return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)
 
 
-def _bias(fields: Fields, key: str, fixed: bool | None) -> bool:
-    return fields.flag(key, default=False) if fixed is None else fixed
+def _bias(fields: Fields, key: str, fixed: bool | None, default: bool = False) -> bool:
+    return fields.flag(key, default) if fixed is None else fixed
 
 
 def _dtype(fields: Fields) -> str:

@@ -122,19 +122,23 @@ class RopeRules:
             spelling can scale.
         local_theta: base of those layers where `rope_local_base_freq` is absent; None: that of
             the others.
-        partial: whether the family has `partial_rotary_factor`.
+        partial: the default of `partial_rotary_factor`, in families that have it.
         original_outside: whether `original_max_position_embeddings` is a field of config.json
             itself.
         query_growth: whether the family has `llama_4_scaling_beta`.
+        sections: whether the family has `mrope_section`, which divides the pairs of a head among
+            the time, height and width of an image's tokens. Tokens of text have one position for
+            all three, and so rotate as if nothing were divided.
     """
 
     theta: float = 10_000.0
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
     by_layer_type: bool = False
     local_theta: float | None = None
-    partial: bool = False
+    partial: float | None = None
     original_outside: bool = False
     query_growth: bool = False
+    sections: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,9 @@ class _Outer:
     def read(self, raw: object, key: str, theta: float) -> Rope:
         """Read one embedding from its mapping; `theta` is the base in the fields around it."""
         fields, kinds = self.fields, self.rules.kinds
-        partial, original = 1.0, None
-        if self.rules.partial:
-            partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+        partial, original = self.rules.partial or 1.0, None
+        if self.rules.partial is not None:
+            partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=partial)
         if self.rules.original_outside and fields.take(ORIGINAL) is not None:
             original = fields.integer(ORIGINAL, 2, MAX_POSITIONS)
         if raw is None:
@@ -208,8 +212,10 @@ class _Outer:
         inner_theta = inner.number("rope_theta", 1.0, 1e12, default=theta)
         if fields.has("rope_theta") and theta != inner_theta:
             fields.refuse("rope_theta", f"the same as {key}.rope_theta ({inner_theta:g})")
+        if self.rules.sections:
+            kinds = _sections(inner, kinds)
         kind = _kind(inner, kinds)
-        if self.rules.partial:
+        if self.rules.partial is not None:
             outer = partial
             partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
             if fields.has("partial_rotary_factor") and partial != outer:
@@ -234,6 +240,13 @@ class _Outer:
         return rope
 
 
+def _sections(fields: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Take how pairs are divided; return the kinds of scaling, of which "mrope" is none."""
+    fields.take("mrope_section")
+    fields.flag("mrope_interleaved", default=False)
+    return (*kinds, "mrope")
+
+
 def _either(kinds: tuple[str, ...]) -> str:
     return " or ".join(map(repr, kinds))
 
@@ -244,7 +257,7 @@ def _kind(fields: Fields, kinds: tuple[str, ...]) -> str:
     older = fields.choice("type", kinds, default=kind)
     if not kind and not older:
         fields.refuse("rope_type", _either(kinds))
-    elif kind and kind != older:
+    elif kind and kind != older and {kind, older} != {"default", "mrope"}:
         fields.refuse("type", f"the same as rope_type ({kind!r})")
     return kind or older or "default"
 
@@ -349,6 +362,7 @@ def _none(case: _Case) -> None:
 SCALINGS: Mapping[str, Callable[[_Case], Scaling | None]] = MappingProxyType(
     {
         "default": _none,
+        "mrope": _none,
         "linear": _linear,
         "dynamic": _dynamic,
         "llama3": _llama3,

@@ -49,6 +49,8 @@ class ConfigRules:
 
     Attributes:
         model_type: its value of the field of this name.
+        aliases: further values of it, of models that compute the same.
+        renamed: fields with names of their own, to what all others call them.
         neutral: fields that change what is computed, with the value that jaxserve computes; a
             tuple holds several.
         ignored: fields that change nothing.
@@ -68,9 +70,12 @@ class ConfigRules:
         tied: the default of `tie_word_embeddings`.
         qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias`
             (the first two) or `mlp_bias`.
+        biased: the default of `attention_bias`.
     """
 
     model_type: str
+    aliases: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()
@@ -87,3 +92,9 @@ class ConfigRules:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = False
+    biased: bool = False
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The values of `model_type` that are read."""
+        return (self.model_type, *sorted(self.aliases))

@@ -287,6 +287,7 @@ DEEPSEEK = Family(
         "DeepseekV3ForCausalLM": Architecture(
             ConfigRules(
                 "deepseek_v3",
+                aliases=frozenset({"kimi_k2"}),
                 neutral=MappingProxyType(
                     {**_NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
                 ),

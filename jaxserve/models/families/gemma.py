@@ -1,9 +1,10 @@
-"""Gemma 2 (Google 2024) and the text model of Gemma 3 (2025).
+"""Gemma and Gemma 2 (Google 2024) and the text model of Gemma 3 (2025).
 
-Embeddings are multiplied by the root of their size, norms stand before and after each block and
-scale by 1 + weight, the MLP is gated by GELU. Gemma 2 caps scores and logits; Gemma 3 normalises
-query and key heads instead, and rotates layers with a window by a base of their own. Reference
-implementations: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in Hugging Face Transformers.
+Embeddings are multiplied by the root of their size, norms scale by 1 + weight, the MLP is gated by
+GELU. From Gemma 2 on norms stand before and after each block. Gemma 2 caps scores and logits; Gemma
+3 normalises query and key heads instead, and rotates layers with a window by a base of their own.
+Reference implementations: `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in
+Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from jaxserve.models.config.layers import every
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ConfigRules, Scales
+from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
 from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules, Names
@@ -35,6 +37,10 @@ TRAITS = FamilyTraits(
     activation="gelu_tanh",
     overflows_float16=True,
 )
+
+
+def _first_scales(fields: Fields, hidden_size: int) -> Scales:
+    return Scales(embedding=hidden_size**0.5)
 
 
 def _scales(fields: Fields, hidden_size: int) -> Scales:
@@ -92,6 +98,25 @@ _NEUTRAL: Mapping[str, Any] = MappingProxyType(
 )
 GEMMA = Family(
     architectures={
+        "GemmaForCausalLM": Architecture(
+            ConfigRules(
+                "gemma",
+                # The first files say "gelu", and Transformers computes the other all the same;
+                # `hidden_activation`, added to say so, is read by nobody.
+                neutral=MappingProxyType(
+                    {
+                        **_NEUTRAL,
+                        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+                        "hidden_activation": ("gelu_pytorch_tanh", None),
+                    }
+                ),
+                explicit=HEADS,
+                scales=_first_scales,
+                tied=True,
+            ),
+            llama_weights,
+            replace(TRAITS, norms="before"),
+        ),
         "Gemma2ForCausalLM": Architecture(
             ConfigRules(
                 "gemma2",
@@ -124,6 +149,9 @@ GEMMA = Family(
         ),
     },
     gguf={
+        "gemma": GgufRules("GemmaForCausalLM", read_rope, norm_offset=1.0),
+    }
+    | {
         name: GgufRules(
             architecture,
             _finish_gguf,

@@ -1,12 +1,16 @@
 """Llama (Touvron et al. 2023; Llama 3 herd 2024), which every other family is a variation of.
 
-Reference implementation: `LlamaForCausalLM` in Hugging Face Transformers.
+EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Reference
+implementation of both: `LlamaForCausalLM` in Hugging Face Transformers.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import KV_HEADS, ConfigRules
 from jaxserve.models.families import mixtral
 from jaxserve.models.family import Architecture, Family
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
@@ -38,12 +42,63 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_biases(gguf, raw)
 
 
+_NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "bias": False,
+        "clip_qkv": None,
+        "qk_layer_norms": False,
+        "qkv_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+)
+EXAONE_FIELDS = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    }
+)
+EXAONE_TENSORS = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.h\.", "model.layers."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.rotary\.", ".self_attn.rotary_emb."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
 LLAMA = Family(
     architectures={
         "LlamaForCausalLM": Architecture(
-            ConfigRules("llama", neutral=MappingProxyType({"sliding_window": None}), mlp_bias=None),
+            ConfigRules(
+                "llama",
+                # InternLM 3 and IQuest-Coder, which Transformers computes as Llama.
+                aliases=frozenset({"internlm3", "iquestcoder"}),
+                neutral=_NEUTRAL,
+                ignored=frozenset({"max_window_layers"}),
+                mlp_bias=None,
+            ),
             llama_weights,
-        )
+            aliases=("LLaMAForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+        ),
+        "ExaoneForCausalLM": Architecture(
+            ConfigRules(
+                "exaone",
+                renamed=EXAONE_FIELDS,
+                ignored=frozenset({"embed_dropout"}),
+                explicit=KV_HEADS,
+                rope=RopeRules(theta=5e5),
+                mlp_bias=None,
+            ),
+            llama_weights,
+            computed_by="LlamaForCausalLM",
+            tensors=EXAONE_TENSORS,
+        ),
     },
     gguf={
         "llama": GgufRules(
@@ -53,6 +108,7 @@ LLAMA = Family(
             fields=mixtral.GGUF_FIELDS,
             experts=mixtral.GGUF_EXPERTS,
             paired=True,
-        )
+        ),
+        "exaone": GgufRules("ExaoneForCausalLM", read_rope),
     },
 )

@@ -14,11 +14,10 @@ from jaxserve.models.gguf.metadata import GgufMetadata, Raw
 from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
-    GATE,
     PRE_NORMS,
-    UP,
     embedding_weights,
     every_layer,
+    fused_mlp,
     fused_qkv,
 )
 from jaxserve.models.weight_table import WeightName
@@ -30,16 +29,14 @@ FACTORS = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 
 def _weights(config: ModelConfig) -> list[WeightName]:
     q, k, v = fused_qkv(config)
-    qkv, gate_up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+    qkv = "self_attn.qkv_proj.weight"
     layer = [
         *PRE_NORMS,
         WeightName(qkv, f"{QKV} -> D K G H", "attention.qkv", q, part=0),
         WeightName(qkv, f"{QKV} -> D K H", "attention.qkv", k, part=1),
         WeightName(qkv, f"{QKV} -> D K H", "attention.qkv", v, part=2),
         WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
-        WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", GATE, part=0),
-        WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", UP, part=1),
-        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+        *fused_mlp(),
     ]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
@@ -82,7 +79,7 @@ PHI3 = Family(
                 ignored=frozenset({"embd_pdrop", "resid_pdrop"}),
                 layers=one_window,
                 rope=RopeRules(
-                    kinds=("default", "longrope", "su"), partial=True, original_outside=True
+                    kinds=("default", "longrope", "su"), partial=1.0, original_outside=True
                 ),
                 qkv_bias=False,
                 output_bias=False,

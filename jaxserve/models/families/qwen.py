@@ -1,20 +1,24 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
 Qwen2 is Llama with biases on queries, keys and values; Qwen3 has none, and a norm on each query and
-key head before the rotation. Reference implementations: `Qwen2ForCausalLM`, `Qwen3ForCausalLM` and
-`Qwen3MoeForCausalLM` in Hugging Face Transformers.
+key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL are these,
+over text, where the three positions of a token are one. Reference implementations:
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
+`Qwen2_5_VLForConditionalGeneration` and its kin in Hugging Face Transformers.
 """
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import by_switch, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.metadata import VISION_KEYS, GgufMetadata, Raw, read_rope
 from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -40,12 +44,16 @@ def _experts(fields: Fields, layers: int) -> Experts:
     ):
         fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
         dense = []
+    stacked = fields.take("model_type") == VL_MOE
+    if stacked:  # its router always does
+        fields.neutral({"norm_topk_prob": True})
     return Experts(
         count,
         expert_width(fields, "moe_intermediate_size"),
         chosen,
         tuple((index + 1) % step == 0 and index not in dense for index in range(layers)),
-        normalize=fields.flag("norm_topk_prob", default=False),
+        normalize=stacked or fields.flag("norm_topk_prob", default=False),
+        stacked=stacked,
     )
 
 
@@ -55,13 +63,29 @@ def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
 
 def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     layer = [*PRE_NORMS, *attention_projections(config), *QK_NORMS]
+    is_stacked = config.experts is not None and config.experts.stacked
+    experts = STACKED_EXPERTS if is_stacked else expert_weights(config)
     return [
         *embedding_weights(config),
         *every_layer(layer, config),
         *every_layer(mlp_projections(config), config, sparse=False),
-        *every_layer(expert_weights(config), config, sparse=True),
+        *every_layer(experts, config, sparse=True),
         FINAL_NORM,
     ]
+
+
+VL_MOE = "qwen3_vl_moe_text"
+# The other layouts are those of the published checkpoints.
+STACKED_EXPERTS = (
+    WeightName("mlp.gate.weight", "E D -> D E", "mlp.router"),
+    WeightName(
+        "mlp.experts.gate_up_proj",
+        "E (P M) D -> E D P M",
+        "mlp.gate_up",
+        other="E D (P M) -> E D P M",
+    ),
+    WeightName("mlp.experts.down_proj", "E D M -> E M D", "mlp.down", other="E M D -> E M D"),
+)
 
 
 def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
@@ -71,11 +95,27 @@ def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 QWEN3_TRAITS = FamilyTraits(qk_norm="head")
+ROPE = RopeRules(sections=True)
+MOE_GGUF = GgufRules(
+    "Qwen3MoeForCausalLM",
+    _finish_moe_gguf,
+    tensors=MappingProxyType({**TENSORS, **ROUTER}),
+    fields=MappingProxyType(
+        {
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        }
+    ),
+    experts=EXPERTS,
+)
 QWEN = Family(
     architectures={
         "Qwen2ForCausalLM": Architecture(
             ConfigRules(
                 "qwen2",
+                aliases=frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"}),
+                rope=ROPE,
                 neutral=MappingProxyType({"use_mrope": False}),
                 explicit=KV_HEADS,
                 layers=by_switch,
@@ -87,6 +127,8 @@ QWEN = Family(
         "Qwen3ForCausalLM": Architecture(
             ConfigRules(
                 "qwen3",
+                aliases=frozenset({"qwen3_vl_text"}),
+                rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 explicit=HEADS,
                 layers=by_switch,
@@ -97,6 +139,8 @@ QWEN = Family(
         "Qwen3MoeForCausalLM": Architecture(
             ConfigRules(
                 "qwen3_moe",
+                aliases=frozenset({VL_MOE, "qwen3_omni_moe_text"}),
+                rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 ignored=ROUTING | {"max_window_layers"},
                 explicit=KV_HEADS,
@@ -109,19 +153,10 @@ QWEN = Family(
     },
     gguf={
         "qwen2": GgufRules("Qwen2ForCausalLM", read_rope),
+        "qwen2vl": GgufRules("Qwen2ForCausalLM", read_rope, read=VISION_KEYS),
         "qwen3": GgufRules("Qwen3ForCausalLM", read_rope),
-        "qwen3moe": GgufRules(
-            "Qwen3MoeForCausalLM",
-            _finish_moe_gguf,
-            tensors=MappingProxyType({**TENSORS, **ROUTER}),
-            fields=MappingProxyType(
-                {
-                    "expert_count": "num_experts",
-                    "expert_used_count": "num_experts_per_tok",
-                    "expert_feed_forward_length": "moe_intermediate_size",
-                }
-            ),
-            experts=EXPERTS,
-        ),
+        "qwen3vl": GgufRules("Qwen3ForCausalLM", read_rope, read=VISION_KEYS),
+        "qwen3moe": MOE_GGUF,
+        "qwen3vlmoe": replace(MOE_GGUF, read=VISION_KEYS),
     },
 )

@@ -15,6 +15,9 @@ from jaxserve.models.config.layers import FULL, SLIDING
 
 Raw = dict[str, Any]  # the fields of a config.json
 PATTERN = "attention.sliding_window_pattern"
+# How pairs are divided among the dimensions of an image, which is nothing to text; and the layers
+# that a tower of images adds to, of which none is read.
+VISION_KEYS = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 WINDOW_KEYS = frozenset({PATTERN, "rope.freq_base_swa"})  # which `read_windows` reads
 
 

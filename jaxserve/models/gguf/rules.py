@@ -111,6 +111,7 @@ class GgufRules:
         experts: matrices of which every expert has one, stacked or apart.
         joins: tensors that the file holds in parts.
         paired: rows of queries and keys are permuted.
+        fused: queries, keys and values may be one tensor.
         latent: attention is latent, and sizes of heads mean something else.
         norm_offset: what scales of norms are stored with.
         factors: tensors that the configuration is made of, all of them or none.
@@ -124,6 +125,7 @@ class GgufRules:
     experts: Names = field(default_factory=lambda: NO_NAMES)
     joins: tuple[Join, ...] = ()
     paired: bool = False
+    fused: bool = False
     latent: bool = False
     norm_offset: float = 0.0
     factors: frozenset[str] = FACTORS

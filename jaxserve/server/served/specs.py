@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.config import NO_MODEL, EngineConfig, kind_of_model
+from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.server.settings import ServerConfig
 
 BUNDLED = "demo_model"

@@ -176,7 +176,7 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Read the header of one GGUF file.
+    """Read the header of one GGUF file, of a whole model or of a part; see `open_gguf`.
 
     Raises:
         CheckpointError: naming the file, and the key or the tensor where one is to blame.
@@ -187,11 +187,6 @@ def read_gguf(path: str | Path) -> GgufFile:
         header = _Header(path, file, shard.identity[2])
         num_tensors, num_keys = header.start()
         metadata = header.metadata(num_keys)
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise CheckpointError(
-                f"{path}: is one of {metadata['split.count']} parts; join them with llama.cpp's "
-                "`llama-gguf-split --merge`"
-            )
         infos = [header.tensor_info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment % 8:

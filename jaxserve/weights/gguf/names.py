@@ -12,13 +12,15 @@ import numpy as np
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.config.fields import shown
-from jaxserve.models.gguf.metadata import PATTERN, GgufMetadata, Raw
+from jaxserve.models.gguf.metadata import PATTERN, VISION_KEYS, GgufMetadata, Raw
 from jaxserve.models.gguf.rules import FIELDS, READ, GgufRules, Names
 from jaxserve.models.registry import GGUF_RULES
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
 from jaxserve.weights.gguf.joined import joined
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
+
+FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -62,6 +64,11 @@ def rules_of(file: GgufFile) -> GgufRules:
         UnsupportedModel: its architecture is none of those that are read.
     """
     name = file.metadata.get("general.architecture")
+    if name == "clip":
+        raise UnsupportedModel(
+            f"{file.path}: is a projector of images (mmproj), not a model; name the GGUF file of "
+            "the model itself, whose text is served"
+        )
     if not isinstance(name, str) or name not in GGUF_RULES:
         allowed = ", ".join(GGUF_RULES)
         raise UnsupportedModel(
@@ -98,7 +105,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
-    for key in own.keys() & supported - {PATTERN}:
+    for key in own.keys() & supported - {PATTERN, *VISION_KEYS}:
         if np.ndim(own[key]) or isinstance(own[key], str) != (key == "rope.scaling.type"):
             raise UnsupportedModel(
                 f"{file.path}: {prefix + key} is {shown(own[key])}; allowed: one value, a number "
@@ -152,6 +159,9 @@ def _renamed(
             for index, matrix in enumerate(_experts(entry, file, config)):
                 yield replace(matrix, name=name.format(layer, index))
         return
+    if rules.fused and (fused := re.fullmatch(FUSED, entry.name)) is not None:
+        yield from _query_key_value(entry, fused, file, config)
+        return
     name = hugging_face_name(entry.name, rules.tensors)
     if rules.paired and re.search(r"\.(q|k)_proj\.", name):
         heads = config.num_attention_heads
@@ -162,6 +172,29 @@ def _renamed(
     if rules.norm_offset and name.endswith("norm.weight"):
         entry = replace(entry, added=rules.norm_offset)
     yield replace(entry, name=name)
+
+
+def _query_key_value(
+    entry: GgufTensor, fused: re.Match[str], file: GgufFile, config: ModelConfig
+) -> Iterator[GgufTensor]:
+    """Yield queries, keys and values of one tensor that holds their rows one after another."""
+    keys = config.num_key_value_heads * config.head_dim
+    rows = {"q": config.num_attention_heads * config.head_dim, "k": keys, "v": keys}
+    if entry.shape[0] != sum(rows.values()):
+        raise CheckpointError(
+            f"{file.path}: tensor {entry.name!r} has {entry.shape[0]} rows; expected "
+            f"{sum(rows.values())}, of queries, keys and values"
+        )
+    size, offset = entry.num_bytes // entry.shape[0], entry.offset
+    for part, count in rows.items():
+        yield replace(
+            entry,
+            name=f"model.layers.{fused[1]}.self_attn.{part}_proj.{fused[2]}",
+            shape=(count, *entry.shape[1:]),
+            offset=offset,
+            num_bytes=count * size,
+        )
+        offset += count * size
 
 
 def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:

@@ -1,0 +1,33 @@
+"""Names of models: a folder, a GGUF file, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+# org/name, org/name:FORM (Q4_K_M, or part of a file's name), or org/name/FILE.gguf.
+HUB_NAME = re.compile(
+    r"(?P<repo>{0}/{0})(?::(?P<form>[\w.-]+)|/(?P<file>(?:[\w.+-]+/)*[\w.+-]+\.gguf))?".format(
+        r"[A-Za-z0-9][\w.-]{0,95}"
+    )
+)
+NO_MODEL = (
+    "is not a folder with a checkpoint, nor a .gguf file, nor a name on the Hugging Face hub "
+    "(org/name)"
+)
+
+
+def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
+    """Classify the setting `model`: "hub" if it could be a name there, None for nothing."""
+    path = Path(name)
+    if path.is_dir():
+        return "folder"
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf"
+    return "hub" if not path.exists() and is_hub_name(name) else None
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether this could be a name on the hub."""
+    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text

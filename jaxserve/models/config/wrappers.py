@@ -1,0 +1,259 @@
+"""Text models inside models of images and sound, as their config.json nests them.
+
+A wrapper (`Gemma3ForConditionalGeneration`) holds a text model of some family beside a tower that
+turns images or sound into embeddings. Its text alone is what the family computes: `text_config` is
+read by the family's own rules. The fields beside it describe the other parts and are left aside,
+but for a few that concern the text too.
+
+Listed are wrappers whose forward pass over text is that of the text model in Transformers (three of
+which leave out its factor of the logits there, and not in vLLM). Not among them: PaliGemma, whose
+prompts attend in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model around a text model.
+
+    Attributes:
+        model_type: its value of the field of this name.
+        text: `model_type` of a text model that names none.
+        path: fields that lead to the text model's own.
+        flat: without that field, the text model's fields stand among the wrapper's.
+    """
+
+    model_type: str
+    text: str
+    path: tuple[str, ...] = ("text_config",)
+    flat: bool = False
+
+
+_THINKER = ("thinker_config", "text_config")
+WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text"),
+        "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral"),
+        "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", flat=True),
+        "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", flat=True),
+        "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", "qwen3_vl_text"),
+        "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        "Qwen2_5OmniForConditionalGeneration": Wrapper(
+            "qwen2_5_omni", "qwen2_5_omni_text", _THINKER
+        ),
+        "Qwen2_5OmniThinkerForConditionalGeneration": Wrapper(
+            "qwen2_5_omni_thinker", "qwen2_5_omni_text"
+        ),
+        "Qwen3OmniMoeForConditionalGeneration": Wrapper(
+            "qwen3_omni_moe", "qwen3_omni_moe_text", _THINKER
+        ),
+        "Qwen3OmniMoeThinkerForConditionalGeneration": Wrapper(
+            "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"
+        ),
+        "LlavaForConditionalGeneration": Wrapper("llava", "llama"),
+        "LlavaNextForConditionalGeneration": Wrapper("llava_next", "llama"),
+        "LlavaNextVideoForConditionalGeneration": Wrapper("llava_next_video", "llama"),
+        "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision", "qwen2"),
+        "VipLlavaForConditionalGeneration": Wrapper("vipllava", "llama"),
+        "VideoLlavaForConditionalGeneration": Wrapper("video_llava", "llama"),
+        "VideoLlama3ForConditionalGeneration": Wrapper("video_llama_3", "qwen2"),
+        "InternVLForConditionalGeneration": Wrapper("internvl", "qwen2"),
+        "InternVLChatModel": Wrapper("internvl_chat", "qwen2", ("llm_config",)),
+        "Idefics2ForConditionalGeneration": Wrapper("idefics2", "mistral"),
+        "Idefics3ForConditionalGeneration": Wrapper("idefics3", "llama"),
+        "SmolVLMForConditionalGeneration": Wrapper("smolvlm", "llama"),
+        "AyaVisionForConditionalGeneration": Wrapper("aya_vision", "cohere2"),
+        "Cohere2VisionForConditionalGeneration": Wrapper("cohere2_vision", "cohere2"),
+        "Ovis2ForConditionalGeneration": Wrapper("ovis2", "qwen2"),
+        "GotOcr2ForConditionalGeneration": Wrapper("got_ocr2", "qwen2"),
+        "LightOnOcrForConditionalGeneration": Wrapper("lighton_ocr", "qwen3"),
+        "JanusForConditionalGeneration": Wrapper("janus", "llama"),
+        "DeepseekVLForConditionalGeneration": Wrapper("deepseek_vl", "llama"),
+        "KimiK25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
+        "Kimi_K25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
+        "KimiVLForConditionalGeneration": Wrapper("kimi_vl", "deepseek_v3"),
+        "VoxtralForConditionalGeneration": Wrapper("voxtral", "llama"),
+        "Qwen2AudioForConditionalGeneration": Wrapper("qwen2_audio", "qwen2"),
+        "GlmAsrForConditionalGeneration": Wrapper("glmasr", "llama"),
+        "GraniteSpeechForConditionalGeneration": Wrapper("granite_speech", "granite"),
+    }
+)
+
+# Values of fields that a nested configuration leaves out, which is written as what differs from
+# them: the defaults of Transformers' configuration classes.
+_LLAMA: Raw = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN: Raw = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN2: Raw = {**_QWEN, "max_window_layers": 28}
+_QWEN2_VL: Raw = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_QWEN3_VL: Raw = {
+    **_QWEN,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+}
+DEFAULTS: Mapping[str, Raw] = MappingProxyType(
+    {
+        "llama": _LLAMA,
+        "granite": _LLAMA,
+        "mistral": {
+            **_LLAMA,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        "qwen2": _QWEN2,
+        "qwen3": {**_QWEN2, "head_dim": 128},
+        "qwen2_vl_text": _QWEN2_VL,
+        "qwen2_5_vl_text": _QWEN2_VL,
+        "qwen3_vl_text": _QWEN3_VL,
+        "gemma3_text": {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        "cohere2": {
+            "vocab_size": 256000,
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+        },
+    }
+)
+
+# Fields of a wrapper that concern its text, and win over the text model's own.
+OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings", "bos_token_id")
+# Fields that nested configurations have from Transformers' base class: settings of generation, read
+# from generation_config.json, and of heads that the text model does not have. Then those of
+# programs that trained it, and of a resampler of images.
+NESTED = frozenset({
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id",
+    "suppress_tokens", "temperature", "tf_legacy_loss", "top_k", "top_p", "typical_p",
+    "_attn_implementation", "_flash_attn_2_enabled", "attn_implementation", "neftune_noise_alpha",
+    "perceiver_config", "pixel_shuffle_factor", "use_resampler",
+})  # fmt: skip
+# Fields of a flat wrapper that describe its other parts.
+TOWER = frozenset({
+    "audio_config", "audio_token_id", "image_token_id", "video_token_id", "vision_config",
+    "vision_end_token_id", "vision_start_token_id", "vision_token_id",
+})  # fmt: skip
+
+
+def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
+    """Return the name of the wrapper that a config.json describes; None where it is none.
+
+    Args:
+        raw: the parsed object.
+        architecture: the name in `architectures`; None to go by `model_type`.
+    """
+    if architecture is not None:
+        return architecture if architecture in WRAPPERS else None
+    kind = raw.get("model_type")
+    return next((name for name, row in WRAPPERS.items() if row.model_type == kind), None)
+
+
+def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
+    """Return the fields of a wrapper's text model, as its own config.json would have them.
+
+    Args:
+        raw: the wrapper's fields.
+        wrapper: how it nests them.
+
+    Returns:
+        The fields, `model_type` among them, and what the names of those begin with in `raw`.
+    """
+    found: Any = raw
+    for key in wrapper.path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    prefix = ".".join((*wrapper.path, ""))
+    if not isinstance(found, Mapping):
+        prefix = ""
+        found = {}
+        if wrapper.flat:
+            found = {key: value for key, value in raw.items() if key not in TOWER}
+            found["model_type"] = wrapper.text
+    own = {key: value for key, value in found.items() if key not in NESTED}
+    own.setdefault("model_type", wrapper.text)
+    # An outer name of a dtype takes the place of either spelling.
+    if raw.get("dtype") or raw.get("torch_dtype"):
+        own.pop("dtype", None)
+        own.pop("torch_dtype", None)
+    own |= {key: raw[key] for key in OUTER if raw.get(key) is not None}
+    own["eos_token_id"] = _ends(raw, own)
+    kind = own["model_type"]
+    defaults = dict(DEFAULTS.get(kind, {})) if isinstance(kind, str) else {}
+    if "rope_parameters" in own:
+        defaults.pop("rope_theta", None)
+    return defaults | own, prefix
+
+
+def _ends(raw: Raw, own: Raw) -> Any:
+    """Return the ids that either configuration calls an end."""
+    outer, inner = raw.get("eos_token_id"), own.get("eos_token_id")
+    if outer is None or inner is None:
+        return inner if outer is None else outer
+    both = [*(outer if isinstance(outer, list) else [outer])]
+    both += inner if isinstance(inner, list) else [inner]
+    return both if any(isinstance(end, list | dict) for end in both) else list(dict.fromkeys(both))

@@ -1,0 +1,87 @@
+"""GLM-4 9B (Zhipu AI 2024) and GLM-4-0414 (2025): part of each head rotated, in neighbouring pairs.
+
+Queries, keys and values have biases, gates and upward projections are one tensor. GLM-4-0414 has
+norms after each block too. Reference implementations: `GlmForCausalLM` and `Glm4ForCausalLM` in
+Hugging Face Transformers.
+"""
+
+from types import MappingProxyType
+
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import RopeRules
+from jaxserve.models.config.rules import HEADS, ConfigRules
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
+from jaxserve.models.gguf.rules import TENSORS, GgufRules, Names
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    PRE_NORMS,
+    attention_projections,
+    embedding_weights,
+    every_layer,
+    fused_mlp,
+)
+from jaxserve.models.weight_table import WeightName
+
+TRAITS = FamilyTraits(interleaved=True)
+NORMS = (
+    WeightName("input_layernorm.weight", "D -> D", "attention_norm.scale"),
+    WeightName("post_self_attn_layernorm.weight", "D -> D", "attention_out_norm.scale"),
+    WeightName("post_attention_layernorm.weight", "D -> D", "mlp_norm.scale"),
+    WeightName("post_mlp_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+)
+ROPE = RopeRules(kinds=("default", "linear", "yarn"), partial=0.5)
+
+
+def _weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config), *fused_mlp()]
+    return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _glm4_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*NORMS, *attention_projections(config), *fused_mlp()]
+    return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the share of a head that is rotated, and whether there are biases."""
+    heads = raw.get("num_attention_heads") or 1
+    size = raw.get("head_dim") or (raw.get("hidden_size") or 0) // heads
+    raw["head_dim"] = size
+    raw["partial_rotary_factor"] = gguf.get("rope.dimension_count", size) / (size or 1)
+    raw["attention_bias"] = bool(gguf.tensors & {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
+    read_rope_scaling(gguf, raw)
+
+
+_GGUF_TENSORS: Names = MappingProxyType(
+    {**TENSORS, "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj"}
+)
+GLM = Family(
+    architectures={
+        "GlmForCausalLM": Architecture(
+            ConfigRules("glm", explicit=HEADS, rope=ROPE, biased=True, output_bias=False),
+            _weights,
+            TRAITS,
+        ),
+        "Glm4ForCausalLM": Architecture(
+            ConfigRules("glm4", explicit=HEADS, rope=ROPE, biased=True, output_bias=False),
+            _glm4_weights,
+            FamilyTraits(interleaved=True, norms="around"),
+        ),
+    },
+    gguf={
+        "chatglm": GgufRules("GlmForCausalLM", _finish_gguf, tensors=_GGUF_TENSORS, fused=True),
+        "glm4": GgufRules(
+            "Glm4ForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType(
+                {
+                    **_GGUF_TENSORS,
+                    "blk.{}.post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+                    "blk.{}.post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
+                }
+            ),
+            fused=True,
+        ),
+    },
+)

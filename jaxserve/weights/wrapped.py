@@ -1,0 +1,77 @@
+"""Tensors of the text model inside a checkpoint of a wrapper: of images or sound, and text."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+from jaxserve.errors import CheckpointError
+from jaxserve.weights.checkpoint import Checkpoint, listed
+from jaxserve.weights.safetensors import TensorEntry
+
+logger = logging.getLogger(__name__)
+
+OUTPUT = "lm_head."
+# Prefixes of the text model's tensors and of its output projection, in place of "model." and
+# "lm_head.": as Transformers named them before its version 4.52 or names them since, or a
+# checkpoint's own code does.
+NAMINGS = (
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.language_model.", OUTPUT),
+    ("model.text_model.", OUTPUT),
+    ("thinker.model.", "thinker.lm_head."),
+    ("thinker.model.language_model.", "thinker.lm_head."),
+    ("model.", OUTPUT),
+)
+
+
+def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the tensors of a wrapper's text model under the names that they have without it.
+
+    What belongs to the other parts is left out, and counted in one line of the log.
+
+    Raises:
+        CheckpointError: there is no embedding under any of the names that one has.
+    """
+    prefix, head = _naming(checkpoint)
+    found: dict[str, TensorEntry] = {}
+    others: Counter[str] = Counter()
+    for name, entry in checkpoint.tensors.items():
+        for start, plain in ((head, OUTPUT), (prefix, "model.")):
+            if name.startswith(start) and not _is_tower(name, start, prefix):
+                plain = plain + name.removeprefix(start)
+                found[plain] = replace(entry, name=plain)
+                break
+        else:
+            others[".".join(name.split(".")[: 2 if name.startswith("model.") else 1])] += 1
+    if others:
+        counts = [f"{count} of {part}" for part, count in sorted(others.items())]
+        logger.warning(
+            "%s: its text alone is served; left out are tensors of its other parts: %s",
+            checkpoint.directory, listed(counts),
+        )  # fmt: skip
+    return replace(checkpoint, tensors=found)
+
+
+def has_output(checkpoint: Checkpoint) -> bool:
+    """Return whether a wrapper's text model has an output projection of its own."""
+    head = _naming(checkpoint)[1]
+    return any(name.startswith(head) for name in checkpoint.tensors)
+
+
+def _naming(checkpoint: Checkpoint) -> tuple[str, str]:
+    for prefix, head in NAMINGS:
+        if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
+            return prefix, head
+    names = [f"{prefix}embed_tokens.weight" for prefix, _ in NAMINGS]
+    raise CheckpointError(
+        f"{checkpoint.directory}: has no embedding of text; looked for {listed(names)}"
+    )
+
+
+def _is_tower(name: str, start: str, prefix: str) -> bool:
+    """Return whether a tensor below "model." is of another part beside the text model's layers."""
+    if start != prefix or prefix != "model.":
+        return False
+    return not name.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
