@@ -55,9 +55,9 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self._secret = secret
-        self.request_metrics = RequestMetrics()
-        self.active: set[Any] = set()
         self.limits = llm.limits
+        self.request_metrics = RequestMetrics(llm.limits.max_model_len)
+        self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
