@@ -256,9 +256,9 @@ def bundled_model() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def api_keys_from_environment() -> tuple[str, ...]:
-    """Return the keys in JAXSERVE_API_KEY, which commas separate."""
-    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
+def api_keys_from_environment(name: str = "JAXSERVE_API_KEY") -> tuple[str, ...]:
+    """Return the keys in a variable of the environment, which commas separate."""
+    return tuple(key for key in os.environ.get(name, "").split(",") if key)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.bench.outcome import ENDPOINTS, Run, Target, Work
+from jaxserve.commands.bench.report import METRICS
 from scripts.lib.argument_types import (
     existing_file,
     header,
@@ -46,11 +48,7 @@ from scripts.lib.run_record import about_run
 from scripts.lib.server_process import ask
 from scripts.serving import scenes as serving_scenes
 from scripts.serving.load import (
-    ENDPOINTS,
     Prompts,
-    Run,
-    Target,
-    Work,
     open_session,
     poisson_arrivals,
     random_works,
@@ -58,7 +56,7 @@ from scripts.serving.load import (
     send,
     trace_works,
 )
-from scripts.serving.report import METRICS, details, plot, show, summarize
+from scripts.serving.report import details, plot, show, summarize
 
 
 def _percentiles(text: str) -> list[float]:

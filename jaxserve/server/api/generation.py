@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,6 +20,7 @@ from jaxserve.server.schema.openai import CompletionTokensDetails, PromptTokensD
 from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics
+from jaxserve.server.served.request_trace import RequestTrace
 from jaxserve.server.tool_calls.dialect import AnswerFormat, AnswerReader
 from jaxserve.server.tool_calls.pieces import Content, Message, Piece
 
@@ -123,6 +125,17 @@ class Generation:
         self._unended = {request.request_id: request.sampling.n for request in requests}
         self._unstarted = {request.request_id: prompt_tokens([request]) for request in requests}
         self._metrics: RequestMetrics = model.request_metrics
+        self._trace: RequestTrace | None = None
+
+    def follow(self, headers: Mapping[str, str], request_id: str) -> None:
+        """Send spans of the choices where the server traces requests.
+
+        Args:
+            headers: of the HTTP request, which may belong to a trace.
+            request_id: by which the client knows the request.
+        """
+        if self.model.tracer is not None:
+            self._trace = RequestTrace(self.model, headers, request_id)
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
@@ -156,7 +169,10 @@ class Generation:
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
         if any(choice.finish_reason is None for choice in self.choices):
-            self._metrics.ended("abort" if kind is asyncio.CancelledError else "error", 1)
+            is_abort = kind is asyncio.CancelledError
+            self._metrics.ended("abort" if is_abort else "error", 1)
+            if self._trace is not None:
+                self._trace_failure("the client went away" if is_abort else str(error or kind))
 
     def _pause(self, is_paused: bool) -> None:
         """Give back the places of choices that wait for their reader, or take them again."""
@@ -268,11 +284,20 @@ class Generation:
             len(choice.token_ids),
             request.sampling.max_tokens,
         )
+        if self._trace is not None:
+            self._trace.ended(request, len(choice.token_ids), now - self._opened, times)
         if not self._unended[request.request_id]:
             first = self._first[request.request_id]
             siblings = self.choices[first : first + request.sampling.n]
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
+
+    def _trace_failure(self, why: str) -> None:
+        seconds = time.monotonic() - self._opened
+        for choice in self.choices:
+            if choice.finish_reason is None and self._trace is not None:
+                request = self.requests[choice.prompt]
+                self._trace.ended(request, len(choice.token_ids), seconds, error=why)
 
     @property
     def num_logprobs(self) -> int:

@@ -44,6 +44,7 @@ class ServedModel:
         most_tokens: the longest answer of any request; None for the context's limit.
         dialect: reads its answers.
         admission: refuses what its queue cannot hold.
+        tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ServedModel:
         tokenizer = llm.get_tokenizer()
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.admission = make_admission(llm.config, config)
+        self.tracer: Any = None
 
     @property
     def name(self) -> str:
