@@ -9,48 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxserve.commands.bench.argument_types import (
-    existing_file as existing_file,
-)
-from jaxserve.commands.bench.argument_types import (
-    header as header,
-)
-from jaxserve.commands.bench.argument_types import (
-    http_url as http_url,
-)
-from jaxserve.commands.bench.argument_types import (
-    integer_from_0 as integer_from_0,
-)
-from jaxserve.commands.bench.argument_types import (
-    json_object as json_object,
-)
-from jaxserve.commands.bench.argument_types import (
-    name_value as name_value,
-)
-from jaxserve.commands.bench.argument_types import (
-    number_in as number_in,
-)
-from jaxserve.commands.bench.argument_types import (
-    objective as objective,
-)
-from jaxserve.commands.bench.argument_types import (
-    positive as positive,
-)
-from jaxserve.commands.bench.argument_types import (
-    positive_integer as positive_integer,
-)
-from jaxserve.commands.bench.argument_types import (
-    positive_or_inf as positive_or_inf,
-)
-from jaxserve.commands.bench.argument_types import (
-    some_of as some_of,
-)
-from jaxserve.commands.bench.argument_types import (
-    writable_file as writable_file,
-)
-from jaxserve.commands.bench.argument_types import (
-    writable_folder as writable_folder,
-)
+from jaxserve.commands.argument_types import positive_integer, writable_file, writable_folder
 
 
 def at_least(least: int) -> Callable[[str], int]:

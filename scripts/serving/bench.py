@@ -25,9 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.commands.bench.outcome import ENDPOINTS, Run, Target, Work
-from jaxserve.commands.bench.report import METRICS
-from scripts.lib.argument_types import (
+from jaxserve.commands.argument_types import (
     existing_file,
     header,
     http_url,
@@ -43,6 +41,8 @@ from scripts.lib.argument_types import (
     writable_file,
     writable_folder,
 )
+from jaxserve.commands.bench.outcome import ENDPOINTS, Run, Target, Work
+from jaxserve.commands.bench.report import METRICS
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import ask

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.commands.bench.argument_types import (
+from jaxserve.commands.argument_types import (
     existing_file,
     header,
     http_url,

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 from tqdm import tqdm
 
-from jaxserve.commands.bench.argument_types import writable_file
+from jaxserve.commands.argument_types import writable_file
 from jaxserve.commands.bench.client import arrivals, open_client, run_load, send
 from jaxserve.commands.bench.command import SAMPLING
 from jaxserve.commands.bench.datasets import make_works

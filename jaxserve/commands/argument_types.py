@@ -1,4 +1,4 @@
-"""Types of arguments of benchmarks. argparse names the argument, and these say what is allowed."""
+"""Types of arguments. argparse names the argument, and these say what is allowed."""
 
 from __future__ import annotations
 
