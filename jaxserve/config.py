@@ -39,7 +39,7 @@ NO_MODEL = (
     "(org/name)"
 )
 
-# Defaults by device: (max_num_seqs, max_num_batched_tokens).
+# Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
@@ -256,9 +256,9 @@ def bundled_model() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def api_keys_from_environment(name: str = "JAXSERVE_API_KEY") -> tuple[str, ...]:
-    """Return the keys in a variable of the environment, which commas separate."""
-    return tuple(key for key in os.environ.get(name, "").split(",") if key)
+def api_keys_from_environment() -> tuple[str, ...]:
+    """Return the keys in JAXSERVE_API_KEY, which commas separate."""
+    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,9 @@ def own_variables() -> dict[str, str]:
     return {name: re.sub(r"//[^/@\s]*@", "//...@", value) for name, value in own.items()}
 
 
-def otlp_traces_protocol() -> str | None:
-    """Return the protocol of traces, under the name of OpenTelemetry's SDK; None if none is set."""
-    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or None
+def openai_api_key() -> str | None:
+    """Return the key of OPENAI_API_KEY, by which a client is known to a server."""
+    return os.environ.get("OPENAI_API_KEY") or None
 
 
 def cards_are_hidden() -> bool:

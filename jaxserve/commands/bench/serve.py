@@ -22,7 +22,7 @@ from jaxserve.commands.bench.datasets import make_works
 from jaxserve.commands.bench.outcome import ENDPOINTS, Outcome, Run, Target, Work
 from jaxserve.commands.bench.report import details, failures, summarize, table
 from jaxserve.commands.options import CommandError
-from jaxserve.config import EngineConfig, api_keys_from_environment, kind_of_model
+from jaxserve.config import EngineConfig, kind_of_model, openai_api_key
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.errors import CheckpointError
 
@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: no server, model, tokenizer or data set of these names.
     """
     headers = dict(arguments.header)
-    keys = [arguments.api_key] if arguments.api_key else api_keys_from_environment("OPENAI_API_KEY")
-    if keys:
-        headers["authorization"] = f"Bearer {keys[0]}"
+    key = arguments.api_key or openai_api_key()
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     base = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
     name, root = arguments.model, arguments.model
     if name is None:
