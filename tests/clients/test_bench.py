@@ -141,6 +141,8 @@ def test_a_server_that_is_not_there_is_said_in_a_sentence(
         ("serve --backend tgi", "--backend: invalid choice: 'tgi'"),
         ("serve --dataset-path /no", "--dataset-path: '/no' must be a file that exists"),
         ("serve --result-dir /no", "--result-dir: '/no' must be a folder that exists"),
+        ("serve --lora-modules a b", "--lora-modules is not supported: adapters are not served"),
+        ("serve --profile", "--profile is not supported: jaxserve serve --profile-start"),
         ("throughput --output-json /no/x", "--output-json: '/no/x' must be in a folder"),
         ("latency --num-iters 0", "--num-iters: '0' must be an integer of at least 1"),
         ("startup --num-iters-cold x", "--num-iters-cold: 'x' must be an integer"),
