@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
@@ -13,7 +12,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxserve.machine import VisibleCard, driver_cards, visible_card, with_gpu_flags
+from jaxserve.machine import (
+    VisibleCard,
+    allocate_from_heap,
+    driver_cards,
+    visible_card,
+    with_gpu_flags,
+)
 from jaxserve.overrides import json_object
 from jaxserve.request import exact_int, finite_float
 
@@ -34,6 +39,7 @@ CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_OWN_VARIABLE = re.compile("(JAX|XLA|CUDA|NVIDIA|HF|OTEL)(?!.*(KEY|TOKEN$|SECRET|PASSW|HEADER))")
 
 
 @dataclass(frozen=True)
@@ -282,6 +288,17 @@ def compiler_settings() -> dict[str, str]:
     return {name: value.strip() for name, value in values.items() if value.strip()}
 
 
+def own_variables() -> dict[str, str]:
+    """Return the variables that change what a start does, but for secrets."""
+    own = {name: value for name, value in sorted(os.environ.items()) if _OWN_VARIABLE.match(name)}
+    return {name: re.sub(r"//[^/@\s]*@", "//...@", value) for name, value in own.items()}
+
+
+def openai_api_key() -> str | None:
+    """Return the key of OPENAI_API_KEY, by which a client is known to a server."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def cards_are_hidden() -> bool:
     """Return whether CUDA_VISIBLE_DEVICES hides every card."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
@@ -292,24 +309,6 @@ def cpu_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _allocate_from_heap() -> None:
-    """Keep glibc from returning large buffers to the system after every step.
-
-    By default each temporary over 32 MB is mapped and unmapped anew, and its page faults
-    cost more than the work (measured: attention over gathered pages 100 ms, then 31 ms).
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    # With one, threads that compile wait for each other: a cold start takes a third longer.
-    mallopt(arena_max, 4)
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 64 << 20)
 
 
 def has_cuda_plugin() -> bool:
@@ -381,7 +380,7 @@ def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
     if for_gpu or not _runs_on_cpu():
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     elif sys.platform == "linux":
-        _allocate_from_heap()
+        allocate_from_heap()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, value in environment.items():

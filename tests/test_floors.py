@@ -54,9 +54,16 @@ HOMES = {
     "starlette": ("jaxserve.server", "jaxserve.commands.batch_file"),
     "uvicorn": ("jaxserve.server",),
     "h11": ("jaxserve.server.http",),
-    "msgspec": ("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
+    "msgspec": (
+        *("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
+        "jaxserve.commands.bench",
+    ),
     "prometheus_client": ("jaxserve.server",),
-    "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
+    "opentelemetry": ("jaxserve.server.served.tracing",),
+    "httpx2": (
+        *("jaxserve.engine.hub", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
+        "jaxserve.commands.bench",
+    ),
     "transformers": ("jaxserve.engine.text",),
     "tokenizers": ("jaxserve.engine.text",),
     "huggingface_hub": ("jaxserve.engine.hub",),

@@ -12,7 +12,9 @@ import argparse
 import sys
 
 import jaxserve
+from jaxserve.commands.bench.command import add_bench
 from jaxserve.commands.chat import add_chat
+from jaxserve.commands.collect_env import add_collect_env
 from jaxserve.commands.compile import add_compile
 from jaxserve.commands.convert import add_convert
 from jaxserve.commands.generate import add_generate
@@ -39,6 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan(commands.add_parser)
     add_chat(commands.add_parser)
     add_run_batch(commands.add_parser)
+    add_bench(commands.add_parser)
+    add_collect_env(commands.add_parser)
     return parser
 
 

@@ -18,6 +18,7 @@ from jaxserve.server.http.open_files import make_room
 from jaxserve.server.http.process import Process
 from jaxserve.server.http.start_report import StartReport, Stop
 from jaxserve.server.served.models import Models, ServedModel
+from jaxserve.server.served.request_trace import open_tracer
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
 
@@ -95,7 +96,10 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
     log_json()
     stop = Stop()
     report = StartReport(sys.stderr, stop)
+    tracer = open_tracer(config.otlp_traces_endpoint)
     models = load_models(specs, config, report)
+    for model in models.all:
+        model.tracer = tracer
     try:
         room = make_room(config.max_connections)
     except ValueError:
@@ -116,6 +120,8 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
         asyncio.run(_serve(process, listener, report))
     finally:
         models.close()
+        if tracer is not None:
+            tracer.close()
     return process.status
 
 

@@ -14,7 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.llm import Prompt, prompt_parts
 from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.metrics import EngineStats, Histogram
 from jaxserve.engine.request_factory import Limits, RequestFactory
 from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
@@ -180,6 +180,11 @@ class AsyncLLM:
     def num_pages(self) -> int:
         """Number of pages of the KV cache, the null page included."""
         return self._thread.engine.runner.num_pages
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens of each step, of prompts and of answers. The engine's thread adds to it."""
+        return self._thread.engine.step_tokens
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.engine.delta import Delta, Sink
+from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import GrammarError
@@ -27,11 +29,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A sequence being served and where its output goes."""
+    """A sequence being served and where its output goes.
+
+    Attributes:
+        arrived: when the engine took it in, by `time.monotonic`.
+        first_token: when its first token was read; 0 before.
+    """
 
     sequence: Sequence
     sink: Sink
     detokenizer: Detokenizer | None
+    arrived: float = 0.0
+    first_token: float = 0.0
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
         """Make the delta of these tokens, with the text that is certain by now."""
@@ -48,6 +57,13 @@ class LiveSequence:
                 if prompt and token_ids and prompt.is_complete and not prompt.is_sent
                 else None
             ),
+        )
+
+    def times(self, now: float) -> SequenceTimes:
+        """Return its times; its last token was read now."""
+        sequence = self.sequence
+        return SequenceTimes(
+            self.arrived, sequence.started, self.first_token, now, sequence.num_preemptions
         )
 
     @property
@@ -101,6 +117,7 @@ class Delivery:
         self._live: dict[Sequence, LiveSequence] = {}
         self._by_request: dict[str, list[LiveSequence]] = {}
         self.num_tokens = 0
+        self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
         """Note the sequences of a request that is queued now."""
@@ -133,6 +150,7 @@ class Delivery:
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
     def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
+        self._now = time.monotonic()
         ended = {
             sequence
             for sequence in result.finished
@@ -165,6 +183,8 @@ class Delivery:
     ) -> None:
         sequence, text = live.sequence, live.detokenizer
         stopped = complete = False
+        if not live.first_token:
+            live.first_token = self._now
         if sequence.constraint is not None and not ended:
             complete = self._slots.advance(sequence, token)
         if text is not None and not (ended and live.hides_last):
@@ -182,6 +202,7 @@ class Delivery:
             delta.stop_reason = text.stop
         elif ended and sequence.stop_token in (sequence.request.sampling.stop_token_ids or ()):
             delta.stop_reason = sequence.stop_token
+        delta.times = live.times(self._now)
         self._forget(live)
         self._send(live, delta)
 

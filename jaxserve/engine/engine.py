@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.launch_length import LaunchLength
 from jaxserve.engine.loading import Loaded, load
-from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.text.detokenizer import Detokenizer
@@ -55,6 +56,9 @@ class Engine:
         config: what to serve, or parts loaded before (a Runner may outlive an engine).
         on_progress: told about the start.
         scheduler: makes another scheduler of the same interface, for baselines.
+
+    Attributes:
+        step_tokens: tokens of each step, of prompts and of answers.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Engine:
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
+        self.step_tokens = Histogram(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
 
     def add(self, request: Request, sink: Sink) -> None:
@@ -98,7 +103,7 @@ class Engine:
         """
         if self._delivery.of_request(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
-        lives = []
+        lives, now = [], time.monotonic()
         for index in range(request.sampling.n):
             sequence = Sequence(
                 request=request,
@@ -111,7 +116,7 @@ class Engine:
             width = request.sampling.prompt_logprobs
             if width is not None and index == 0:
                 sequence.prompt_logprobs = PromptLogprobs(sequence.num_prompt, width)
-            lives.append(LiveSequence(sequence, sink, self._detokenizer(request)))
+            lives.append(LiveSequence(sequence, sink, self._detokenizer(request), now))
         for live in lives:
             self.scheduler.add(live.sequence)
         self._delivery.add(request.request_id, lives)
@@ -177,6 +182,7 @@ class Engine:
         self._recovery.limit_running()
         # Programs are added while the engine serves.
         self.scheduler.token_sizes = self.runner.buckets.token_sizes
+        self.scheduler.now = time.monotonic()
         plan = self.scheduler.schedule(min(self._pace.steps(), self.runner.max_steps))
         try:
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
@@ -212,6 +218,9 @@ class Engine:
             self._delivery.keep_prompt_logprobs(step.plan, logprobs)
         result = self.scheduler.commit(step.plan, token_ids, ok)
         self._num_steps += 1
+        steps = step.plan.num_steps
+        count = step.plan.total_tokens if steps == 1 else len(result.token_ids) / steps
+        self.step_tokens.add(count, steps)
         self._delivery.deliver(result, logprobs)
 
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:

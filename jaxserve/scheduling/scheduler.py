@@ -64,6 +64,7 @@ class Scheduler:
         self.max_running = slots.num_slots
         # Padded sizes of steps, ascending, which chunks are cut to fill; none: as they come.
         self.token_sizes = np.zeros(0, np.int64)
+        self.now = 0.0  # the time, by the clock of whoever calls `schedule`
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -249,6 +250,7 @@ class Scheduler:
         assert sequence is not None
         self._vacate([slot])
         self.waiting.push(sequence)
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
@@ -315,7 +317,7 @@ class Scheduler:
             self.slots.num_published[slot] = len(hits)
         self.slots.append_pages(slot, self.pool.allocate(fresh))
         if sequence.num_cached < 0:
-            sequence.num_cached = cached
+            sequence.num_cached, sequence.started = cached, self.now
         if self.enable_prefix_caching:
             self.num_prefix_queries += len(sequence.token_ids)
             self.num_prefix_hits += cached

@@ -28,6 +28,8 @@ class Sequence:
         prefix_keys: keys of the full pages of `token_ids`, once they were needed.
         slot: row of the slot table, or NO_SLOT.
         num_cached: prompt tokens found in the prefix cache when first admitted; -1 before.
+        started: time of its first admission, by the scheduler's `now`; 0 before.
+        num_preemptions: how often it was sent back to wait.
         num_failures: failed steps that it may have caused (see `engine.recovery`).
         precedence: sequences of higher precedence are served first, whatever their priority.
         prompt_logprobs: its prompt's log-probabilities as they come; None where none are requested.
@@ -43,6 +45,8 @@ class Sequence:
     prefix_keys: PrefixKeys | None = None
     slot: int = NO_SLOT
     num_cached: int = -1
+    started: float = 0.0
+    num_preemptions: int = 0
     num_failures: int = 0
     precedence: int = 0
     blocked_at: int = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequest
@@ -24,6 +25,8 @@ _SECONDS = (
     *("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"),
     *("queue_timeout", "request_timeout", "drain_timeout", "health_timeout"),
 )
+# Host and port, by name or number, with or without what stands before and behind them in a URL.
+_ENDPOINT = re.compile(r"((https?|grpc)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[\w./%~-]*)?")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class ServerConfig:
         reasoning_parser: how the model marks what it thinks before it answers; by default what its
             chat template says.
         max_prompts: completions (prompts times n) of one request.
+        otlp_traces_endpoint: collector of OpenTelemetry's traces, one span for each completion:
+            http://HOST:4318/v1/traces, or HOST:4317 for gRPC. Needs the extra `otel`.
 
     Raises:
         InvalidRequest: (a ValueError) on construction, naming the field.
@@ -108,6 +113,7 @@ class ServerConfig:
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = True
     reasoning_parser: str | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _COUNTS.items():
@@ -123,6 +129,14 @@ class ServerConfig:
             if getattr(self, name) not in (None, "none", *formats):
                 raise InvalidRequest(f"{name} must be none, {', '.join(formats)}", name)
         self._check_names()
+        if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(
+            self.otlp_traces_endpoint
+        ):
+            raise InvalidRequest(
+                f"otlp_traces_endpoint {self.otlp_traces_endpoint[:200]!r} must be a URL like "
+                "http://HOST:4318/v1/traces, or HOST:4317",
+                "otlp_traces_endpoint",
+            )
         if any(not key for key in self.api_key or ()):
             raise InvalidRequest("api_key must not be empty", "api_key")
         if not (self.is_local or self.api_key or self.insecure):

@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.commands.argument_types import positive_integer
 from pallas_kernels import grouped_matmul, paged_decode_attention, ragged_paged_attention
 from pallas_kernels.arguments import Case
 from pallas_kernels.cpu.ir_builder import host
 from pallas_kernels.cpu.panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
-from scripts.lib.argument_types import integers, positive_integer, results_file
+from scripts.lib.argument_types import integers, results_file
 from scripts.lib.attention_arrays import attention_arrays
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

@@ -46,10 +46,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jaxserve.commands.argument_types import positive, positive_integer, writable_folder
 from jaxserve.models import ModelConfig, checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import load_weights
-from scripts.lib.argument_types import positive, positive_integer, results_file, writable_folder
+from scripts.lib.argument_types import results_file
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import LLM
+from jaxserve.commands.argument_types import positive_integer, some_of
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.engine.loading import Loaded
@@ -40,14 +41,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.weights import random_weights
 from pallas_kernels.cpu.product import panel_product
-from scripts.lib.argument_types import (
-    at_most,
-    check_room,
-    checkpoint,
-    positive_integer,
-    results_file,
-    some_of,
-)
+from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

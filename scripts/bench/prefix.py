@@ -34,9 +34,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.argument_types import positive_integer
 from jaxserve.config import EngineConfig, prepare_process
 from jaxserve.scheduling.page_keys import PageKeys
-from scripts.lib.argument_types import at_most, new_folder, positive_integer, results_file
+from scripts.lib.argument_types import at_most, new_folder, results_file
 from scripts.lib.model_shapes import SHAPES
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import run_main

@@ -46,8 +46,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxserve.commands.argument_types import positive_integer
 from jaxserve.config import prepare_process
-from scripts.lib.argument_types import new_folder, positive_integer, results_file
+from scripts.lib.argument_types import new_folder, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import run_main

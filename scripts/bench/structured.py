@@ -33,6 +33,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.commands.argument_types import positive_integer
 from jaxserve.config import EngineConfig
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
@@ -41,13 +42,7 @@ from jaxserve.engine.text.grammars import GrammarError, Grammars
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
-from scripts.lib.argument_types import (
-    at_most,
-    check_room,
-    checkpoint,
-    positive_integer,
-    results_file,
-)
+from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

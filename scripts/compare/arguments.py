@@ -7,10 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from scripts.compare.parts import PARTS
-from scripts.lib import paths
-from scripts.lib.argument_types import (
-    integers,
+from jaxserve.commands.argument_types import (
     objective,
     positive,
     positive_integer,
@@ -18,6 +15,9 @@ from scripts.lib.argument_types import (
     some_of,
     writable_file,
 )
+from scripts.compare.parts import PARTS
+from scripts.lib import paths
+from scripts.lib.argument_types import integers
 from scripts.lib.model_shapes import BFLOAT16, SHAPES
 from scripts.lib.trace_rows import first_rows
 

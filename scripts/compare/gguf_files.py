@@ -28,11 +28,12 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from jaxserve.commands.argument_types import positive_integer
 from scripts.compare.engine import Setting
 from scripts.compare.engine_llamacpp import GREEDY, LlamaCpp
 from scripts.compare.environments import python_of
 from scripts.compare.random_gguf import FIELDS, write_random
-from scripts.lib.argument_types import positive_integer, results_file
+from scripts.lib.argument_types import results_file
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import Server, ask, free_port, wait_for_programs

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.bench.outcome import Run, Target, Work
+from jaxserve.commands.bench.report import samples
 from scripts.compare import workloads
 from scripts.compare.process import Started
 from scripts.compare.worker_http import ALONE
 from scripts.lib.server_process import ask
-from scripts.serving.load import Run, Target, Work, poisson_arrivals, run_load
-from scripts.serving.report import samples, summarize
+from scripts.serving.load import poisson_arrivals, run_load
+from scripts.serving.report import summarize
 
 CDF_POINTS = 51
 _WORD = re.compile(r"w(\d+)")

@@ -24,13 +24,14 @@ from subprocess import CalledProcessError
 from typing import Any
 from urllib.request import Request, urlopen
 
+from jaxserve.commands.argument_types import positive_integer, some_of
 from jaxserve.config import prepare_process
 from scripts.compare.command import ENGINES, first_model
 from scripts.compare.engine import Engine, Setting
 from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
 from scripts.compare.process import Started, memory_bytes, tree
 from scripts.lib import paths
-from scripts.lib.argument_types import positive_integer, results_file, some_of
+from scripts.lib.argument_types import results_file
 from scripts.lib.model_shapes import BFLOAT16, SHAPES, dtype_of, shape_of
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main

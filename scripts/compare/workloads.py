@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.commands.bench.outcome import Work
 from scripts.lib.random_checkpoint import FIRST_ORDINARY_ID
 from scripts.lib.trace_rows import first_rows
-from scripts.serving.load import Work
 
 LENGTH_SCALE = 8
 MAX_LEN = 1024

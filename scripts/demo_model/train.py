@@ -27,6 +27,7 @@ import optax
 from flax import nnx
 from tokenizers import Tokenizer
 
+from jaxserve.commands.argument_types import positive, positive_integer
 from scripts.demo_model import tasks as demo_tasks
 from scripts.demo_model.checkpoint import Run, Score, write_card, write_settings, write_weights
 from scripts.demo_model.examples import (
@@ -41,7 +42,7 @@ from scripts.demo_model.examples import (
 )
 from scripts.demo_model.network import Config, Llama, seed_circuits, seed_embeddings
 from scripts.demo_model.tokenizer import build_tokenizer, word_pairs
-from scripts.lib.argument_types import new_folder, number_of_bits, positive, positive_integer
+from scripts.lib.argument_types import new_folder, number_of_bits
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 

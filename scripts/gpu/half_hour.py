@@ -41,10 +41,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+from jaxserve.commands.argument_types import positive
 from scripts.gpu.page import write_page
 from scripts.gpu.progress import TRIES, ReportError, read_report, save
 from scripts.gpu.setting import APART, VARIANTS
-from scripts.lib.argument_types import new_folder, pattern, positive
+from scripts.lib.argument_types import new_folder, pattern
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import end_at_sigterm, run_main
 

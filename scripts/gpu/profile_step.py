@@ -33,6 +33,7 @@ prepare_process()
 
 import jax
 
+from jaxserve.commands.argument_types import integer_from_0, positive_integer, writable_file
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loading import load
@@ -41,7 +42,6 @@ from jaxserve.errors import JaxserveError
 from jaxserve.execution.batch import pack
 from jaxserve.execution.runner import InFlight
 from jaxserve.request import SamplingParams
-from scripts.lib.argument_types import integer_from_0, positive_integer, writable_file
 from scripts.lib.host_clock import HostClock
 from scripts.lib.profiler_trace import CLASSES, DeviceTime, device_time, read_events
 from scripts.lib.run_main import run_main

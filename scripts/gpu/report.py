@@ -48,13 +48,14 @@ prepare_process()
 import jax
 import jax.numpy as jnp
 
+from jaxserve.commands.argument_types import positive, positive_integer, some_of, writable_file
 from pallas_kernels.devices import target_device
 from scripts.gpu import kernel_checks, product_times, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
 from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
 from scripts.gpu.setting import VARIANTS, Item, Setting
-from scripts.lib.argument_types import pattern, positive, positive_integer, some_of, writable_file
+from scripts.lib.argument_types import pattern
 from scripts.lib.run_main import end_at_sigterm
 
 PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+from jaxserve.commands.argument_types import integer_from_0, positive_integer
 from jaxserve.machine import with_gpu_flags
 from scripts.gpu.compile_offline import describe
 from scripts.gpu.models import MODELS
@@ -30,7 +31,7 @@ from scripts.gpu.offline_environment import (
     make_environment,
 )
 from scripts.gpu.targets import Target
-from scripts.lib.argument_types import integer_from_0, new_folder, positive_integer
+from scripts.lib.argument_types import new_folder
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run

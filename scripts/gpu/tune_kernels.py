@@ -28,13 +28,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.commands.argument_types import existing_file, positive, some_of
 from pallas_kernels.arguments import Case
 from pallas_kernels.devices import DeviceLimits, find_card, target_device
 from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.progress import ReportError, interruptible, read_report, save_text
 from scripts.gpu.setting import ITEM_SECONDS
-from scripts.lib.argument_types import existing_file, positive, some_of
 from scripts.lib.attention_arrays import attention_arrays
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")

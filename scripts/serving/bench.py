@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lib.argument_types import (
+from jaxserve.commands.argument_types import (
     existing_file,
     header,
     http_url,
@@ -41,16 +41,14 @@ from scripts.lib.argument_types import (
     writable_file,
     writable_folder,
 )
+from jaxserve.commands.bench.outcome import ENDPOINTS, Run, Target, Work
+from jaxserve.commands.bench.report import METRICS
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import ask
 from scripts.serving import scenes as serving_scenes
 from scripts.serving.load import (
-    ENDPOINTS,
     Prompts,
-    Run,
-    Target,
-    Work,
     open_session,
     poisson_arrivals,
     random_works,
@@ -58,7 +56,7 @@ from scripts.serving.load import (
     send,
     trace_works,
 )
-from scripts.serving.report import METRICS, details, plot, show, summarize
+from scripts.serving.report import details, plot, show, summarize
 
 
 def _percentiles(text: str) -> list[float]:

@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import json
 
-from scripts.lib.argument_types import at_most, positive
+from jaxserve.commands.argument_types import positive
+from scripts.lib.argument_types import at_most
 from scripts.lib.run_main import run_main
 
 EVENT = (

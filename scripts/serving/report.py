@@ -10,56 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from scripts.serving.load import Outcome, Run
+from jaxserve.commands.bench.outcome import Outcome, Run
+from jaxserve.commands.bench.report import METRICS, WIDTH, is_good, samples, statistics_of
 
-METRICS = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
-WIDTH = 50
 LEAST_MS = 0.1  # the left end of a logarithmic axis of milliseconds
 BLUE, GREEN, ORANGE = "#2a78d6", "#1baf7a", "#eb6834"
-
-
-def tpot(outcome: Outcome) -> float:
-    """Compute seconds a token after the first one; 0 for a single token."""
-    if outcome.output_tokens < 2:
-        return 0.0
-    return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1)
-
-
-def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Gather milliseconds of each metric over requests that were answered."""
-    done = [outcome for outcome in outcomes if outcome.is_success]
-    seconds = {
-        "ttft": [outcome.ttft for outcome in done if outcome.output_tokens],
-        "tpot": [tpot(outcome) for outcome in done if outcome.output_tokens > 1],
-        "itl": [gap for outcome in done for gap in outcome.itls],
-        "e2el": [outcome.latency for outcome in done],
-    }
-    return {name: np.array(values) * 1e3 for name, values in seconds.items()}
-
-
-def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """Compute mean, median, std and percentiles of milliseconds, as `p99_ttft_ms` and the like."""
-    if not len(values):
-        values = np.zeros(1)
-    table = {
-        f"mean_{name}_ms": float(np.mean(values)),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(np.std(values)),
-    }
-    for percent in percentiles:
-        table[f"p{percent:g}_{name}_ms"] = float(np.percentile(values, percent))
-    return table
-
-
-def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Return whether an answered request met every objective, in milliseconds."""
-    taken = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
-    return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
 
 
 def token_times(outcomes: Iterable[Outcome]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,18 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.bench.outcome import Run, Target, Work
 from scripts.lib.paths import RESULTS, ROOT
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import Server, ask, free_port
-from scripts.serving.load import (
-    Prompts,
-    Run,
-    Target,
-    Work,
-    poisson_arrivals,
-    random_works,
-    run_load,
-)
+from scripts.serving.load import Prompts, poisson_arrivals, random_works, run_load
 from scripts.serving.report import plot, show, summarize
 
 PERCENTILES = (50, 90, 99)

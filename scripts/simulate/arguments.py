@@ -7,15 +7,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from scripts.lib.argument_types import (
+from jaxserve.commands.argument_types import (
     OBJECTIVES,
-    at_most,
     objective,
     positive,
     positive_integer,
     writable_file,
 )
+from jaxserve.config import EngineConfig
+from scripts.lib.argument_types import at_most
 from scripts.lib.model_shapes import SHAPES as MODELS
 from scripts.lib.trace_rows import TRACES
 from scripts.simulate.fits import SHAPES

@@ -12,16 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.commands.bench.outcome import Outcome, Reader, Run
 from scripts.lib.paths import ROOT
-from scripts.serving.load import (
-    Outcome,
-    Prompts,
-    Reader,
-    Run,
-    poisson_arrivals,
-    random_works,
-    trace_works,
-)
+from scripts.serving.load import Prompts, poisson_arrivals, random_works, trace_works
 from scripts.serving.report import most_at_once, plot, summarize, token_times
 from tests.clients.conftest import KEY, MODEL
 

@@ -20,6 +20,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import loading
+from jaxserve.engine.planning import plan_model
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.buckets import Sampler
 from jaxserve.execution.start import cache_size
@@ -50,6 +51,7 @@ from tests.models.test_published_configs import (
     DEEPSEEK_V3,
     GPT_OSS,
     LLAMA_3,
+    PUBLISHED,
     QWEN_3,
     QWEN_3_MOE,
     shape,
@@ -204,6 +206,30 @@ def test_other_families_have_plans(raw: Any) -> None:
         EngineConfig(), Weights(parse_model_config(raw), "bfloat16"), None, named_device("B200")
     )
     assert found.temporaries > 0 and found.weights > 30 * GIB
+
+
+def kinds() -> list[str]:
+    """A published checkpoint of each architecture and stored form."""
+    found: dict[tuple[str, str], str] = {}
+    for name, (raw, _) in PUBLISHED.items():
+        stored = raw.get("quantization_config", {}).get("quant_method", "")
+        found.setdefault((raw["architectures"][0], stored), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_every_family_and_stored_form_has_a_plan(name: str, tmp_path: Path) -> None:
+    """From its config.json alone."""
+    raw = PUBLISHED[name][0]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    stored = raw.get("quantization_config", {}).get("quant_method")
+    form: Any = None if stored else "int8"
+    found = plan_model(EngineConfig(model=str(tmp_path), quantization=form), "B200")
+    assert found.stored == (None if stored == "mxfp4" else stored)  # read into another form
+    for plan in found.plans:
+        assert plan.read <= plan.weights and plan.page_bytes > 0
+        assert plan.fits == (found.refusal is None) and (plan.pages > 0 or not plan.fits)
+        assert plan.longest <= PUBLISHED[name][1]
 
 
 def refused(model: str, form: str | None, card: str, **settings: Any) -> str:

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
+from jaxserve.commands.argument_types import integer_from_0, positive
 from scripts.gpu.offline_environment import NoEnvironment
-from scripts.lib.argument_types import integer_from_0, pattern, positive
+from scripts.lib.argument_types import pattern
 from scripts.lib.run_main import run_main
 from tests.machine_code.big_cases import big_cases
 from tests.machine_code.case import Capability, Case

@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lib.argument_types import integer_from_0, positive_integer, results_file
+from jaxserve.commands.argument_types import integer_from_0, positive_integer
+from scripts.lib.argument_types import results_file
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep

@@ -29,9 +29,9 @@ import torch
 import transformers
 from flax import nnx
 
+from jaxserve.commands.argument_types import some_of
 from jaxserve.models import abstract_model, read_model_config
 from jaxserve.weights import load_weights
-from scripts.lib.argument_types import some_of
 from scripts.lib.paged_runner import PagedRunner
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.commands.bench.outcome import Target, Work
 from jaxserve.engine.text.tokenizer import Tokenizer
 from jaxserve.models import read_model_config
 from scripts.compare import command as compare_engines
@@ -21,7 +22,7 @@ from scripts.lib.model_shapes import dtype_of, shape_of
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.server_process import free_port
 from scripts.lib.trace_rows import read_trace
-from scripts.serving.load import Target, Work, run_load
+from scripts.serving.load import run_load
 
 ROOT = Path(__file__).parents[2]
 

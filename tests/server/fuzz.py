@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 
-from scripts.lib.argument_types import positive_integer
+from jaxserve.commands.argument_types import positive_integer
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.server_process import Server, ask

@@ -11,13 +11,13 @@ import pytest
 
 from jaxserve.commands.cli import make_parser
 from jaxserve.commands.options import field_help
+from jaxserve.engine.metrics import Histogram
 from jaxserve.errors import CheckpointError, InvalidRequest, Overloaded
 from jaxserve.server import page
 from jaxserve.server.http.guard import OPEN_PATHS
 from jaxserve.server.http.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.schema.decode import parse_json
 from jaxserve.server.served.admission import Admission
-from jaxserve.server.served.request_metrics import Histogram
 from jaxserve.server.served.specs import check_models, memory_shares, plan_models
 from jaxserve.server.settings import ServerConfig
 

@@ -25,6 +25,10 @@ class Driver:
     def nvmlShutdown(self):
         return 0
 
+    def nvmlSystemGetDriverVersion(self, buffer, size):
+        buffer.value = b"580.65.06"
+        return 0
+
     def nvmlDeviceGetCount_v2(self, count):
         count._obj.value = len(self.numbers(-1))
         return 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from jaxserve.engine.delta import Delta
+from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
@@ -18,6 +20,7 @@ from jaxserve.server.schema.openai import CompletionTokensDetails, PromptTokensD
 from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics
+from jaxserve.server.served.request_trace import RequestTrace
 from jaxserve.server.tool_calls.dialect import AnswerFormat, AnswerReader
 from jaxserve.server.tool_calls.pieces import Content, Message, Piece
 
@@ -116,10 +119,23 @@ class Generation:
             self._first[request.request_id] = first
             first += request.sampling.n
         self._cached = dict.fromkeys(self._first, 0)
+        self._times: dict[int, SequenceTimes] = {}  # of each choice that a token has ended
         self._admission = model.admission
         self._live = len(self.choices)
+        self._unended = {request.request_id: request.sampling.n for request in requests}
         self._unstarted = {request.request_id: prompt_tokens([request]) for request in requests}
         self._metrics: RequestMetrics = model.request_metrics
+        self._trace: RequestTrace | None = None
+
+    def follow(self, headers: Mapping[str, str], request_id: str) -> None:
+        """Send spans of the choices where the server traces requests.
+
+        Args:
+            headers: of the HTTP request, which may belong to a trace.
+            request_id: by which the client knows the request.
+        """
+        if self.model.tracer is not None:
+            self._trace = RequestTrace(self.model, headers, request_id)
 
     def __enter__(self) -> Self:
         config, loop = self.model.config, asyncio.get_running_loop()
@@ -153,7 +169,10 @@ class Generation:
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
         if any(choice.finish_reason is None for choice in self.choices):
-            self._metrics.ended("abort" if kind is asyncio.CancelledError else "error", 1)
+            is_abort = kind is asyncio.CancelledError
+            self._metrics.ended("abort" if is_abort else "error", 1)
+            if self._trace is not None:
+                self._trace_failure("the client went away" if is_abort else str(error or kind))
 
     def _pause(self, is_paused: bool) -> None:
         """Give back the places of choices that wait for their reader, or take them again."""
@@ -203,6 +222,9 @@ class Generation:
         request_id = delta.request_id
         if request_id in self._unstarted:
             self._admission.num_prompt_tokens -= self._unstarted.pop(request_id)
+            if delta.token_ids:
+                prompt = len(self.choices[self._first[request_id]].prompt_token_ids)
+                self._metrics.started(prompt, delta.num_cached_tokens)
         if delta.finish_reason is FinishReason.ERROR:
             if delta.parameter is not None:
                 raise InvalidRequest(delta.error or "it cannot be served", delta.parameter)
@@ -228,6 +250,8 @@ class Generation:
         if delta.finish_reason is not None:
             choice.finish_reason = part.finish_reason = str(delta.finish_reason)
             choice.stop_reason = part.stop_reason = delta.stop_reason
+            if delta.times is not None:
+                self._times[index] = delta.times
             self._live -= 1
             self._admission.num_live -= 1
 
@@ -242,13 +266,38 @@ class Generation:
         is_first = self._last == self._opened
         self._metrics.tokens(now - self._opened, now - self._last, count, is_first)
         self._last = now
-        for part in parts.values():
+        for index, part in parts.items():
             if part.finish_reason is not None:
-                choice = self.choices[part.index]
                 self._metrics.ended(part.finish_reason, 1)
-                self._metrics.finished(
-                    now - self._opened, len(choice.prompt_token_ids), len(choice.token_ids)
-                )
+                self._measure_end(self.choices[index], now)
+
+    def _measure_end(self, choice: Choice, now: float) -> None:
+        request, times = self.requests[choice.prompt], self._times.get(choice.index)
+        self._unended[request.request_id] -= 1
+        if times is None:
+            return
+        self._metrics.finished(
+            now - self._opened,
+            times,
+            len(choice.prompt_token_ids),
+            self._cached[request.request_id],
+            len(choice.token_ids),
+            request.sampling.max_tokens,
+        )
+        if self._trace is not None:
+            self._trace.ended(request, len(choice.token_ids), now - self._opened, times)
+        if not self._unended[request.request_id]:
+            first = self._first[request.request_id]
+            siblings = self.choices[first : first + request.sampling.n]
+            most = max(len(sibling.token_ids) for sibling in siblings)
+            self._metrics.completed(len(siblings), most)
+
+    def _trace_failure(self, why: str) -> None:
+        seconds = time.monotonic() - self._opened
+        for choice in self.choices:
+            if choice.finish_reason is None and self._trace is not None:
+                request = self.requests[choice.prompt]
+                self._trace.ended(request, len(choice.token_ids), seconds, error=why)
 
     @property
     def num_logprobs(self) -> int:

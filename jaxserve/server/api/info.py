@@ -1,15 +1,38 @@
-"""Endpoints that describe the server: liveness, readiness, models and version."""
+"""Endpoints that describe the server: liveness, readiness, load, models, settings and version."""
 
 from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
+from jaxserve.config import own_variables
+from jaxserve.engine.environment import collect_environment
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.models import Models, ServedModel
+
+_SECRET = re.compile(r"api_key|secret|password|hf_token")
+# vLLM's groups of settings, by the names that we have too.
+_GROUPS = {
+    "model_config": ("model", "tokenizer", "revision", "dtype", "quantization", "seed"),
+    "cache_config": (
+        *("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override"),
+    ),
+    "scheduler_config": (
+        *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "async_scheduling"),
+        *("long_prefill_token_threshold", "num_scheduler_steps"),
+    ),
+    "load_config": ("load_format", "download_dir"),
+}
 
 
 class HealthResponse(msgspec.Struct):
@@ -22,6 +45,20 @@ class VersionResponse(msgspec.Struct):
     """Answer of GET /version."""
 
     version: str
+
+
+class LoadResponse(msgspec.Struct):
+    """Answer of GET /load, as vLLM's: requests that draw tokens or wait to."""
+
+    server_load: int
+
+
+class ServerInfo(msgspec.Struct):
+    """Answer of GET /server_info, as vLLM's: a model's settings, and the machine."""
+
+    vllm_config: str | dict[str, dict[str, Any]]
+    vllm_env: dict[str, str]
+    system_env: dict[str, str]
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -87,6 +124,53 @@ async def ready(request: Request) -> Response:
 async def version(request: Request) -> Response:
     """Answer with the version of this package."""
     return json_response(VersionResponse(jaxserve.__version__))
+
+
+async def load(request: Request) -> Response:
+    """Answer with the number of requests in progress, of all models."""
+    models: Models = request.app.state.served.models
+    return json_response(LoadResponse(sum(len(model.active) for model in models.all)))
+
+
+async def server_info(request: Request) -> Response:
+    """Answer with a model's settings, no secret among them, and with facts about the machine.
+
+    The model is the first, or that of `?model=`; `?config_format=json` groups its settings as vLLM
+    does, otherwise they are one text.
+
+    Raises:
+        ApiError: 404, no such model; 400, another format.
+    """
+    style = request.query_params.get("config_format", "text")
+    if style not in ("text", "json"):
+        raise ApiError(400, "config_format must be text or json", "config_format", "invalid_value")
+    model = request.app.state.served.models.find(request.query_params.get("model"))
+    groups = _settings(model)
+    named = [f"{name}={value!r}" for group in groups.values() for name, value in group.items()]
+    facts = await asyncio.to_thread(collect_environment)
+    config = groups if style == "json" else ", ".join(named)
+    return json_response(ServerInfo(config, own_variables(), facts))
+
+
+def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
+    """Return the engine's settings in vLLM's groups; what vLLM lacks is the last of them."""
+    left = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in dataclasses.asdict(model.llm.config).items()
+        if not _SECRET.search(name)
+    }
+    del left["max_model_len"]  # as it was set; the model's own may be less
+    groups: dict[str, dict[str, Any]] = {}
+    for group, names in _GROUPS.items():
+        groups[group] = {name: left.pop(name) for name in names if name in left}
+    groups["model_config"] |= {
+        "served_model_name": model.names,
+        "max_model_len": model.limits.max_model_len,
+    }
+    cache = groups["cache_config"]
+    cache |= {"cache_dtype": cache.pop("kv_cache_dtype"), "num_gpu_blocks": model.llm.num_pages}
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return groups | {"parallel_config": dict.fromkeys(parallel, 1), "additional_config": left}
 
 
 async def list_models(request: Request) -> Response:

@@ -1,10 +1,21 @@
-"""Endpoint GET /metrics: vLLM's names, with the prefix `jaxserve:`, in Prometheus's format."""
+"""Endpoint GET /metrics, in Prometheus's format: our counts, and vLLM's names for the same.
+
+A name that vLLM 0.33 has too (its `v1/metrics/loggers.py`) stands there twice, as `jaxserve:NAME`
+and as `vllm:NAME`, with vLLM's labels; histograms under vLLM's name have vLLM's buckets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,14 +26,15 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metrics import EngineStats
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
+from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
-from jaxserve.server.served.request_metrics import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # No label comes from a request, so that no request can add a time series.
 _LABELS = ["model_name", "engine"]
 Read = Callable[[EngineStats], float]
+Samples = Iterable[tuple[list[str], float]]
 
 GAUGES: dict[str, tuple[str, Read]] = {
     "num_requests_running": ("Sequences running.", lambda s: s.num_running),
@@ -51,28 +63,123 @@ COUNTERS: dict[str, tuple[str, Read]] = {
         lambda s: s.num_compiles_behind,
     ),
 }
-HISTOGRAMS: dict[str, tuple[str, Callable[[ServedModel], Histogram]]] = {
-    "time_to_first_token_seconds": (
+OWN = frozenset(
+    (
+        *("engine_programs_missing", "num_pages_in_use", "engine_steps", "engine_failed_steps"),
+        *("engine_compiles", "engine_compiles_behind"),
+    )
+)
+
+
+class _Row(NamedTuple):
+    """A histogram: its name, its text, where it is, and its buckets under our name and vLLM's."""
+
+    name: str
+    text: str
+    find: Callable[[ServedModel], Histogram]
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...] | None = None  # None: of tokens, up to the model's longest sequence
+
+
+_SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
+HISTOGRAMS = (
+    _Row(
+        "time_to_first_token_seconds",
         "From a request's arrival to its first token.",
         lambda m: m.request_metrics.time_to_first_token,
+        *(buckets.SHORT, buckets.VLLM_FIRST_TOKEN),
     ),
-    "inter_token_latency_seconds": (
+    _Row(
+        "inter_token_latency_seconds",
         "Between tokens of a request.",
         lambda m: m.request_metrics.inter_token_latency,
+        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
     ),
-    "e2e_request_latency_seconds": (
+    _Row(
+        "request_time_per_output_token_seconds",
+        "Mean time between tokens of a completion.",
+        lambda m: m.request_metrics.time_per_output_token,
+        *(buckets.SHORT, buckets.VLLM_BETWEEN_TOKENS),
+    ),
+    _Row(
+        "e2e_request_latency_seconds",
         "From a completion's arrival to its end.",
         lambda m: m.request_metrics.e2e_latency,
+        *_SECONDS,
     ),
-    "request_prompt_tokens": (
+    _Row(
+        "request_queue_time_seconds",
+        "From a completion's arrival at the engine to its first slot.",
+        lambda m: m.request_metrics.queue_time,
+        *_SECONDS,
+    ),
+    _Row(
+        "request_prefill_time_seconds",
+        "From a completion's first slot to its first token.",
+        lambda m: m.request_metrics.prefill_time,
+        *_SECONDS,
+    ),
+    _Row(
+        "request_decode_time_seconds",
+        "From a completion's first token to its last.",
+        lambda m: m.request_metrics.decode_time,
+        *_SECONDS,
+    ),
+    _Row(
+        "request_inference_time_seconds",
+        "From a completion's first slot to its last token.",
+        lambda m: m.request_metrics.inference_time,
+        *_SECONDS,
+    ),
+    _Row(
+        "request_prompt_tokens",
         "Prompt tokens of a request.",
         lambda m: m.request_metrics.prompt_tokens,
+        buckets.TOKENS,
     ),
-    "request_generation_tokens": (
+    _Row(
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of a completion that were computed, not found in the prefix cache.",
+        lambda m: m.request_metrics.computed_tokens,
+        buckets.TOKENS,
+    ),
+    _Row(
+        "request_generation_tokens",
         "Tokens drawn for a completion.",
         lambda m: m.request_metrics.generation_tokens,
+        buckets.TOKENS,
     ),
-}
+    _Row(
+        "request_max_num_generation_tokens",
+        "Tokens of a request's longest completion.",
+        lambda m: m.request_metrics.most_generation_tokens,
+        buckets.TOKENS,
+    ),
+    _Row(
+        "request_params_max_tokens",
+        "The max_tokens of a completion's request.",
+        lambda m: m.request_metrics.max_tokens,
+        buckets.TOKENS,
+    ),
+    _Row(
+        "request_params_n",
+        "Completions of a request.",
+        lambda m: m.request_metrics.num_completions,
+        *(buckets.NUM_COMPLETIONS, buckets.NUM_COMPLETIONS),
+    ),
+    _Row(
+        "request_num_preemptions",
+        "Times that a completion was sent back to wait.",
+        lambda m: m.request_metrics.num_preemptions,
+        *(buckets.NUM_PREEMPTIONS, buckets.NUM_PREEMPTIONS),
+    ),
+    _Row(
+        "iteration_tokens_total",
+        "Tokens of a step, of prompts and of answers.",
+        lambda m: m.llm.step_tokens,
+        *(STEP_TOKENS, STEP_TOKENS),
+    ),
+)
 
 
 class _Snapshot(Collector):
@@ -82,57 +189,134 @@ class _Snapshot(Collector):
         self._models = models.all
 
     def collect(self) -> Iterator[Metric]:
-        stats = [(model, model.llm.stats_now()) for model in self._models]
+        stats = [([model.name, "0"], model.llm.stats_now()) for model in self._models]
         for name, (text, read) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
-            for model, counts in stats:
-                gauge.add_metric([model.name, "0"], read(counts))
-            yield gauge
-        paused = GaugeMetricFamily(
-            "jaxserve:num_requests_paused", "Requests waiting for their reader.", labels=_LABELS
-        )
-        for model in self._models:
-            num_paused = sum(generation.is_paused for generation in model.active)
-            paused.add_metric([model.name, "0"], num_paused)
-        yield paused
+            samples = [(labels, read(counts)) for labels, counts in stats]
+            yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in OWN)
         for name, (text, read) in COUNTERS.items():
-            counter = CounterMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
-            for model, counts in stats:
-                counter.add_metric([model.name, "0"], read(counts))
-            yield counter
-        for name, (text, find) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"jaxserve:{name}", text, labels=_LABELS)
-            for model in self._models:
-                histogram = find(model)
-                family.add_metric([model.name, "0"], histogram.cumulative(), histogram.sum)
-            yield family
+            samples = [(labels, read(counts)) for labels, counts in stats]
+            yield from _families(CounterMetricFamily, name, text, samples, is_own=name in OWN)
+        for row in HISTOGRAMS:
+            yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
+            yield self._histogram(
+                row, "vllm", lambda model, row=row: row.theirs or model.request_metrics.vllm_tokens
+            )
+        yield from self._waiting(stats)
         yield from self._requests()
+        yield from self._prompt_tokens()
+        yield self._cache_config("jaxserve")
+        yield self._cache_config("vllm")
+
+    def _histogram(
+        self, row: _Row, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
+    ) -> Metric:
+        family = HistogramMetricFamily(f"{prefix}:{row.name}", row.text, labels=_LABELS)
+        for model in self._models:
+            histogram = row.find(model)
+            cumulative = histogram.cumulative(bounds(model))
+            family.add_metric([model.name, "0"], cumulative, histogram.sum)
+        return family
+
+    def _waiting(self, stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
+        """Yield what waits, by its reason: nothing here is deferred as vLLM defers."""
+        samples: list[tuple[list[str], float]] = []
+        for labels, counts in stats:
+            samples += [([*labels, "capacity"], counts.num_waiting), ([*labels, "deferred"], 0)]
+        name, text = "num_requests_waiting_by_reason", "Sequences waiting, by what for."
+        yield from _families(GaugeMetricFamily, name, text, samples, "reason")
+        paused = [
+            ([model.name, "0"], float(sum(generation.is_paused for generation in model.active)))
+            for model in self._models
+        ]
+        text = "Requests waiting for their reader."
+        yield from _families(GaugeMetricFamily, "num_requests_paused", text, paused, is_own=True)
 
     def _requests(self) -> Iterator[Metric]:
-        labels = [*_LABELS, "finished_reason"]
-        ended = CounterMetricFamily(
-            "jaxserve:request_success", "Completions that ended, by reason.", labels=labels
-        )
-        refused = CounterMetricFamily(
-            "jaxserve:request_refused", "Requests answered 429.", labels=_LABELS
-        )
-        info = GaugeMetricFamily(
-            "jaxserve:cache_config_info",
-            "The KV cache, as labels.",
-            labels=[*_LABELS, "block_size", "num_gpu_blocks"],
-        )
+        ended: list[tuple[list[str], float]] = []
+        refused: list[tuple[list[str], float]] = []
+        rejected: list[tuple[list[str], float]] = []
         for model in self._models:
             for reason, count in sorted(model.request_metrics.endings.items()):
-                ended.add_metric([model.name, "0", reason], count)
-            refused.add_metric([model.name, "0"], model.admission.num_refused)
-            llm = model.llm
-            sizes = [str(llm.config.block_size), str(llm.num_pages)]
-            info.add_metric([model.name, "0", *sizes], 1)
-        yield from (ended, refused, info)
+                ended.append(([model.name, "0", reason], count))
+            refused.append(([model.name, "0"], model.admission.num_refused))
+            for reason, count in model.admission.refusals.items():
+                rejected.append(([model.name, reason], count))
+        text = "Completions that ended, by reason."
+        yield from _families(CounterMetricFamily, "request_success", text, ended, "finished_reason")
+        text = "Requests answered 429."
+        yield from _families(CounterMetricFamily, "request_refused", text, refused, is_own=True)
+        family = CounterMetricFamily(
+            "vllm:admission_rejections",
+            "Requests answered 429, by the limit of the queue.",
+            labels=["model_name", "reason"],
+        )
+        for labels, count in rejected:
+            family.add_metric(labels, count)
+        yield family
+
+    def _prompt_tokens(self) -> Iterator[Metric]:
+        sources: list[tuple[list[str], float]] = []
+        cached: list[tuple[list[str], float]] = []
+        tiers: list[tuple[list[str], float]] = []
+        for model in self._models:
+            labels, counts = [model.name, "0"], model.request_metrics
+            sources.append(([*labels, "local_compute"], counts.prompt_computed))
+            sources.append(([*labels, "local_cache_hit"], counts.prompt_cached))
+            cached.append((labels, counts.prompt_cached))
+            tiers.append(([*labels, "device"], counts.prompt_cached))
+        rows = (
+            ("prompt_tokens_by_source", "Prompt tokens, by where from.", sources, "source"),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached, None),
+            ("prompt_tokens_cached_by_source", "The same, by where they lay.", tiers, "source"),
+        )
+        for name, text, samples, label in rows:
+            yield from _families(CounterMetricFamily, name, text, samples, label)
+
+    def _cache_config(self, prefix: str) -> Metric:
+        """Return the KV cache's settings as labels of a gauge that is always 1."""
+        fields = ["block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"]
+        info = GaugeMetricFamily(
+            f"{prefix}:cache_config_info",
+            "The KV cache, as labels.",
+            labels=[*_LABELS, *fields, "num_gpu_blocks"],
+        )
+        for model in self._models:
+            config = model.llm.config
+            values = (
+                *(config.block_size, config.kv_cache_dtype, config.enable_prefix_caching),
+                *(config.gpu_memory_utilization, model.llm.num_pages),
+            )
+            info.add_metric([model.name, "0", *map(str, values)], 1)
+        return info
+
+
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    samples: Samples,
+    label: str | None = None,
+    *,
+    is_own: bool = False,
+) -> Iterator[Metric]:
+    """Yield a metric under our name, and under vLLM's unless it is our own.
+
+    Args:
+        samples: (values of the labels, value).
+        label: of the samples besides model and engine.
+    """
+    labels = _LABELS if label is None else [*_LABELS, label]
+    for prefix in ("jaxserve",) if is_own else ("jaxserve", "vllm"):
+        family = kind(f"{prefix}:{name}", text, labels=labels)
+        for values, value in samples:
+            family.add_metric(values, value)
+        yield family
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with all counts."""
+    """Answer with all counts, and those of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(request.app.state.served.models))
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE)

@@ -9,7 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
-from jaxserve.server.api.info import HealthResponse, ModelCard, ModelList, VersionResponse
+from jaxserve.server.api.info import (
+    HealthResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    ServerInfo,
+    VersionResponse,
+)
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.api.tokens import (
     DetokenizeRequest,
@@ -48,6 +55,8 @@ GETS: dict[str, type | None] = {
     "/health": HealthResponse,
     "/ready": HealthResponse,
     "/version": VersionResponse,
+    "/load": LoadResponse,
+    "/server_info": ServerInfo,
     "/metrics": None,
 }
 _REFUSALS = {

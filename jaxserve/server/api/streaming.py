@@ -108,6 +108,7 @@ async def respond(
         ClientGone: the client went away before the document was there.
         ApiError, InvalidRequest, Overloaded: see `Generation`; a stream reports them itself.
     """
+    generation.follow(request.headers, request.scope["jaxserve.request_id"])
     if stream:
         return EventStream(generation, formatter)
 

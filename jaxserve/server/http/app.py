@@ -15,7 +15,15 @@ from starlette.routing import BaseRoute, Route
 from jaxserve.server.api.anthropic import count_tokens, messages
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
-from jaxserve.server.api.info import get_model, health, list_models, ready, version
+from jaxserve.server.api.info import (
+    get_model,
+    health,
+    list_models,
+    load,
+    ready,
+    server_info,
+    version,
+)
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import responses
@@ -45,6 +53,8 @@ def routes() -> list[BaseRoute]:
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
+        Route("/server_info", server_info, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]

@@ -81,6 +81,7 @@ class Guard:
         answer = _Answer(scope, send, more_headers)
         renamed: dict[str, str] = {}
         scope["jaxserve.renamed"] = renamed
+        scope["jaxserve.request_id"] = request_id.decode()
         try:
             if is_crowded and scope["path"] not in OPEN_PATHS:
                 raise too_many_connections()

@@ -13,6 +13,8 @@ from jaxserve.server.settings import ServerConfig
 # Limits that --max-num-queued-reqs and --max-queued-prompt-tokens replace.
 QUEUED_FOR_EACH_SLOT = 4
 QUEUED_STEPS_OF_PROMPTS = 64
+# Limits of the queue, as vLLM's `admission_rejections` calls them.
+COMPLETIONS, PROMPT_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Admission:
     Attributes:
         num_live: completions that run or wait.
         num_prompt_tokens: prompt tokens that wait to be computed.
-        num_refused: requests refused so far.
+        refusals: requests refused so far, by the limit, under vLLM's names.
     """
 
     def __init__(self, num_slots: int, max_queued: int, max_prompt_tokens: int) -> None:
@@ -41,8 +43,13 @@ class Admission:
         self.max_queued = max_queued
         self.max_prompt_tokens = max_prompt_tokens
         self.num_live = 0
-        self.num_refused = 0
         self.num_prompt_tokens = 0
+        self.refusals = {COMPLETIONS: 0, PROMPT_TOKENS: 0}
+
+    @property
+    def num_refused(self) -> int:
+        """Requests refused so far."""
+        return sum(self.refusals.values())
 
     @property
     def is_full(self) -> bool:
@@ -57,12 +64,12 @@ class Admission:
         """
         most = self.num_slots + self.max_queued
         if self.num_live + completions > most:
-            self.num_refused += 1
+            self.refusals[COMPLETIONS] += 1
             raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
         # A prompt larger than the bound itself is admitted where no other waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
-            self.num_refused += 1
+            self.refusals[PROMPT_TOKENS] += 1
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
             )

@@ -44,6 +44,7 @@ class ServedModel:
         most_tokens: the longest answer of any request; None for the context's limit.
         dialect: reads its answers.
         admission: refuses what its queue cannot hold.
+        tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self._secret = secret
-        self.request_metrics = RequestMetrics()
-        self.active: set[Any] = set()
         self.limits = llm.limits
+        self.request_metrics = RequestMetrics(llm.limits.max_model_len)
+        self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
@@ -65,6 +66,7 @@ class ServedModel:
         tokenizer = llm.get_tokenizer()
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.admission = make_admission(llm.config, config)
+        self.tracer: Any = None
 
     @property
     def name(self) -> str:

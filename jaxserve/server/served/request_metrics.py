@@ -1,51 +1,81 @@
-"""Measurements of the server's requests: plain numbers, cheap to add to."""
+"""Measurements of the server's requests: plain numbers, cheap to add to.
+
+vLLM's buckets are those of its `v1/metrics/buckets.py` (0.33). A histogram counts by the bounds of
+ours and of vLLM's together, and each of its two names shows its own.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence as Listing
+from collections.abc import Iterable
+from itertools import count, takewhile
 
-_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_LONG = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_TOKENS = tuple(float(2**power) for power in range(20))
+from jaxserve.engine.metrics import Histogram, SequenceTimes
+
+SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+LONG = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKENS = tuple(float(2**power) for power in range(20))
+
+VLLM_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+VLLM_BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+VLLM_LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+NUM_COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
+NUM_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+# Reasons of vLLM that end a completion here too; each has a time series from the start.
+REASONS = ("stop", "length", "abort", "error")
 
 
-class Histogram:
-    """Counts of values by upper bound; cheaper than a library's by an order of magnitude.
+def vllm_tokens(most: int) -> tuple[float, ...]:
+    """Return vLLM's buckets of tokens of a request: 1, 2, 5, 10, 20 and so on up to `most`."""
+    steps = (mantissa * 10.0**power for power in count() for mantissa in (1, 2, 5))
+    return tuple(takewhile(lambda step: step <= most, steps))
 
-    Args:
-        bounds: ascending; one more bucket takes all beyond the last.
-    """
 
-    def __init__(self, bounds: Listing[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Return Prometheus's buckets: (upper bound, number of values up to it)."""
-        total, buckets = 0, []
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
-            total += count
-            buckets.append((str(bound), float(total)))
-        return buckets
+def _both(ours: Iterable[float], theirs: Iterable[float]) -> Histogram:
+    return Histogram(sorted({*ours, *theirs}))
 
 
 class RequestMetrics:
-    """Counts of one model's requests, from the server's start. Times are in seconds."""
+    """Counts of one model's requests, from the server's start. Times are in seconds.
 
-    def __init__(self) -> None:
-        self.time_to_first_token = Histogram(_SHORT)
-        self.inter_token_latency = Histogram(_SHORT)
-        self.e2e_latency = Histogram(_LONG)
-        self.prompt_tokens = Histogram(_TOKENS)
-        self.generation_tokens = Histogram(_TOKENS)
-        self.endings: Counter[str] = Counter()
+    Args:
+        max_model_len: tokens of the longest sequence; vLLM's buckets of tokens end there.
+
+    Attributes:
+        prompt_computed, prompt_cached: prompt tokens of the requests that have a first token, by
+            whether they were computed or found in the prefix cache.
+        endings: completions by their reason to end.
+    """
+
+    def __init__(self, max_model_len: int = 1 << 19) -> None:
+        self.vllm_tokens = tokens = vllm_tokens(max_model_len)
+        self.time_to_first_token = _both(SHORT, VLLM_FIRST_TOKEN)
+        self.inter_token_latency = _both(SHORT, VLLM_BETWEEN_TOKENS)
+        self.time_per_output_token = _both(SHORT, VLLM_BETWEEN_TOKENS)
+        self.e2e_latency = _both(LONG, VLLM_LATENCY)
+        self.queue_time = _both(LONG, VLLM_LATENCY)
+        self.prefill_time = _both(LONG, VLLM_LATENCY)
+        self.decode_time = _both(LONG, VLLM_LATENCY)
+        self.inference_time = _both(LONG, VLLM_LATENCY)
+        self.prompt_tokens = _both(TOKENS, tokens)
+        self.computed_tokens = _both(TOKENS, tokens)
+        self.generation_tokens = _both(TOKENS, tokens)
+        self.most_generation_tokens = _both(TOKENS, tokens)
+        self.max_tokens = _both(TOKENS, tokens)
+        self.num_completions = Histogram(NUM_COMPLETIONS)
+        self.num_preemptions = Histogram(NUM_PREEMPTIONS)
+        self.prompt_computed = 0
+        self.prompt_cached = 0
+        self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def tokens(self, since_start: float, since_last: float, count: int, is_first: bool) -> None:
         """Add the arrival of a request's first tokens, or of further ones."""
@@ -56,11 +86,43 @@ class RequestMetrics:
         else:
             self.inter_token_latency.add(since_last / count, count)
 
-    def finished(self, seconds: float, prompt: int, generated: int) -> None:
-        """Add a completion that ended after these seconds and tokens."""
+    def started(self, prompt: int, cached: int) -> None:
+        """Add a prompt that was computed, all but its cached tokens."""
+        self.prompt_computed += prompt - cached
+        self.prompt_cached += cached
+
+    def finished(
+        self,
+        seconds: float,
+        times: SequenceTimes,
+        prompt: int,
+        cached: int,
+        generated: int,
+        max_tokens: int | None,
+    ) -> None:
+        """Add a completion that ended after these seconds and tokens.
+
+        Args:
+            cached: tokens of its prompt found in the prefix cache.
+            max_tokens: what the request sets; None for no limit.
+        """
         self.e2e_latency.add(seconds)
+        self.queue_time.add(times.queue)
+        self.prefill_time.add(times.prefill)
+        self.decode_time.add(times.decode)
+        self.inference_time.add(times.inference)
+        self.time_per_output_token.add(times.decode / max(1, generated - 1))
+        self.num_preemptions.add(times.num_preemptions)
         self.prompt_tokens.add(prompt)
+        self.computed_tokens.add(prompt - cached)
         self.generation_tokens.add(generated)
+        if max_tokens is not None:
+            self.max_tokens.add(max_tokens)
+
+    def completed(self, completions: int, most: int) -> None:
+        """Add a request whose completions have all ended, the longest of them of `most` tokens."""
+        self.num_completions.add(completions)
+        self.most_generation_tokens.add(most)
 
     def ended(self, reason: str, count: int) -> None:
         self.endings[reason] += count

@@ -16,8 +16,8 @@ import dataclasses
 import jax
 import numpy as np
 
+from jaxserve.commands.argument_types import integer_from_0
 from scripts.gpu.offline_environment import NoEnvironment
-from scripts.lib.argument_types import integer_from_0
 from scripts.lib.run_main import run_main
 from tests.machine_code.case import Capability
 from tests.machine_code.cases import CARDS

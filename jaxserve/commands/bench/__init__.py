@@ -1,0 +1,1 @@
+"""`jaxserve bench`: load on a server, and an engine's throughput, latency and starts."""

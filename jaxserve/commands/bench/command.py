@@ -1,0 +1,293 @@
+"""`jaxserve bench`: its four subcommands and their options, under vLLM's names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.commands.argument_types import (
+    existing_file,
+    header,
+    http_url,
+    integer_from_0,
+    json_object,
+    name_value,
+    number_in,
+    objective,
+    positive_integer,
+    positive_or_inf,
+    some_of,
+    writable_file,
+    writable_folder,
+)
+from jaxserve.commands.options import MODEL_HELP, add_engine
+
+BACKENDS = ("openai", "openai-chat", "vllm")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+# Options of `vllm bench serve` that are not here, each with what there is instead.
+NOT_HERE = {
+    "lora-modules": "adapters are not served",
+    "lora-assignment": "adapters are not served",
+    "use-beam-search": "there is no beam search; --extra-body sets what a server takes",
+    "profile": "jaxserve serve --profile-start records a start",
+    "ramp-up-strategy": "the rate is constant; run several with --request-rate",
+    "ramp-up-start-rps": "the rate is constant; run several with --request-rate",
+    "ramp-up-end-rps": "the rate is constant; run several with --request-rate",
+    "probe-request-rate": "run a second benchmark beside this one",
+    "plot-timeline": "--save-detailed writes what there is to plot",
+    "plot-dataset-stats": "--save-detailed writes what there is to plot",
+    "timeline-itl-thresholds": "--save-detailed writes what there is to plot",
+    "request-id-prefix": "the server names requests; --header sets x-request-id for all",
+    "self-timed": "arrivals follow --request-rate and --burstiness",
+    "tokenizer-mode": "a tokenizer is read as its tokenizer.json says",
+    "trust-remote-code": "no code of a checkpoint is run",
+    "chat-template-kwargs": '--extra-body carries them: {"chat_template_kwargs": {...}}',
+    "hf-subset": "data sets are files: --dataset-path",
+    "hf-split": "data sets are files: --dataset-path",
+    "hf-name": "data sets are files: --dataset-path",
+}
+
+_OTHER_DATA = """
+asr-max-audio-len-sec asr-min-audio-len-sec bfcl-categories blazedit-max-distance
+blazedit-min-distance custom-ensure-client-side-data enable-multimodal-chat hf-output-len
+no-reranker no-stream prefix-repetition-num-prefixes prefix-repetition-output-len
+prefix-repetition-prefix-len prefix-repetition-suffix-len random-batch-size
+random-mm-base-items-per-request random-mm-bucket-config random-mm-limit-mm-per-prompt
+random-mm-num-mm-items-range-ratio spec-bench-category spec-bench-output-len
+speed-bench-category speed-bench-dataset-subset speed-bench-output-len
+timed-trace-chunk-hash-size timed-trace-label-hash-ids timed-trace-label-input-length
+timed-trace-label-output-length timed-trace-label-timestamp timed-trace-sec-multiplier
+""".split()
+NOT_HERE |= dict.fromkeys(_OTHER_DATA, "data sets are random, sharegpt and custom")
+
+
+class _NotHere(argparse.Action):
+    """An option that is refused, with its help as the reason."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Raise SystemExit, as a wrong argument does."""
+        parser.error(f"{option_string} is not supported: {self.const}")
+
+
+def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve bench`."""
+    parser = add_parser(
+        "bench",
+        allow_abbrev=False,
+        help="measure a server, or an engine's throughput, latency and starts",
+        description="Measure a server, or an engine. Names, tables and files are those of "
+        "`vllm bench`.",
+    )
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_serve(benches.add_parser)
+    _add_throughput(benches.add_parser)
+    _add_latency(benches.add_parser)
+    _add_startup(benches.add_parser)
+
+
+def _run(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command that imports its module, and numpy or JAX with it, once it is called."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        return importlib.import_module(f"jaxserve.commands.bench.{name}").run(arguments)
+
+    return run
+
+
+def _range_ratio(text: str) -> dict[str, float]:
+    """Parse a ratio, or an object with those of input and output."""
+    ratio = number_in(0, 1, below=True)
+    if not text.lstrip().startswith("{"):
+        return dict.fromkeys(("input", "output"), ratio(text))
+    given = json_object(text)
+    if set(given) != {"input", "output"}:
+        raise argparse.ArgumentTypeError(f"{text!r} must name input and output")
+    return {name: ratio(json.dumps(value)) for name, value in given.items()}
+
+
+def _percentiles(text: str) -> list[float]:
+    return [number_in(0, 100)(part) for part in text.split(",")]
+
+
+def _custom_length(text: str) -> int:
+    return -1 if text == "-1" else positive_integer(text)
+
+
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--dataset-name", choices=("random", "sharegpt", "custom"), default="random")
+    group.add_argument(
+        "--dataset-path", type=existing_file, metavar="FILE", help="of sharegpt or custom"
+    )
+    group.add_argument("--num-prompts", type=positive_integer, default=1000, metavar="N")
+    group.add_argument("--seed", type=integer_from_0, default=0, metavar="N")
+    group.add_argument("--disable-shuffle", action="store_true", help="keep the file's order")
+    group.add_argument(
+        "--no-oversample", action="store_true", help="send fewer requests where the file has fewer"
+    )
+    group.add_argument(
+        "--input-len", type=positive_integer, metavar="N", help="short for --random-input-len"
+    )
+    group.add_argument(
+        "--output-len", type=positive_integer, metavar="N", help="of every kind of requests"
+    )
+    group.add_argument("--random-input-len", type=positive_integer, default=1024, metavar="N")
+    group.add_argument("--random-output-len", type=positive_integer, default=128, metavar="N")
+    group.add_argument(
+        "--random-range-ratio",
+        type=_range_ratio,
+        default=dict.fromkeys(("input", "output"), 0.0),
+        metavar="R",
+        help="lengths are drawn from [length * (1 - R), length * (1 + R)] (default: 0)",
+    )
+    group.add_argument(
+        "--random-prefix-len",
+        type=integer_from_0,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with",
+    )
+    group.add_argument("--sharegpt-output-len", type=positive_integer, metavar="N")
+    group.add_argument(
+        "--custom-output-len",
+        type=_custom_length,
+        default=256,
+        metavar="N",
+        help="-1 takes each line's output_tokens (default: 256)",
+    )
+    group.add_argument(
+        "--skip-chat-template", action="store_true", help="send custom prompts as they are"
+    )
+
+
+def _add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "serve",
+        allow_abbrev=False,
+        help="load on a running server",
+        description="Send requests to a server with OpenAI's API, and report its speed.",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--backend", choices=BACKENDS, default="openai")
+    server.add_argument("--base-url", type=http_url, metavar="URL")
+    server.add_argument("--host", default="127.0.0.1", metavar="NAME")
+    server.add_argument("--port", type=positive_integer, default=8000, metavar="N")
+    server.add_argument("--endpoint", metavar="PATH", help="default: the backend's own")
+    server.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    server.add_argument("--served-model-name", metavar="NAME", help="to send in place of --model")
+    server.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY")
+    server.add_argument("--header", nargs="*", type=header, default=[], metavar="NAME=VALUE")
+    server.add_argument("--insecure", action="store_true", help="do not check certificates")
+    server.add_argument(
+        "--tokenizer", metavar="MODEL", help="makes and counts text; default: the model's own"
+    )
+    server.add_argument(
+        "--skip-tokenizer-init", action="store_true", help="send token ids instead of text"
+    )
+    server.add_argument(
+        "--ready-check-timeout-sec", type=integer_from_0, default=0, metavar="N", help="seconds to "
+        "wait for the server; 0 does not check"
+    )  # fmt: skip
+    sampling = parser.add_argument_group("sampling", "Defaults are the server's.")
+    for name in SAMPLING:
+        kind = int if name == "top_k" else float
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    sampling.add_argument("--ignore-eos", action="store_true", help="draw the whole length")
+    sampling.add_argument("--logprobs", type=integer_from_0, metavar="N")
+    sampling.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
+    _add_dataset(parser)
+    pace = parser.add_argument_group("pace")
+    pace.add_argument(
+        "--request-rate", type=positive_or_inf, default=math.inf, metavar="R", help="a second"
+    )
+    pace.add_argument(
+        "--burstiness", type=positive_or_inf, default=1.0, metavar="B", help="1: Poisson's arrivals"
+    )
+    pace.add_argument("--max-concurrency", type=positive_integer, metavar="N")
+    pace.add_argument("--num-warmups", type=integer_from_0, default=0, metavar="N")
+    _add_report(parser)
+    for name, instead in NOT_HERE.items():
+        parser.add_argument(
+            f"--{name}", action=_NotHere, nargs="*", const=instead, help=argparse.SUPPRESS
+        )
+    parser.set_defaults(run=_run("serve"))
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    report = parser.add_argument_group("report")
+    report.add_argument("--percentile-metrics", type=some_of(METRICS), default=list(METRICS[:3]))
+    report.add_argument("--metric-percentiles", type=_percentiles, default=[99.0], metavar="P,P")
+    report.add_argument("--goodput", nargs="+", type=objective, default=[], metavar="NAME:MS")
+    report.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    report.add_argument("--label", metavar="TEXT", help="begins the file's name")
+    report.add_argument("--save-result", action="store_true", help="write a JSON file")
+    report.add_argument("--save-detailed", action="store_true", help="with every request's times")
+    report.add_argument("--append-result", action="store_true", help="add to the file")
+    report.add_argument("--result-dir", type=writable_folder, metavar="DIR")
+    report.add_argument("--result-filename", metavar="NAME")
+    report.add_argument("--metadata", nargs="*", type=name_value, default=[], metavar="NAME=VALUE")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--output-json", type=writable_file, metavar="FILE", help="write the results there"
+    )
+
+
+def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "throughput",
+        allow_abbrev=False,
+        help="answer many prompts at once",
+        description="Load a model, answer all prompts at once, and report tokens a second.",
+    )
+    _add_model(parser)
+    parser.add_argument("--n", type=positive_integer, default=1, help="completions of a prompt")
+    parser.add_argument("--num-warmups", type=integer_from_0, default=0, metavar="N")
+    parser.add_argument("--disable-detokenize", action="store_true")
+    _add_dataset(parser)
+    add_engine(parser)
+    parser.set_defaults(run=_run("throughput"))
+
+
+def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "latency",
+        allow_abbrev=False,
+        help="answer a batch, over and over",
+        description="Load a model, answer the same batch over and over, and report seconds.",
+    )
+    _add_model(parser)
+    counts: dict[str, Any] = {"input-len": 32, "output-len": 128, "batch-size": 8, "n": 1}
+    for name, default in (counts | {"num-iters": 30}).items():
+        parser.add_argument(f"--{name}", type=positive_integer, default=default, metavar="N")
+    parser.add_argument("--num-iters-warmup", type=integer_from_0, default=10, metavar="N")
+    parser.add_argument("--disable-detokenize", action="store_true")
+    add_engine(parser)
+    parser.set_defaults(run=_run("latency"))
+
+
+def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "startup",
+        allow_abbrev=False,
+        help="start an engine, cold and warm",
+        description="Start an engine in processes of its own, with no programs kept and with those "
+        "of an earlier start, and report seconds.",
+    )
+    _add_model(parser)
+    for name, default in (("cold", 3), ("warm", 3)):
+        flag = f"--num-iters-{name}"
+        parser.add_argument(flag, type=positive_integer, default=default, metavar="N")
+    parser.add_argument("--num-iters-warmup", type=integer_from_0, default=1, metavar="N")
+    add_engine(parser, own=("compilation_cache_dir",))
+    parser.set_defaults(run=_run("startup"))

@@ -1,0 +1,55 @@
+"""An engine for benchmarks of it, and their results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxserve.commands.options import CommandError, engine_settings
+from jaxserve.config import EngineConfig
+from jaxserve.engine.llm import LLM
+from jaxserve.engine.loading import Loaded, load
+
+PERCENTAGES = (10, 25, 50, 75, 90, 99)
+
+
+@contextmanager
+def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLM, Loaded]]:
+    """Open the engine that the options describe.
+
+    Args:
+        defaults: settings that hold unless they are given.
+
+    Raises:
+        CommandError: a setting is wrong, or the model cannot be loaded.
+    """
+    try:
+        loaded = load(EngineConfig(arguments.model, **defaults | engine_settings(arguments)))
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    with LLM(loaded) as llm:
+        yield llm, loaded
+
+
+def check_lengths(loaded: Loaded, prompt: int, output: int, options: str) -> None:
+    """Check that a sequence of these tokens fits.
+
+    Raises:
+        CommandError: it does not.
+    """
+    longest = loaded.limits.max_model_len
+    if prompt + output > longest:
+        raise CommandError(
+            f"{options}: a prompt of {prompt} tokens and an answer of {output} are more than the "
+            f"{longest} tokens of the longest sequence"
+        )
+
+
+def write_results(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results as JSON, where a file is named."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=4) + "\n")

@@ -1,0 +1,221 @@
+"""Work of `jaxserve bench serve`: requests to a server, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from tqdm import tqdm
+
+from jaxserve.commands.argument_types import writable_file
+from jaxserve.commands.bench.client import arrivals, open_client, run_load, send
+from jaxserve.commands.bench.command import SAMPLING
+from jaxserve.commands.bench.datasets import make_works
+from jaxserve.commands.bench.outcome import ENDPOINTS, Outcome, Run, Target, Work
+from jaxserve.commands.bench.report import details, failures, summarize, table
+from jaxserve.commands.options import CommandError
+from jaxserve.config import EngineConfig, openai_api_key
+from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.errors import CheckpointError
+from jaxserve.model_name import kind_of_model
+
+MOST_IDS = 2**31 - 1  # of a tokenizer whose model is not there
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve bench serve`. Return 1 where no request was answered.
+
+    Raises:
+        CommandError: no server, model, tokenizer or data set of these names.
+    """
+    headers = dict(arguments.header)
+    key = arguments.api_key or openai_api_key()
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    base = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
+    name, root = arguments.model, arguments.model
+    if name is None:
+        name, root = first_model(base, headers, not arguments.insecure)
+        print(f"First model name: {name}, first model id: {root}")
+    tokenizer_id, tokenizer = None, None
+    if not arguments.skip_tokenizer_init:
+        tokenizer_id, tokenizer = find_tokenizer(arguments.tokenizer, root)
+    is_chat = arguments.backend == "openai-chat"
+    if arguments.dataset_name == "random":
+        arguments.ignore_eos = True  # as vLLM does, so that answers have the requested length
+    _spread_lengths(arguments)
+    works = make_works(arguments, tokenizer, is_chat)
+    endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
+    sent = arguments.served_model_name or name
+    target = Target(base + endpoint, sent, is_chat, _extra(arguments), headers)
+    date = time.strftime("%Y%m%d-%H%M%S")
+    path = _result_path(arguments, str(name), date)
+    load = asyncio.run(_load(target, works, arguments))
+    result = summarize(
+        load,
+        arguments.percentile_metrics,
+        arguments.metric_percentiles,
+        dict(arguments.goodput),
+    )
+    rate = arguments.request_rate
+    print(table(result, arguments.percentile_metrics, arguments.max_concurrency, rate))
+    for line in failures(load):
+        print(line, file=sys.stderr)
+    if path is not None:
+        about = {
+            "date": date,
+            "endpoint_type": arguments.backend,
+            "backend": arguments.backend,
+            "label": arguments.label,
+            "model_id": name,
+            "tokenizer_id": tokenizer_id,
+            "num_prompts": arguments.num_prompts,
+            **dict(arguments.metadata),
+            "request_rate": "inf" if math.isinf(rate) else rate,
+            "burstiness": arguments.burstiness,
+            "max_concurrency": arguments.max_concurrency,
+        }
+        _write(path, about | result | _kept_details(load, arguments), arguments.append_result)
+    return 0 if result["completed"] else 1
+
+
+def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, str]:
+    """Return the name and the root of the first model that the server lists.
+
+    Raises:
+        CommandError: it cannot be reached, or lists none.
+    """
+    url = base + "/v1/models"
+    try:
+        answer = httpx2.get(url, headers=headers, timeout=30, verify=verify)
+        answer.raise_for_status()
+        card = answer.json()["data"][0]
+        return str(card["id"]), str(card.get("root") or card["id"])
+    except httpx2.HTTPError as error:
+        raise CommandError(f"{url} did not answer: {error or type(error).__name__}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise CommandError(f"{url} lists no model; name one with --model") from None
+
+
+def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
+    """Return the tokenizer's name and itself; None where only the server can have the model's.
+
+    Raises:
+        CommandError: there is none of this name.
+    """
+    wanted = root if name is None else name
+    kind = kind_of_model(wanted)
+    try:
+        if kind == "folder" and (Path(wanted) / "tokenizer.json").is_file():
+            return wanted, Tokenizer(wanted, MOST_IDS)
+        if kind == "gguf" or (name is not None and kind is not None):
+            config = EngineConfig(model=wanted)
+            source = importlib.import_module("jaxserve.engine.source").find_source(config)
+            return wanted, source.tokenizer(config)
+    except (CheckpointError, ValueError, OSError) as error:
+        raise CommandError(f"--tokenizer {wanted}: {error}") from error
+    if name is not None:
+        raise CommandError(f"--tokenizer {name}: is no folder, .gguf file or name on the hub")
+    print(f"No tokenizer lies at {root}: prompts are token ids, or common words in a chat.")
+    return None, None
+
+
+def _spread_lengths(arguments: argparse.Namespace) -> None:
+    """Let --input-len and --output-len stand for those of every data set, as in vLLM."""
+    if arguments.input_len is not None:
+        arguments.random_input_len = arguments.input_len
+    if arguments.output_len is not None:
+        for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
+            setattr(arguments, name, arguments.output_len)
+
+
+def _extra(arguments: argparse.Namespace) -> dict[str, Any]:
+    fields = {name: getattr(arguments, name) for name in (*SAMPLING, "logprobs")}
+    extra = {name: value for name, value in fields.items() if value is not None}
+    if arguments.ignore_eos:
+        extra["ignore_eos"] = True
+    return extra | arguments.extra_body
+
+
+def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path | None:
+    """Return the file for the results, which can be written now.
+
+    Raises:
+        CommandError: it cannot be.
+    """
+    if not (arguments.save_result or arguments.append_result):
+        return None
+    limit = arguments.max_concurrency
+    label = arguments.label or arguments.backend
+    stem = f"{label}-{arguments.request_rate}qps{'' if limit is None else f'-concurrency{limit}'}"
+    name = arguments.result_filename or f"{stem}-{model.split('/')[-1]}-{date}.json"
+    try:
+        return writable_file(str((arguments.result_dir or Path()) / name))
+    except argparse.ArgumentTypeError as error:
+        raise CommandError(f"--result-filename: {error}") from None
+
+
+async def _load(target: Target, works: list[Work], arguments: argparse.Namespace) -> Run:
+    """Wait for the server and warm it up where that is requested, then send the load.
+
+    Raises:
+        CommandError: the server answers no request in time.
+    """
+    limit, rate = arguments.max_concurrency, arguments.request_rate
+    async with open_client(target, not arguments.insecure) as client:
+        await _check_ready(client, target, works[0], arguments.ready_check_timeout_sec)
+        if arguments.num_warmups:
+            print(f"Warming up with {arguments.num_warmups} requests...")
+            warm = [works[0]] * arguments.num_warmups
+            await run_load(client, target, warm, [0.0] * len(warm), limit)
+        kind = "Poisson process" if arguments.burstiness == 1 else "Gamma distribution"
+        print("Starting main benchmark run...")
+        print(f"Traffic request rate: {rate}")
+        print(f"Burstiness factor: {arguments.burstiness} ({kind})")
+        print(f"Maximum request concurrency: {limit}", flush=True)
+        times = arrivals(len(works), rate, arguments.burstiness, arguments.seed)
+        with tqdm(total=len(works), disable=arguments.disable_tqdm) as bar:
+            return await run_load(client, target, works, times, limit, lambda _: _count(bar))
+
+
+def _count(bar: Any) -> None:
+    """Move a bar of progress by one request."""
+    bar.update()
+
+
+async def _check_ready(
+    client: httpx2.AsyncClient, target: Target, work: Work, seconds: int
+) -> None:
+    if not seconds:
+        return
+    deadline, outcome = time.monotonic() + seconds, Outcome(0)
+    while time.monotonic() < deadline:
+        outcome = await send(client, target, work, time.perf_counter())
+        if outcome.is_success:
+            return
+        await asyncio.sleep(min(1.0, seconds / 10))
+    raise CommandError(f"{target.url} answered no request within {seconds} s: {outcome.error}")
+
+
+def _kept_details(load: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what vLLM keeps of each request: two lists of numbers, or all."""
+    kept = details(load)
+    if not arguments.save_detailed:
+        kept = {name: kept[name] for name in ("latencies", "queue_times")}
+    return kept
+
+
+def _write(path: Path, result: dict[str, Any], append: bool) -> None:
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        if append and file.tell():
+            file.write("\n")
+        json.dump(result, file)
+    print(f"written: {path}", file=sys.stderr)

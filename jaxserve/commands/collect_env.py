@@ -1,0 +1,37 @@
+"""`jaxserve collect-env`: what a report of a fault should say of the machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Callable
+
+from jaxserve.engine.environment import collect_environment
+
+_WIDTH, _INDENT = 100, 13
+
+
+def add_collect_env(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare `jaxserve collect-env`."""
+    parser = add_parser(
+        "collect-env",
+        allow_abbrev=False,
+        help="say what a report of a fault needs: versions, device, limits",
+        description="Print versions, device, driver, cores, memory, limits of control groups, and "
+        "where programs are kept. Opens no card, and prints no secret.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=collect_env)
+
+
+def collect_env(arguments: argparse.Namespace) -> int:
+    """Run `jaxserve collect-env`."""
+    facts = collect_environment()
+    if arguments.json:
+        print(json.dumps(facts))
+        return 0
+    for name, text in facts.items():
+        lines = textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False)
+        print(f"{name + ':':<{_INDENT}}" + f"\n{' ' * _INDENT}".join(lines))
+    return 0

@@ -1,0 +1,94 @@
+"""RequestTrace: what the spans of a request's completions tell, under vLLM's names."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.config import own_variables
+from jaxserve.engine.metrics import SequenceTimes
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import Request
+from jaxserve.server.served.models import ServedModel
+
+PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # the variable of OpenTelemetry's SDK
+
+
+def open_tracer(endpoint: str | None) -> Any:
+    """Return a `tracing.RequestTracer`, or None where no endpoint is named.
+
+    Raises:
+        InvalidRequest: OpenTelemetry's SDK is not installed, or cannot send there.
+    """
+    if endpoint is None:
+        return None
+    try:
+        tracing = importlib.import_module("jaxserve.server.served.tracing")
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"otlp_traces_endpoint needs OpenTelemetry's SDK, and {error.name} is not installed: "
+            "pip install -e '.[otel]' in a checkout of jaxserve",
+            "otlp_traces_endpoint",
+        ) from error
+    return tracing.RequestTracer(endpoint, own_variables().get(PROTOCOL) or None)
+
+
+class RequestTrace:
+    """The trace of an HTTP request, from now on.
+
+    Args:
+        model: that has a tracer.
+        headers: of the HTTP request.
+        request_id: by which the client knows the request.
+    """
+
+    def __init__(self, model: ServedModel, headers: Mapping[str, str], request_id: str) -> None:
+        self._model = model
+        self._tracing = importlib.import_module("jaxserve.server.served.tracing")
+        self._context = model.tracer.context(headers)
+        self._request_id = request_id
+        self._arrived = time.time_ns()
+
+    def ended(
+        self,
+        request: Request,
+        generated: int,
+        latency: float,
+        times: SequenceTimes | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Queue the span of a completion that has ended.
+
+        Args:
+            request: the engine's.
+            generated: tokens drawn.
+            latency: seconds since the request's arrival.
+            times: of its sequence, where a token has ended it.
+            error: why it failed or was given up.
+        """
+        sampling = request.sampling
+        attributes: dict[str, Any] = {
+            "gen_ai.request.id": self._request_id,
+            "gen_ai.request.n": sampling.n,
+            "gen_ai.response.model": self._model.name,
+            "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": generated,
+            "gen_ai.latency.e2e": latency,
+        }
+        if times is not None:
+            attributes |= {
+                "gen_ai.latency.time_in_queue": times.queue,
+                "gen_ai.latency.time_to_first_token": times.first_token - times.arrived,
+                "gen_ai.latency.time_in_model_prefill": times.prefill,
+                "gen_ai.latency.time_in_model_decode": times.decode,
+                "gen_ai.latency.time_in_model_inference": times.inference,
+            }
+        # As vLLM does, those that are 0 or not set are left out.
+        for name in ("top_p", "max_tokens", "temperature"):
+            value = getattr(sampling, name)
+            if value:
+                attributes[f"gen_ai.request.{name}"] = value
+        ended = self._tracing.FinishedRequest(self._arrived, latency, attributes, error)
+        self._model.tracer.record(self._context, ended)
