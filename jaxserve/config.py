@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
@@ -13,10 +12,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxserve.machine import VisibleCard, driver_cards, visible_card, with_gpu_flags
+from jaxserve.machine import (
+    VisibleCard,
+    allocate_from_heap,
+    driver_cards,
+    visible_card,
+    with_gpu_flags,
+)
 from jaxserve.request import exact_int, finite_float
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's, which vLLM takes too
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors", "bitsandbytes",
@@ -27,6 +33,7 @@ IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
 
 MAX_SCHEDULER_STEPS = 1024
+VARIABLE_PREFIX = "JAXSERVE_"
 # org/name, or org/name/FILE.gguf.
 HUB_NAME = re.compile(
     r"(?P<repo>{0}/{0})(?:/(?P<file>[\w.+-]+\.gguf))?".format(r"[A-Za-z0-9][\w.-]{0,95}")
@@ -141,6 +148,7 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         for name, low, high in (
             ("max_model_len", 2, 2**27),
             ("max_num_seqs", 1, 2**16),
@@ -250,9 +258,11 @@ def bundled_model() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def api_keys_from_environment() -> tuple[str, ...]:
-    """Return the keys in JAXSERVE_API_KEY, which commas separate."""
-    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
+def environment_settings() -> dict[str, str]:
+    """Return the variables JAXSERVE_<FIELD> of the environment, by field."""
+    size = len(VARIABLE_PREFIX)
+    named = [name for name in os.environ if name.startswith(VARIABLE_PREFIX)]
+    return {name[size:].lower(): os.environ[name] for name in named}
 
 
 @dataclass(frozen=True)
@@ -304,24 +314,6 @@ def cpu_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _allocate_from_heap() -> None:
-    """Keep glibc from returning large buffers to the system after every step.
-
-    By default each temporary over 32 MB is mapped and unmapped anew, and its page faults
-    cost more than the work (measured: attention over gathered pages 100 ms, then 31 ms).
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    # With one, threads that compile wait for each other: a cold start takes a third longer.
-    mallopt(arena_max, 4)
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 64 << 20)
 
 
 def has_cuda_plugin() -> bool:
@@ -393,7 +385,7 @@ def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
     if for_gpu or not _runs_on_cpu():
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     elif sys.platform == "linux":
-        _allocate_from_heap()
+        allocate_from_heap()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, value in environment.items():

@@ -208,7 +208,7 @@ def test_the_heap_is_tuned_only_where_jax_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    monkeypatch.setattr(config, "_allocate_from_heap", lambda: calls.append(1))
+    monkeypatch.setattr(config, "allocate_from_heap", lambda: calls.append(1))
     monkeypatch.setattr(config, "has_cuda_plugin", lambda: plugin)
     monkeypatch.setattr(config, "driver_cards", lambda: cards)
     monkeypatch.delitem(sys.modules, "jax", raising=False)

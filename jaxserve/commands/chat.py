@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 
 from jaxserve.commands.options import DEFAULT_MAX_TOKENS
-from jaxserve.config import api_keys_from_environment
+from jaxserve.config import environment_settings
 from jaxserve.server.settings import ServerConfig
 
 
@@ -52,11 +52,11 @@ def chat(arguments: argparse.Namespace) -> int:
     """Run `jaxserve chat` or `jaxserve complete`. Return 1 where the server did not answer."""
     module = importlib.import_module("jaxserve.commands.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
-    keys = api_keys_from_environment()
+    key = environment_settings().get("api_key", "").split(",")[0]
     remote = module.Remote(
         arguments.url,
         arguments.model_name,
-        arguments.api_key or (keys[0] if keys else None),
+        arguments.api_key or key or None,
         {name: value for name, value in options.items() if value is not None},
     )
     terminal = module.Terminal(arguments.stats)

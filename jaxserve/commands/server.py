@@ -113,18 +113,26 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
     gc.freeze()
     try:
         stop.check()
-        asyncio.run(_serve(process, listener, report))
+        asyncio.run(_serve(process, listener, config, report))
     finally:
         models.close()
     return process.status
 
 
-async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:
+def _address(listener: socket.socket, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def _serve(
+    process: Process, listener: socket.socket, config: ServerConfig, report: StartReport
+) -> None:
     running = asyncio.ensure_future(process.serve(sockets=[listener]))
     while not (process.started or running.done()):
         await asyncio.sleep(0.01)
     if process.started:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        report.say(f"ready at http://{shown}:{port}")
+        report.say(f"ready at {_address(listener, config)}")
     await running

@@ -1,0 +1,72 @@
+"""Chat templates from elsewhere than the checkpoint: shipped ones by name, files, and texts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from jaxserve.engine.text.template import MAX_SOURCE_CHARS, ChatTemplate
+from jaxserve.errors import InvalidRequest
+
+_FOLDER = Path(__file__).parent / "templates"
+# Characters by which vLLM tells a template from a path.
+_JINJA = "{}\n"
+NAMED_TEMPLATES = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
+HOW_TO_GIVE = f"a file, or a name of {', '.join(NAMED_TEMPLATES)}"
+
+
+def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
+    """Return the chat template that a setting or an argument names.
+
+    Args:
+        given: the path of a file, the name of a shipped template, or a template itself.
+        may_read: whether a path is read; what comes with a request is none.
+
+    Raises:
+        InvalidRequest: it is none of these, or has no meaning as a template.
+    """
+    text = str(given)
+    if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
+        may_read = False  # a template; a path that is given as one is read
+    if may_read:
+        with suppress(OSError, ValueError):
+            if Path(text).is_file():
+                return compile_template(_read(Path(text)), text)
+    if text in NAMED_TEMPLATES:
+        return compile_template((_FOLDER / f"{text}.jinja").read_text(), text)
+    if not any(sign in text for sign in _JINJA):
+        raise InvalidRequest(
+            f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",
+            "chat_template",
+        )
+    return compile_template(text)
+
+
+def _read(path: Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        InvalidRequest: it is too large, or no text.
+    """
+    with path.open("rb") as file:
+        data = file.read(4 * MAX_SOURCE_CHARS + 1)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"chat_template: {path} is no text in UTF-8", "chat_template"
+        ) from None
+
+
+def compile_template(source: str, where: str = "") -> ChatTemplate:
+    """Return a template that was not read from a checkpoint.
+
+    Raises:
+        InvalidRequest: it has no meaning, or is too large.
+    """
+    try:
+        return ChatTemplate(source)
+    except Exception as error:  # Jinja's, Python's, and ours for a size
+        at_file = f" {where}" if where else ""
+        message = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"chat_template{at_file}: {message}", "chat_template") from error
