@@ -43,7 +43,10 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
             metavar="N",
             help=f"of an answer (default: {tokens or 'what the context leaves'})",
         )
-        parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
+        usual = "the server's"
+        if name == "chat":
+            usual = "what the checkpoint recommends, or else 0.8, top_p 0.95 and min_p 0.05"
+        parser.add_argument("--temperature", type=float, metavar="X", help=f"default: {usual}")
         parser.add_argument("--stats", action="store_true", help="tell tokens and speed")
         parser.set_defaults(run=chat, command=name)
 
@@ -58,6 +61,7 @@ def chat(arguments: argparse.Namespace) -> int:
         arguments.model_name,
         arguments.api_key or key or None,
         {name: value for name, value in options.items() if value is not None},
+        draws_as_chat=arguments.command == "chat",
     )
     terminal = module.Terminal(arguments.stats)
     if arguments.command == "chat":

@@ -29,9 +29,11 @@ def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
     if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
         may_read = False  # a template; a path that is given as one is read
     if may_read:
-        with suppress(OSError, ValueError):
-            if Path(text).is_file():
-                return compile_template(_read(Path(text)), text)
+        is_file = False
+        with suppress(OSError, ValueError):  # too long for a path, or with a NUL
+            is_file = Path(text).is_file()
+        if is_file:
+            return compile_template(_read(Path(text)), text)
     if text in NAMED_TEMPLATES:
         return compile_template((_FOLDER / f"{text}.jinja").read_text(), text)
     if not any(sign in text for sign in _JINJA):
@@ -46,12 +48,14 @@ def _read(path: Path) -> str:
     """Return a file's text.
 
     Raises:
-        InvalidRequest: it is too large, or no text.
+        InvalidRequest: it cannot be read, or is no text.
     """
-    with path.open("rb") as file:
-        data = file.read(4 * MAX_SOURCE_CHARS + 1)
     try:
-        return data.decode()
+        with path.open("rb") as file:
+            return file.read(4 * MAX_SOURCE_CHARS + 1).decode()
+    except OSError as error:
+        message = f"chat_template: cannot read {path}: {error.strerror}"
+        raise InvalidRequest(message, "chat_template") from error
     except UnicodeDecodeError:
         raise InvalidRequest(
             f"chat_template: {path} is no text in UTF-8", "chat_template"

@@ -63,7 +63,7 @@ def routes() -> list[BaseRoute]:
         Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
         for path, other in _ALIASES.items()
     ]
-    return [*own, *aliases]
+    return [*own, *aliases, Route("/ping", health, methods=["POST"])]
 
 
 class App:

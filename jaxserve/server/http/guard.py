@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
@@ -85,8 +86,11 @@ class Guard:
         renamed: dict[str, str] = {}
         scope["jaxserve.renamed"] = renamed
         root = self._config.root_path
-        if root and f"{scope['path']}/".startswith(f"{root}/"):
-            scope["path"] = scope["path"][len(root) :] or "/"
+        if root and scope["path"] == root:  # the page's paths are relative
+            await RedirectResponse(f"{root}/")(scope, receive, answer.send)
+            return
+        if root and scope["path"].startswith(f"{root}/"):
+            scope["path"] = scope["path"][len(root) :]
         try:
             if is_crowded and scope["path"] not in OPEN_PATHS:
                 raise too_many_connections()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.engine.text.named_templates import HOW_TO_GIVE
 from jaxserve.engine.text.template import TemplateTooLong, weigh
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
@@ -44,6 +45,7 @@ class ServedModel:
         request_metrics: measurements of its requests.
         active: the generations in progress.
         limits: of the engine's requests.
+        chat_sampling: what the page draws with where the checkpoint recommends nothing.
         most_tokens: the longest answer of any request; None for the context's limit.
         dialect: reads its answers.
         admission: refuses what its queue cannot hold.
@@ -66,6 +68,7 @@ class ServedModel:
         self.active: set[Any] = set()
         self.limits = llm.limits
         self.default_sampling = llm.get_default_sampling_params()
+        self.chat_sampling = chat_sampling(self.default_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
         self.most_tokens = None if own else self.default_max_tokens
