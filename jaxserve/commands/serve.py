@@ -82,6 +82,6 @@ def serve(arguments: argparse.Namespace) -> int:
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
         with socket as listener:
             module = importlib.import_module("jaxserve.commands.server")  # imports JAX
-            return module.serve(specs, config, listener)
+            return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error

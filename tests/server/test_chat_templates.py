@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.commands.terminal import Remote, Terminal
 from jaxserve.engine.text.named_templates import NAMED_TEMPLATES
 from tests.support.live_server import ROOT, SMALL, Canary, Server
 
@@ -26,10 +27,12 @@ SHOWING = (
 def trusting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("template") / "showing.jinja"
     path.write_text(SHOWING)
+    (path.parent / "generation_config.json").write_text('{"eos_token_id": 3}')
     arguments = [
         *(*SMALL, "--chat-template", str(path), "--trust-request-chat-template"),
         *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
         *("--reasoning-effort-map", '{"medium": "low"}', "--root-path", "/llm"),
+        *("--generation-config", str(path.parent)),
         *("--enable-force-include-usage", "--return-tokens-as-token-ids"),
     ]
     with Server(arguments) as server:
@@ -156,6 +159,21 @@ def test_settings_of_all_answers(trusting: Server) -> None:
     plain = USER | {"logprobs": True, "return_tokens_as_token_ids": False}
     choice = trusting.request(CHAT, plain).json()["choices"][0]
     assert not choice["logprobs"]["content"][0]["token"].startswith("token_id:")
+
+
+def test_a_chat_draws_as_people_expect_where_nothing_is_recommended(
+    trusting: Server, server: Server, capsys: pytest.CaptureFixture
+) -> None:
+    usual = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+    for each, expected in ((trusting, usual), (server, {})):
+        [card] = each.request("/v1/models").json()["data"]
+        assert card["chat_sampling"] == expected
+        with Remote(each.url, options={"top_p": 0.5}, draws_as_chat=True) as remote:
+            assert remote.options == expected | {"top_p": 0.5}
+            assert Terminal().show(remote, "chat/completions", USER).tokens == 2
+        with Remote(each.url, model=card["id"], options={"top_p": 0.5}) as remote:
+            assert remote.options == {"top_p": 0.5}
+    assert capsys.readouterr().out
 
 
 def test_a_proxy_may_leave_its_path(trusting: Server) -> None:

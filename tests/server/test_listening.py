@@ -93,7 +93,7 @@ def secure(
     given = (
         *("--uds", path, "--ssl-certfile", certificates.server, "--ssl-keyfile", certificates.key),
         *("--ssl-ca-certs", certificates.authority, "--ssl-cert-reqs", "2"),
-        *("--header-timeout", "1.5", "--host", "0.0.0.0"),
+        *("--header-timeout", "1.5", "--host", "0.0.0.0", "--verbose"),
     )
     words = [sys.executable, "-m", "jaxserve", "serve", *SMALL, *map(str, given)]
     with log.open("w") as file:
@@ -142,7 +142,11 @@ def test_requests_over_tls_and_a_socket(secure: Secure) -> None:
         )
         assert one.recv(100)
     assert sing(secure) == before
-    assert '"level": "error"' not in secure.log.read_text()
+    log = secure.log.read_text()
+    assert '"level": "error"' not in log
+    # --verbose tells the start to the byte.
+    assert "KV cache in float32, 41 pages x 32,768 = 1,343,488 bytes (640 tokens)" in log
+    assert "buckets: decode 8; tokens 128" in log and "jaxserve: limits: " not in log
 
 
 def test_a_socket_is_not_taken_from_another_server(secure: Secure, tmp_path: Path) -> None:
