@@ -113,6 +113,28 @@ def test_spellings_of_vllm() -> None:
     assert server.drain_timeout == 4 and not server.enable_auto_tool_choice
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("77", 77),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("25.6k", 25_600),
+        ("2M", 2 << 20),
+        ("1.5g", 15 * 10**8),
+    ],
+)
+def test_numbers_may_be_written_short(text: str, number: int) -> None:
+    assert parse(f"--max-model-len {text}").max_model_len == number
+
+
+@pytest.mark.parametrize("text", ["k", "1.5K", "1kk", "-1k", "1 k", "many", "9" * 400 + "k"])
+def test_numbers_that_are_none(text: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([f"--max-model-len={text}"])
+    assert f"argument --max-model-len: invalid int value: {text!r}" in capsys.readouterr().err
+
+
 def test_fields_of_json_options_are_options() -> None:
     words = [
         *("--hf-overrides.rope.factor", "2", "--hf_overrides.name=x", "--hf-overrides.l+", "a,b"),
@@ -297,6 +319,21 @@ def test_a_bad_file_is_named(
     err = capsys.readouterr().err
     assert err.startswith("jaxserve: error: " + message.replace("FILE", str(path)))
     assert err.count("\n") == 1
+
+
+def test_other_commands_have_their_part_of_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("JAXSERVE_PORT", "no number")  # that of serve alone
+    monkeypatch.setenv("JAXSERVE_MAX_MODEL_LEN", "1")
+    batch = ["run-batch", "-i", str(FLAGS / "vllm-0.33.0.txt"), "-o", str(tmp_path / "out")]
+    for words in (["generate", "hi"], ["compile"], batch):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert "JAXSERVE_MAX_MODEL_LEN: max_model_len must be from 2 to" in err, err
+    monkeypatch.delenv("JAXSERVE_MAX_MODEL_LEN")
+    assert main([*batch, "--chat-template", "llama9"]) == 2
+    assert "chat_template: 'llama9' is neither" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture) -> None:

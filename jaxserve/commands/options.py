@@ -45,6 +45,19 @@ def field_help(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def _integer(text: str) -> int:
+    """Return a whole number, which may be written as vLLM takes it: 32k is 32,000, 32K 32,768."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
+    try:
+        if found is None:
+            return int(text)
+        if found[1]:
+            return int(float(found[1]) * 1000 ** ("kmgt".index(found[2]) + 1))
+        return int(found[3]) << 10 * ("KMGT".index(found[4]) + 1)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -109,7 +122,7 @@ def _option(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": Switch}
     if hint in (int, float):
-        return {"type": hint, "metavar": "N" if hint is int else "X"}
+        return {"type": _integer if hint is int else float, "metavar": "NX"[hint is float]}
     if typing.get_origin(hint) is tuple:
         return {"type": _integers, "metavar": "N,N,..."}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
