@@ -15,7 +15,7 @@ def summary(loaded: Loaded) -> list[str]:
         f"{readable(runner.weight_bytes)} of weights{device}",
         f"cache: {readable(runner.num_pages * runner.page_bytes)} for {tokens:,} tokens, "
         f"in {_cache_dtype(loaded)}",
-        f"limits: {config.max_num_seqs} sequences at once, each of "
+        f"limits: {config.max_num_seqs} sequences together, each of "
         f"{loaded.limits.max_model_len:,} tokens at most; more requests wait",
     ]
     if loaded.start is not None:

@@ -99,7 +99,8 @@ def _template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any
             continue
         if option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{option} is not supported", option)
-        if option not in COMMON_INPUTS and not tokenizer.template_reads(option):
+        is_common = option in COMMON_INPUTS and not (option == "documents" and value)
+        if not is_common and not tokenizer.template_reads(option):
             raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
         inputs[option] = value
     for option in free or ():

@@ -187,6 +187,8 @@ def test_a_base_model_chats_through_a_template_that_is_given(
             llm.chat([HELLO], chat_template="{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
         with pytest.raises(InvalidRequest, match="the chat template knows no 'y'"):
             llm.chat([HELLO], chat_template="{{ x }}", y=1)
+        with pytest.raises(InvalidRequest, match="the chat template knows no 'documents'"):
+            llm.chat([HELLO], chat_template="chatml", documents=[{"text": "a"}])
     flags = [f"--{n.replace('_', '-')}={str(v).strip('(,)')}" for n, v in small.items()]
     words = ["generate", "--model", str(folder), *flags, "--json", "--max-tokens", "2", "hi"]
     assert main([*words, "--chat-template", "chatml", "--chat"]) == 0

@@ -276,7 +276,7 @@ def test_what_the_server_says_about_itself(server: Server) -> None:
         "compile",
         "jaxserve: model: LlamaForCausalLM, 2.6 MB of weights on ",
         "jaxserve: cache: 1.3 MB for 640 tokens, in float32",
-        "jaxserve: limits: 8 sequences at once, each of 640 tokens at most; more requests wait",
+        "jaxserve: limits: 8 sequences together, each of 640 tokens at most; more requests wait",
         "jaxserve: programs: ",
         "ready at http://127.0.0.1:",
     ):

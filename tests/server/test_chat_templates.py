@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.commands.terminal import Remote, Terminal
-from jaxserve.engine.text.named_templates import NAMED_TEMPLATES
-from tests.support.live_server import ROOT, SMALL, Canary, Server
+from tests.support.live_server import SMALL, Canary, Server
 
 CHAT = "/v1/chat/completions"
 USER = {"messages": [{"role": "user", "content": "What is 4 + 8?"}], "max_tokens": 2}
@@ -185,17 +182,3 @@ def test_a_proxy_may_leave_its_path(trusting: Server) -> None:
     assert trusting.request("/llm").headers["location"] == "/llm/"
     for path in ("/llmx/health", "/llm/llm/health", "/llm/nothing"):
         assert trusting.request(path).status == 404
-
-
-def test_a_model_without_a_template_says_how_to_give_one(tmp_path: Path) -> None:
-    for path in (ROOT / "jaxserve/demo_model").iterdir():
-        if path.name != "chat_template.jinja":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with Server([str(tmp_path), *SMALL]) as server:
-        error = server.request(CHAT, USER).error
-    assert error["message"].startswith("this model has no chat template: send a prompt to ")
-    for name in ("--chat-template", *NAMED_TEMPLATES):
-        assert name in error["message"]
