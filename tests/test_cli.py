@@ -226,6 +226,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture) -> None:
         assert f" --{name.replace('_', '-')}" in shown
     assert "tokens in a page of KV cache. (default: 16)" in shown
     assert "--no-chat sends the text as it is" in shown
+    assert "recommends nothing, temperature 0.8, top_p 0.95, min_p 0.05." in shown
 
 
 @pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])

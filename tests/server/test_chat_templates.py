@@ -30,6 +30,8 @@ def trusting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
         *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
         *("--reasoning-effort-map", '{"medium": "low"}', "--root-path", "/llm"),
         *("--generation-config", str(path.parent)),
+        *("--allowed-origins", '["http://a.example", "http://b.example"]', "--allow-credentials"),
+        *("--allowed-methods", "GET", "--allowed-headers", '["x-one"]'),
         *("--enable-force-include-usage", "--return-tokens-as-token-ids"),
     ]
     with Server(arguments) as server:
@@ -171,6 +173,27 @@ def test_a_chat_draws_as_people_expect_where_nothing_is_recommended(
         with Remote(each.url, model=card["id"], options={"top_p": 0.5}) as remote:
             assert remote.options == {"top_p": 0.5}
     assert capsys.readouterr().out
+
+
+def test_pages_of_other_origins_have_what_is_allowed(trusting: Server) -> None:
+    def preflight(origin: str, method: str, header: str) -> tuple[int, dict[str, str]]:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": method,
+            "access-control-request-headers": header,
+        }
+        answer = trusting.request("/v1/models", headers=asked, method="OPTIONS")
+        return answer.status, answer.headers
+
+    status, headers = preflight("http://b.example", "GET", "x-one")
+    assert status == 200 and headers["access-control-allow-credentials"] == "true"
+    assert headers["access-control-allow-origin"] == "http://b.example"
+    for bad in (
+        ("http://c.example", "GET", "x-one"),
+        ("http://a.example", "POST", "x-one"),
+        ("http://a.example", "GET", "x-two"),
+    ):
+        assert preflight(*bad)[0] == 400
 
 
 def test_a_proxy_may_leave_its_path(trusting: Server) -> None:

@@ -175,8 +175,11 @@ class Guard:
         A small body is read in any case, but refused before it is parsed. A refusal of a body that
         was not read closes the connection.
         """
-        if not self._reads_no_body(scope["path"]):
+        try:
             _check_media(headers)
+        except ApiError:
+            if not self._reads_no_body(scope["path"]):
+                raise
         is_small = int(headers.get(b"content-length", SMALL_BODY_BYTES + 1)) <= SMALL_BODY_BYTES
         if not is_small:
             self._check_room(scope["path"])
