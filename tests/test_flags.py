@@ -22,7 +22,7 @@ from jaxserve.commands.llama_flags import (
     in_our_words,
     is_llama_flag,
 )
-from jaxserve.commands.options import engine_settings, given
+from jaxserve.commands.options import declare_unserved, engine_settings, given
 from jaxserve.commands.parser import CommandParser
 from jaxserve.commands.serve import SERVER_FIELDS
 from jaxserve.commands.vllm_flags import RENAMED, SERVER
@@ -37,7 +37,9 @@ LLAMA = (FLAGS / "llama-server-11434.txt").read_text().split()
 @functools.cache
 def serve_parser() -> CommandParser:
     [commands] = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return commands.choices["serve"]
+    parser = commands.choices["serve"]
+    declare_unserved(parser)
+    return parser
 
 
 def parse(words: str | list[str]) -> argparse.Namespace:

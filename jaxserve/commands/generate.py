@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import sys
@@ -26,11 +27,12 @@ from jaxserve.commands.options import (
 )
 from jaxserve.config import EngineConfig
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
-from jaxserve.engine.text.named_templates import HOW_TO_GIVE, find_template
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 
+TEMPLATES = "jaxserve.engine.text.named_templates"  # imports Jinja
 # Options that vLLM's server has, too.
 OWN = ("chat_template",)
 # Fields of SamplingParams that have a meaning for prompts given on a command line.
@@ -92,7 +94,7 @@ def generate(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments, OWN)
     template = arguments.chat_template
     if template is not None:
-        find_template(template)  # likewise
+        importlib.import_module(TEMPLATES).find_template(template)  # likewise
     bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
     with _open(arguments.model, settings) as llm:
         recommended = llm.get_default_sampling_params()

@@ -194,7 +194,7 @@ def add_engine(
         "precedence, and variables JAXSERVE_<OPTION> of the environment, like "
         "JAXSERVE_MAX_MODEL_LEN",
     )
-    add_unserved(group, {name: row for name, row in UNSERVED.items() if name not in own})
+    add_unserved(parser, {name: row for name, row in UNSERVED.items() if name not in own})
     add_sources(parser, names)
 
 
@@ -203,8 +203,17 @@ def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 
-def add_unserved(parser: argparse._ArgumentGroup, rows: Mapping[str, Unserved]) -> None:
-    """Declare options that `--help` leaves out, since they are there to be refused."""
+def add_unserved(parser: argparse.ArgumentParser, rows: Mapping[str, Unserved]) -> None:
+    """Let a command refuse these options; `declare_unserved` declares them when it is run."""
+    parser.set_defaults(unserved={**(parser.get_default("unserved") or {}), **rows})
+
+
+def declare_unserved(parser: argparse.ArgumentParser) -> None:
+    """Declare options that `--help` leaves out, since they are there to be refused.
+
+    There are so many that they would cost the commands that are not run 30 ms.
+    """
+    rows: Mapping[str, Unserved] = parser.get_default("unserved") or {}
     for name, row in rows.items():
         if flags_of(name)[0] in parser._option_string_actions:
             continue  # the other form of a flag

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxserve.commands.options import CommandError, Entries, Parser, Switch
+from jaxserve.commands.options import CommandError, Entries, Parser, Switch, declare_unserved
 from jaxserve.config import VARIABLE_PREFIX, EngineConfig, environment_settings
 from jaxserve.server.settings import ServerConfig
 
@@ -54,6 +54,7 @@ class CommandParser(Parser):
         self, args: list[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = sys.argv[1:] if args is None else list(args)
+        declare_unserved(self)
         examine = self.get_default("examine")
         if examine is not None:
             examine(words, self._option_string_actions)
@@ -217,7 +218,8 @@ def _words(setting: Setting, action: argparse.Action) -> list[str]:
         opposite = action.option_strings[0] if flag in action.negative else action.negative[0]
         return [flag if is_true else opposite]
     is_list = action.nargs == "+" or isinstance(action, Entries | argparse._AppendAction)
-    if is_list and setting.is_variable and not value.startswith("["):
+    is_json = isinstance(action, Entries) and str(value).startswith("[")
+    if is_list and setting.is_variable and not is_json:
         value = [part for part in value.split(",") if part]
     if isinstance(value, dict):
         return [flag, json.dumps(value)]

@@ -16,7 +16,6 @@ from jaxserve.commands.options import (
     engine_settings,
     given,
 )
-from jaxserve.server.served.chat_template import server_template
 from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
 
@@ -62,7 +61,7 @@ def run_batch(arguments: argparse.Namespace) -> int:
     module = importlib.import_module("jaxserve.commands.batch_file")  # imports JAX
     try:
         config = module.batch_config(**given(arguments, SERVER_FIELDS))
-        server_template(config)
+        importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         models = [arguments.model] if arguments.model else []
         specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
         return module.run_batch(specs, config, source, sink)

@@ -20,7 +20,6 @@ from jaxserve.commands.options import (
 from jaxserve.commands.vllm_flags import SERVER
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.tls import check_certificates
-from jaxserve.server.served.chat_template import server_template
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.unserved import served
@@ -50,7 +49,7 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     server = parser.add_argument_group("server")
     add_fields(server, ServerConfig, SERVER_FIELDS)
     add_engine(parser, "For each model.", ["seed"], SERVER_FIELDS)
-    add_unserved(server, SERVER)
+    add_unserved(parser, SERVER)
     add_sources(parser, [*SERVER_FIELDS, "model"])
     parser.set_defaults(run=serve, examine=_refuse_llama_flags)
 
@@ -78,7 +77,7 @@ def serve(arguments: argparse.Namespace) -> int:
         specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
         check_models(specs)
         check_certificates(config)
-        server_template(config)
+        importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
         with socket as listener:
             module = importlib.import_module("jaxserve.commands.server")  # imports JAX

@@ -19,7 +19,8 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
-from jaxserve.engine.text.named_templates import HOW_TO_GIVE, find_template
+from jaxserve.engine.text.named_templates import find_template
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest

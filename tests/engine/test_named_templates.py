@@ -9,8 +9,9 @@ import pytest
 
 from jaxserve import LLM, InvalidRequest
 from jaxserve.commands.cli import main
-from jaxserve.engine.text.named_templates import NAMED_TEMPLATES, find_template
+from jaxserve.engine.text.named_templates import find_template
 from jaxserve.engine.text.template import MAX_SOURCE_CHARS
+from jaxserve.engine.text.template_names import NAMED_TEMPLATES
 from tests.support.checkpoint import save_checkpoint
 
 SYSTEM = {"role": "system", "content": "Be kind."}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.engine.text.named_templates import NAMED_TEMPLATES
+from jaxserve.engine.text.template_names import NAMED_TEMPLATES
 from tests.engine.test_gguf_text import whole_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.hub_server import serve_hub

@@ -6,13 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxserve.engine.text.template import MAX_SOURCE_CHARS, ChatTemplate
+from jaxserve.engine.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
 from jaxserve.errors import InvalidRequest
 
-_FOLDER = Path(__file__).parent / "templates"
 # Characters by which vLLM tells a template from a path.
 _JINJA = "{}\n"
-NAMED_TEMPLATES = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
-HOW_TO_GIVE = f"a file, or a name of {', '.join(NAMED_TEMPLATES)}"
 
 
 def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
@@ -35,7 +33,7 @@ def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
         if is_file:
             return compile_template(_read(Path(text)), text)
     if text in NAMED_TEMPLATES:
-        return compile_template((_FOLDER / f"{text}.jinja").read_text(), text)
+        return compile_template((TEMPLATE_FOLDER / f"{text}.jinja").read_text(), text)
     if not any(sign in text for sign in _JINJA):
         raise InvalidRequest(
             f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",

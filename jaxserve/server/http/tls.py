@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
@@ -19,6 +18,8 @@ def check_certificates(config: ServerConfig) -> None:
     """
     if config.ssl_certfile is None:
         return
+    import ssl  # takes 10 ms, and few servers need it
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     key = config.ssl_keyfile
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.chat_sampling import chat_sampling
-from jaxserve.engine.text.named_templates import HOW_TO_GIVE
 from jaxserve.engine.text.template import TemplateTooLong, weigh
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
