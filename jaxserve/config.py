@@ -23,6 +23,7 @@ from jaxserve.overrides import json_object
 from jaxserve.request import exact_int, finite_float
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's, which vLLM takes too
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors", "bitsandbytes",
@@ -33,6 +34,7 @@ IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 PRECISIONS = ("highest", "high")
 
 MAX_SCHEDULER_STEPS = 1024
+VARIABLE_PREFIX = "JAXSERVE_"
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 CPU_KV_BYTES = 1 << 30
@@ -147,6 +149,7 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         for name, low, high in (
             ("max_model_len", 2, 2**27),
             ("max_num_seqs", 1, 2**16),
@@ -244,9 +247,11 @@ def bundled_model() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def api_keys_from_environment() -> tuple[str, ...]:
-    """Return the keys in JAXSERVE_API_KEY, which commas separate."""
-    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
+def environment_settings() -> dict[str, str]:
+    """Return the variables JAXSERVE_<FIELD> of the environment, by field."""
+    size = len(VARIABLE_PREFIX)
+    named = [name for name in os.environ if name.startswith(VARIABLE_PREFIX)]
+    return {name[size:].lower(): os.environ[name] for name in named}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jaxserve import EngineConfig, SamplingParams
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
+from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
 
@@ -88,6 +89,22 @@ def test_token_ids_without_a_tokenizer(only_config: str, capsys: pytest.CaptureF
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["prompt_token_ids"] for record in records] == [[1, 2, 3], [4]]
     assert [len(record["outputs"][0]["token_ids"]) for record in records] == [3, 3]
+
+
+def test_where_nothing_is_recommended_a_chat_is_drawn_as_people_expect(
+    checkpoint: str, capsys: pytest.CaptureFixture
+) -> None:
+    words = "generate --json --seed 5 --max-tokens 40 --ignore-eos --model".split()
+    drawn = []
+    for more in ([], "--temperature 0.8 --top-p 0.95 --min-p 0.05".split(), ["--min-p", "0"]):
+        assert main([*words, checkpoint, *SMALL, *more, "hi"]) == 0
+        drawn.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    config = EngineConfig()
+    assert chat_sampling(SamplingParams(max_tokens=9), config) == CHAT_SAMPLING
+    assert chat_sampling(SamplingParams(), EngineConfig(generation_config="vllm")) == {}
+    for name, value in (("temperature", 0.0), ("top_k", 64), ("top_p", 0.9), ("min_p", 0.1)):
+        assert chat_sampling(SamplingParams(**{name: value}), config) == {}
 
 
 BAD_INPUT = {
@@ -209,6 +226,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture) -> None:
         assert f" --{name.replace('_', '-')}" in shown
     assert "tokens in a page of KV cache. (default: 16)" in shown
     assert "--no-chat sends the text as it is" in shown
+    assert "recommends nothing, temperature 0.8, top_p 0.95, min_p 0.05." in shown
 
 
 @pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])

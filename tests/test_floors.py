@@ -72,6 +72,7 @@ HOMES = {
     "llvmlite": ("pallas_kernels.cpu",),
     "llguidance": ("jaxserve.engine.text.grammars",),
     "rich": ("jaxserve.commands",),
+    "yaml": ("jaxserve.commands.parser",),
     "torch": (),
 }
 HOMES |= dict.fromkeys(("jaxlib", "flax", "jaxtyping", "ml_dtypes"), HOMES["jax"])

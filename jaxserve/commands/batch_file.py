@@ -70,10 +70,10 @@ class BadLine(Exception):
         self.custom_id = custom_id
 
 
-def batch_config(served_model_name: list[str] | None = None) -> ServerConfig:
+def batch_config(**settings: Any) -> ServerConfig:
     """Return settings without queue limits and deadlines: no other client waits."""
     return ServerConfig(
-        served_model_name=served_model_name,
+        **settings,
         max_num_queued_reqs=NO_LIMIT,
         max_queued_prompt_tokens=NO_LIMIT,
         queue_timeout=NO_SECONDS,

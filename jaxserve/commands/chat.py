@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 
 from jaxserve.commands.options import DEFAULT_MAX_TOKENS
-from jaxserve.config import api_keys_from_environment
+from jaxserve.config import environment_settings
 from jaxserve.server.settings import ServerConfig
 
 
@@ -43,7 +43,10 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
             metavar="N",
             help=f"of an answer (default: {tokens or 'what the context leaves'})",
         )
-        parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
+        usual = "the server's"
+        if name == "chat":
+            usual = "what the checkpoint recommends, or else 0.8, top_p 0.95 and min_p 0.05"
+        parser.add_argument("--temperature", type=float, metavar="X", help=f"default: {usual}")
         parser.add_argument("--stats", action="store_true", help="tell tokens and speed")
         parser.set_defaults(run=chat, command=name)
 
@@ -52,12 +55,13 @@ def chat(arguments: argparse.Namespace) -> int:
     """Run `jaxserve chat` or `jaxserve complete`. Return 1 where the server did not answer."""
     module = importlib.import_module("jaxserve.commands.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
-    keys = api_keys_from_environment()
+    key = environment_settings().get("api_key", "").split(",")[0]
     remote = module.Remote(
         arguments.url,
         arguments.model_name,
-        arguments.api_key or (keys[0] if keys else None),
+        arguments.api_key or key or None,
         {name: value for name, value in options.items() if value is not None},
+        draws_as_chat=arguments.command == "chat",
     )
     terminal = module.Terminal(arguments.stats)
     if arguments.command == "chat":

@@ -18,7 +18,8 @@ from jaxserve.commands.collect_env import add_collect_env
 from jaxserve.commands.compile import add_compile
 from jaxserve.commands.convert import add_convert
 from jaxserve.commands.generate import add_generate
-from jaxserve.commands.options import BAD_INPUT, CommandError, Parser
+from jaxserve.commands.options import BAD_INPUT, CommandError
+from jaxserve.commands.parser import CommandParser, unknown_variables
 from jaxserve.commands.plan import add_plan
 from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
@@ -31,7 +32,7 @@ INTERRUPTED = 130
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. A command's `run` is called with the arguments."""
-    parser = Parser(prog="jaxserve", description="An LLM inference engine in JAX.")
+    parser = CommandParser(prog="jaxserve", description="An LLM inference engine in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
@@ -70,14 +71,21 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     prepare_process()
     parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if not hasattr(arguments, "run"):
-        parser.print_help()
-        return 0
+    arguments = argparse.Namespace()
     try:
+        arguments = parser.parse_args(argv)
+        if not hasattr(arguments, "run"):
+            parser.print_help()
+            return 0
+        for line in unknown_variables():
+            print(f"jaxserve: warning: {line}", file=sys.stderr)
         return arguments.run(arguments)
     except (JaxserveError, CommandError) as error:
-        print(f"jaxserve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        # Messages about a setting begin with its name.
+        origins = getattr(arguments, "origins", {})
+        origin = origins.get(message.partition(" ")[0].partition("=")[0].rstrip(":"))
+        print(f"jaxserve: error: {origin + ': ' if origin else ''}{message}", file=sys.stderr)
         return BAD_INPUT
     except ModuleNotFoundError as error:
         print(

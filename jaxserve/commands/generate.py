@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -20,13 +21,20 @@ from jaxserve.commands.options import (
     CommandError,
     add_engine,
     add_fields,
+    add_sources,
     engine_settings,
     given,
 )
+from jaxserve.config import EngineConfig
+from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
 
+TEMPLATES = "jaxserve.engine.text.named_templates"  # imports Jinja
+# Options that vLLM's server has, too.
+OWN = ("chat_template",)
 # Fields of SamplingParams that have a meaning for prompts given on a command line.
 SAMPLING_FIELDS = (
     "n temperature top_p top_k min_p seed stop max_tokens min_tokens ignore_eos".split()
@@ -57,11 +65,19 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="send prompts through the chat template (default: where the model has one)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument(
+        "--chat-template",
+        metavar="TEXT",
+        help=f"instead of the model's: a template itself, {HOW_TO_GIVE}",
+    )
     sampling = parser.add_argument_group(
-        "sampling", f"Defaults are what the checkpoint recommends, and {DEFAULT_MAX_TOKENS} tokens."
+        "sampling",
+        "Defaults are what the checkpoint recommends; where it recommends nothing, "
+        f"{spell(CHAT_SAMPLING)}. {DEFAULT_MAX_TOKENS} tokens.",
     )
     add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
-    add_engine(parser)
+    add_engine(parser, own=OWN)
+    add_sources(parser, ["model"])
     parser.set_defaults(run=generate)
 
 
@@ -75,15 +91,23 @@ def generate(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
     chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
-    settings = engine_settings(arguments)
+    settings = engine_settings(arguments, OWN)
+    template = arguments.chat_template
+    if template is not None:
+        importlib.import_module(TEMPLATES).find_template(template)  # likewise
     bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
     with _open(arguments.model, settings) as llm:
-        sampling = dataclasses.replace(llm.get_default_sampling_params(), **chosen)
+        recommended = llm.get_default_sampling_params()
+        usual = chat_sampling(recommended, EngineConfig(**settings))
+        _show_sampling({name: value for name, value in usual.items() if name not in chosen})
+        sampling = dataclasses.replace(recommended, **{**usual, **chosen})
         if bodies is not None:
             outputs = llm.generate(bodies, sampling, use_tqdm=False)
-        elif arguments.chat or (arguments.chat is None and _has_chat_template(llm)):
+        elif arguments.chat or (
+            arguments.chat is None and (template is not None or _has_chat_template(llm))
+        ):
             conversations = [[{"role": "user", "content": text}] for text in prompts]
-            outputs = llm.chat(conversations, sampling, use_tqdm=False)
+            outputs = llm.chat(conversations, sampling, use_tqdm=False, chat_template=template)
         else:
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
     show = _show_json if arguments.json else _show
@@ -104,6 +128,18 @@ def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
             return jaxserve.LLM(model, **settings)
     except (ValueError, OSError) as error:  # settings, or files that are not what they should be
         raise CommandError(str(error)) from error
+
+
+def spell(sampling: Mapping[str, float]) -> str:
+    """Return settings in words."""
+    return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+
+
+def _show_sampling(usual: Mapping[str, float]) -> None:
+    """Tell a user at a terminal what is drawn with, where nobody said so."""
+    console = Console(stderr=True, highlight=False)
+    if usual and console.is_terminal:
+        console.print(f"[dim]{spell(usual)}: the checkpoint recommends nothing[/]")
 
 
 def _has_chat_template(llm: jaxserve.LLM) -> bool:

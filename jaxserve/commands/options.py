@@ -9,11 +9,12 @@ import json
 import re
 import types
 import typing
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NoReturn
 
+from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.config import EngineConfig
-from jaxserve.unserved import UNSERVED, served
+from jaxserve.unserved import UNSERVED, Unserved, served
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256
@@ -44,6 +45,19 @@ def field_help(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def _integer(text: str) -> int:
+    """Return a whole number, which may be written as vLLM takes it: 32k is 32,000, 32K 32,768."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
+    try:
+        if found is None:
+            return int(text)
+        if found[1]:
+            return int(float(found[1]) * 1000 ** ("kmgt".index(found[2]) + 1))
+        return int(found[3]) << 10 * ("KMGT".index(found[4]) + 1)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -55,14 +69,60 @@ def _integers(text: str) -> tuple[int, ...]:
 WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
+class Switch(argparse.BooleanOptionalAction):
+    """A flag with its `--no-` form, and as vLLM has it `--disable-x` beside `--enable-x`."""
+
+    def __init__(self, option_strings: list[str], dest: str, **named: Any) -> None:
+        super().__init__(option_strings, dest, **named)
+        other = {"--enable-": "--disable-", "--disable-": "--enable-"}
+        inverse = [
+            opposite + option.removeprefix(prefix)
+            for option in option_strings
+            for prefix, opposite in other.items()
+            if option.startswith(prefix)
+        ]
+        negative = [option for option in self.option_strings if option not in option_strings]
+        self.negative = [*negative, *inverse]
+        self.option_strings = [*self.option_strings, *inverse]
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, option_string not in self.negative)
+
+
+class Entries(argparse.Action):
+    """An option that may be given several times, or once with a JSON list, as vLLM takes it."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        entries = _plain_value(values) if values.startswith("[") else [values]
+        if not (isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)):
+            raise argparse.ArgumentError(self, f"{values!r} is not a list of texts")
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 def _option(hint: Any) -> dict[str, Any]:
     """Return argparse's arguments for an option of a field's type."""
+    if typing.get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": Switch}
     if hint in (int, float):
-        return {"type": hint, "metavar": "N" if hint is int else "X"}
+        return {"type": _integer if hint is int else float, "metavar": "NX"[hint is float]}
     if typing.get_origin(hint) is tuple:
         return {"type": _integers, "metavar": "N,N,..."}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -84,13 +144,31 @@ def add_fields(
         text = helps[field.name]
         if field.default is not None and not skip_default:
             text += f" (default: {field.default})"
+        kind = _option(hints[field.name])
+        if field.metadata.get("words"):
+            kind = WORDS
+        elif field.metadata.get("entries"):
+            kind = {"action": Entries, "metavar": "TEXT"}
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            *flags_of(field.name),
             dest=field.name,
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
-            **(WORDS if field.metadata.get("words") else _option(hints[field.name])),
+            **kind,
         )
+        for name in (name for name, own in RENAMED.items() if own == field.name):
+            parser.add_argument(
+                *flags_of(name),
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                **kind,
+            )
+
+
+def flags_of(name: str) -> list[str]:
+    """Return the options of a field or of vLLM's argument: the long one, then its short form."""
+    return ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
 
 
 def add_engine(
@@ -107,17 +185,48 @@ def add_engine(
         own: names that the command gives a meaning of its own.
     """
     group = parser.add_argument_group("engine", about)
-    add_fields(group, EngineConfig, [*ENGINE_FIELDS, *more])
-    for name, row in UNSERVED.items():
-        if name in own:
-            continue
-        is_flag = any(isinstance(value, bool) for value in row.neutral)
+    names = [*ENGINE_FIELDS, *more]
+    add_fields(group, EngineConfig, names)
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a YAML file of options, like max-model-len: 4096; those of the command line take "
+        "precedence, and variables JAXSERVE_<OPTION> of the environment, like "
+        "JAXSERVE_MAX_MODEL_LEN",
+    )
+    add_unserved(parser, {name: row for name, row in UNSERVED.items() if name not in own})
+    add_sources(parser, names)
+
+
+def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Let the environment give these fields too; see `CommandParser`."""
+    parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
+
+
+def add_unserved(parser: argparse.ArgumentParser, rows: Mapping[str, Unserved]) -> None:
+    """Let a command refuse these options; `declare_unserved` declares them when it is run."""
+    parser.set_defaults(unserved={**(parser.get_default("unserved") or {}), **rows})
+
+
+def declare_unserved(parser: argparse.ArgumentParser) -> None:
+    """Declare options that `--help` leaves out, since they are there to be refused.
+
+    There are so many that they would cost the commands that are not run 30 ms.
+    """
+    rows: Mapping[str, Unserved] = parser.get_default("unserved") or {}
+    for name, row in rows.items():
+        if flags_of(name)[0] in parser._option_string_actions:
+            continue  # the other form of a flag
+        neutral = row.neutral or ()
         kind: dict[str, Any] = {"type": _plain_value}
-        if is_flag:
-            kind = {"action": argparse.BooleanOptionalAction}
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(
-            flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
+        if any(isinstance(value, bool) for value in neutral):
+            kind = {"action": Switch}
+        elif [] in neutral:
+            kind["nargs"] = "+"
+        elif name == "hf_token":
+            kind |= {"nargs": "?", "const": True}
+        parser.add_argument(
+            *flags_of(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
         )
 
 

@@ -12,10 +12,19 @@ from jaxserve.commands.options import (
     CommandError,
     add_engine,
     add_fields,
+    add_sources,
     engine_settings,
+    given,
 )
 from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
+
+# Fields of ServerConfig that have a meaning for a file of requests.
+SERVER_FIELDS = (
+    "served_model_name tool_call_parser enable_auto_tool_choice reasoning_parser chat_template "
+    "trust_request_chat_template default_chat_template_kwargs reasoning_effort_map "
+    "return_tokens_as_token_ids"
+).split()
 
 
 def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -32,8 +41,9 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("-o", "--output-file", required=True, type=Path, metavar="FILE")
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     server = parser.add_argument_group("server")
-    add_fields(server, ServerConfig, ["served_model_name"])
-    add_engine(parser, None, ["seed"])
+    add_fields(server, ServerConfig, SERVER_FIELDS)
+    add_engine(parser, None, ["seed"], SERVER_FIELDS)
+    add_sources(parser, [*SERVER_FIELDS, "model"])
     parser.set_defaults(run=run_batch)
 
 
@@ -50,9 +60,10 @@ def run_batch(arguments: argparse.Namespace) -> int:
         raise CommandError("the output would overwrite the input")
     module = importlib.import_module("jaxserve.commands.batch_file")  # imports JAX
     try:
-        config = module.batch_config(getattr(arguments, "served_model_name", None))
+        config = module.batch_config(**given(arguments, SERVER_FIELDS))
+        importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         models = [arguments.model] if arguments.model else []
-        specs = plan_models(models, engine_settings(arguments), config)
+        specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
         return module.run_batch(specs, config, source, sink)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error

@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
 
+from jaxserve.commands.llama_flags import in_our_words
 from jaxserve.commands.options import (
     CommandError,
     add_engine,
     add_fields,
+    add_sources,
+    add_unserved,
     engine_settings,
     given,
 )
-from jaxserve.config import api_keys_from_environment
-from jaxserve.server.http.listener import bind
+from jaxserve.commands.vllm_flags import SERVER
+from jaxserve.server.http.listener import bind, bind_path
+from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
+from jaxserve.unserved import served
+
+SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 
 
 def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -36,10 +42,22 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="checkpoint folders, .gguf files or names on the hub, each with the name to serve it "
         "by (default: the bundled model)",
     )
+    parser.add_argument("--model", help=argparse.SUPPRESS)  # vLLM's older form, and its file's
+    parser.add_argument(
+        "--verbose", action="store_true", help="report the start at length, with all of its parts"
+    )
     server = parser.add_argument_group("server")
-    add_fields(server, ServerConfig, [field.name for field in dataclasses.fields(ServerConfig)])
-    add_engine(parser, "For each model.", ["seed"])
-    parser.set_defaults(run=serve)
+    add_fields(server, ServerConfig, SERVER_FIELDS)
+    add_engine(parser, "For each model.", ["seed"], SERVER_FIELDS)
+    add_unserved(parser, SERVER)
+    add_sources(parser, [*SERVER_FIELDS, "model"])
+    parser.set_defaults(run=serve, examine=_refuse_llama_flags)
+
+
+def _refuse_llama_flags(words: list[str], own: Container[str]) -> None:
+    said = in_our_words(words, own)
+    if said is not None:
+        raise CommandError(said)
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -48,14 +66,21 @@ def serve(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: a setting is wrong, a model cannot be loaded, or the port is taken.
     """
-    fields = [field.name for field in dataclasses.fields(ServerConfig)]
-    settings: dict[str, Any] = {"api_key": api_keys_from_environment() or None}
+    models = arguments.models
+    if arguments.model and not models:
+        models = [arguments.model]
+    elif arguments.model and arguments.origins.get("model") is None:
+        raise CommandError(f"models are {', '.join(models)}, and --model {arguments.model} besides")
     try:
-        config = ServerConfig(**settings | given(arguments, fields))
-        specs = plan_models(arguments.models, engine_settings(arguments), config)
+        served(given(arguments, SERVER), SERVER)
+        config = ServerConfig(**given(arguments, SERVER_FIELDS))
+        specs = plan_models(models, engine_settings(arguments, SERVER_FIELDS), config)
         check_models(specs)
-        with bind(config.host, config.port) as listener:
+        check_certificates(config)
+        importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
+        socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
+        with socket as listener:
             module = importlib.import_module("jaxserve.commands.server")  # imports JAX
-            return module.serve(specs, config, listener)
+            return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
         raise CommandError(str(error)) from error

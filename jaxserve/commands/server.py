@@ -9,8 +9,9 @@ import socket
 import sys
 from collections.abc import Iterable
 
+from jaxserve.commands.start_summary import at_length, summary
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.loading import Loaded, load
+from jaxserve.engine.loading import load
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
@@ -45,11 +46,8 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
             loaded = load(spec.config, report.progress)
             llm = AsyncLLM(loaded)
             served.append(ServedModel(spec.names, spec.root, llm, config, secret))
-            report.say(_memory_plan(loaded))
-            report.say(f"{loaded.start}")
-            if loaded.behind is not None and loaded.behind.num_missing:
-                missing = loaded.behind.num_missing
-                report.say(f"{missing} more programs, of less padding, are added while it serves")
+            for line in (at_length if report.is_verbose else summary)(loaded):
+                report.say(line)
     except BaseException:
         for model in served:
             model.llm.close()
@@ -57,35 +55,19 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
     return Models(served)
 
 
-def _memory_plan(loaded: Loaded) -> str:
-    runner, config = loaded.runner, loaded.config
-    pages = runner.num_pages
-    temporary = 0 if loaded.start is None else loaded.start.temporary_bytes
-    kept = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else runner.kv_dtype.name
-    return (
-        f"memory: weights {runner.weight_bytes:,} bytes{_quantization(loaded)}; "
-        f"KV cache in {kept}, {pages:,} pages x "
-        f"{runner.page_bytes:,} = {pages * runner.page_bytes:,} bytes "
-        f"({(pages - 1) * config.block_size:,} tokens); temporaries of a step at most "
-        f"{temporary:,} bytes; at most {config.max_num_seqs} sequences "
-        f"of {loaded.limits.max_model_len:,} tokens"
-    )
-
-
-def _quantization(loaded: Loaded) -> str:
-    """Name the format of the blocks' weights, where they are quantized."""
-    stored = loaded.runner.model_config.quantization
-    form = stored.method if stored is not None else loaded.config.quantization
-    return "" if form is None else f" (blocks in {form})"
-
-
-def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.socket) -> int:
+def serve(
+    specs: Iterable[ModelSpec],
+    config: ServerConfig,
+    listener: socket.socket,
+    is_verbose: bool = False,
+) -> int:
     """Serve until SIGTERM or an interrupt.
 
     Args:
         specs: the models to serve.
         config: the server's settings.
         listener: from `listener.bind`.
+        is_verbose: report the start at length.
 
     Returns:
         The exit status: 0 after an orderly end, 1 where an engine died.
@@ -95,7 +77,7 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
     """
     log_json()
     stop = Stop()
-    report = StartReport(sys.stderr, stop)
+    report = StartReport(sys.stderr, stop, is_verbose)
     tracer = open_tracer(config.otlp_traces_endpoint)
     models = load_models(specs, config, report)
     for model in models.all:
@@ -117,7 +99,7 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
     gc.freeze()
     try:
         stop.check()
-        asyncio.run(_serve(process, listener, report))
+        asyncio.run(_serve(process, listener, config, report))
     finally:
         models.close()
         if tracer is not None:
@@ -125,12 +107,20 @@ def serve(specs: Iterable[ModelSpec], config: ServerConfig, listener: socket.soc
     return process.status
 
 
-async def _serve(process: Process, listener: socket.socket, report: StartReport) -> None:
+def _address(listener: socket.socket, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def _serve(
+    process: Process, listener: socket.socket, config: ServerConfig, report: StartReport
+) -> None:
     running = asyncio.ensure_future(process.serve(sockets=[listener]))
     while not (process.started or running.done()):
         await asyncio.sleep(0.01)
     if process.started:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        report.say(f"ready at http://{shown}:{port}")
+        report.say(f"ready at {_address(listener, config)}")
     await running

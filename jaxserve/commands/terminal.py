@@ -47,6 +47,7 @@ class Remote:
         model: its name there; the first one listed by default.
         api_key: sent as a bearer token.
         options: fields for every request, such as max_tokens.
+        draws_as_chat: take what the model's card says of a chat's sampling, where jaxserve has it.
 
     Raises:
         NoAnswer: on entering, no such server.
@@ -56,6 +57,7 @@ class Remote:
     model: str | None = None
     api_key: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    draws_as_chat: bool = False
 
     def __enter__(self) -> Remote:
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -71,10 +73,21 @@ class Remote:
                 self.model = str(listed[0]["id"])
             except (LookupError, TypeError) as error:
                 raise NoAnswer(f"{self.url} does not list its models: give --model-name") from error
+        if self.draws_as_chat:
+            self.options = self._chat_sampling() | self.options
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+    def _chat_sampling(self) -> dict[str, Any]:
+        """Return what the model's card says; other servers than jaxserve say nothing."""
+        try:
+            listed = self._get("models", CONNECT_SECONDS)["data"]
+            cards = [card for card in listed if card["id"] == self.model]
+            return dict(cards[0]["chat_sampling"]) if cards else {}
+        except (NoAnswer, LookupError, TypeError, ValueError):
+            return {}
 
     def _get(self, path: str, timeout: float) -> Any:
         try:

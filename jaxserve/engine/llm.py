@@ -19,7 +19,9 @@ from jaxserve.engine.loading import Loaded
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.metrics import EngineStats
 from jaxserve.engine.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, plain_message
-from jaxserve.engine.text.tokenizer import Tokenizer
+from jaxserve.engine.text.named_templates import find_template
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
+from jaxserve.engine.text.tokenizer import NO_TEMPLATE, Tokenizer
 from jaxserve.engine.thread import NOT_PICKLED, EngineThread
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -33,7 +35,6 @@ Prompt = str | Listing[int] | Mapping[str, Any]
 # Keys of vLLM's prompt dicts and arguments of its `LLM.chat` that are not supported, each with its
 # neutral values, which pass.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
     "chat_template_content_format": ("auto",),
     "lora_request": (None,),
     "mm_processor_kwargs": (None, {}),
@@ -99,7 +100,8 @@ def _template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any
             continue
         if option in RENDERING_ARGUMENTS:
             raise InvalidRequest(f"{option} is not supported", option)
-        if option not in COMMON_INPUTS and not tokenizer.template_reads(option):
+        is_common = option in COMMON_INPUTS and not (option == "documents" and value)
+        if not is_common and not tokenizer.template_reads(option):
             raise InvalidRequest(f"the chat template knows no {option[:60]!r}", option)
         inputs[option] = value
     for option in free or ():
@@ -190,6 +192,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Listing[int] | None = None,
         cache_salt: str | None = None,
+        chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -198,6 +201,8 @@ class LLM:
         A request that fails while it is served is reported as by `generate`.
 
         Args:
+            chat_template: instead of the model's: a template, a file, or the name of a shipped one
+                (`engine.text.named_templates`).
             chat_template_kwargs: further inputs of the template, which it may leave unread; they
                 take precedence over `template_options`.
             **template_options: further inputs, such as tools; one that the template does not read
@@ -212,10 +217,13 @@ class LLM:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(find_template(chat_template))
         inputs = _template_inputs(tokenizer, template_options, chat_template_kwargs)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
-                "this model has no chat template: pass prompts to LLM.generate", "messages"
+                f"{NO_TEMPLATE}: pass prompts to LLM.generate, or chat_template: {HOW_TO_GIVE}",
+                "messages",
             )
         prompts = [tokenizer.render_chat(_plain(conversation), **inputs) for conversation in many]
         return self.generate(

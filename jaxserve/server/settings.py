@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import exact_int, finite_float
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
 
+MAX_SOCKET_PATH = 107  # bytes, by Linux
 # Integer fields with their ranges, and fields in seconds.
 _COUNTS = {
     "port": (0, 65535),
@@ -76,6 +79,26 @@ class ServerConfig:
         max_prompts: completions (prompts times n) of one request.
         otlp_traces_endpoint: collector of OpenTelemetry's traces, one span for each completion:
             http://HOST:4318/v1/traces, or HOST:4317 for gRPC. Needs the extra `otel`.
+        chat_template: instead of the checkpoint's: a file, a template itself, or the name of a
+            shipped one (alpaca, chatml, gemma, llama2, llama3, mistral, phi3, vicuna, zephyr).
+        trust_request_chat_template: let requests bring a chat_template of their own.
+        default_chat_template_kwargs: inputs of the chat template, which a request's
+            chat_template_kwargs take precedence over.
+        reasoning_effort_map: efforts of requests, like {"medium": "low"}, by which the template
+            gets another.
+        return_tokens_as_token_ids: spell tokens of log-probabilities as token_id:N.
+        enable_force_include_usage: end every stream with its usage.
+        root_path: path at which a proxy shows the server, like /llm; requests may come with it or
+            without.
+        uds: a Unix domain socket to listen on, instead of host and port.
+        ssl_keyfile: the private key of ssl_certfile, in PEM.
+        ssl_certfile: the server's certificates, in PEM; with them it speaks HTTPS alone.
+        ssl_ca_certs: certificates of those who sign clients' certificates.
+        ssl_cert_reqs: whether clients need a certificate: 0 no, 1 optionally, 2 yes.
+        ssl_ciphers: ciphers of TLS 1.2, in OpenSSL's form.
+        allow_credentials: let pages of allowed_origins send credentials.
+        allowed_methods: methods of their requests, all by default.
+        allowed_headers: headers of their requests, all by default.
 
     Raises:
         InvalidRequest: (a ValueError) on construction, naming the field.
@@ -89,8 +112,12 @@ class ServerConfig:
     model_weights: str | None = None
     api_key: tuple[str, ...] | list[str] | None = None
     insecure: bool = False
-    allowed_origins: tuple[str, ...] | list[str] | None = None
-    allowed_hosts: tuple[str, ...] | list[str] | None = None
+    allowed_origins: tuple[str, ...] | list[str] | None = field(
+        default=None, metadata={"entries": True}
+    )
+    allowed_hosts: tuple[str, ...] | list[str] | None = field(
+        default=None, metadata={"entries": True}
+    )
     strict: bool = False
     share_prefix_cache: bool = False
     max_num_queued_reqs: int | None = None
@@ -114,6 +141,26 @@ class ServerConfig:
     enable_auto_tool_choice: bool = True
     reasoning_parser: str | None = None
     otlp_traces_endpoint: str | None = None
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort_map: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    root_path: str = ""
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] | list[str] | None = field(
+        default=None, metadata={"entries": True}
+    )
+    allowed_headers: tuple[str, ...] | list[str] | None = field(
+        default=None, metadata={"entries": True}
+    )
 
     def __post_init__(self) -> None:
         for name, (low, high) in _COUNTS.items():
@@ -137,6 +184,17 @@ class ServerConfig:
                 "http://HOST:4318/v1/traces, or HOST:4317",
                 "otlp_traces_endpoint",
             )
+        self._check_tls()
+        efforts = self.reasoning_effort_map or {}
+        if not all(isinstance(effort, str) for effort in efforts.values()):
+            raise InvalidRequest(
+                "reasoning_effort_map must hold texts like low", "reasoning_effort_map"
+            )
+        path = self.root_path
+        if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
+            raise InvalidRequest(f"root_path must be like /llm, got {path!r}", "root_path")
+        if self.uds is not None and not 0 < len(os.fsencode(self.uds)) <= MAX_SOCKET_PATH:
+            raise InvalidRequest(f"uds must have 1 to {MAX_SOCKET_PATH} bytes", "uds")
         if any(not key for key in self.api_key or ()):
             raise InvalidRequest("api_key must not be empty", "api_key")
         if not (self.is_local or self.api_key or self.insecure):
@@ -157,9 +215,20 @@ class ServerConfig:
         if len(set(names)) < len(names):
             raise InvalidRequest(f"{parameter}: a name is given twice", parameter)
 
+    def _check_tls(self) -> None:
+        exact_int(self.ssl_cert_reqs, "ssl_cert_reqs", 0, 2)
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequest(f"{name} needs ssl_certfile", name)
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise InvalidRequest("ssl_cert_reqs needs ssl_ca_certs", "ssl_cert_reqs")
+
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
+        if self.uds is not None:
+            return True
         if self.host == "localhost":
             return True
         try:

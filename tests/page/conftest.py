@@ -30,10 +30,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="package")
-def guarded() -> Iterator[Server]:
-    """A server that asks for a key, and whose model has two names."""
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a key, below a path; its model has two names and recommends nothing."""
+    silent = tmp_path_factory.mktemp("silent")
+    (silent / "generation_config.json").write_text('{"eos_token_id": 3}')
     names = ["--served-model-name", "first", "--served-model-name", "second"]
-    with Server([*SMALL, *names, "--api-key", KEY], key=KEY) as server:
+    more = ["--generation-config", str(silent), "--root-path", "/llm", "--api-key", KEY]
+    with Server([*SMALL, *names, *more], key=KEY) as server:
         yield server
 
 

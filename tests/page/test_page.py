@@ -318,7 +318,7 @@ def test_themes_are_legible_and_can_be_chosen(open_page: OpenPage, scheme: str) 
 
 
 def test_the_page_asks_for_a_key(open_page: OpenPage, guarded: Server) -> None:
-    page = open_page(guarded.url, expected=("401 (Unauthorized)",))
+    page = open_page(guarded.url + "/llm", expected=("401 (Unauthorized)",))
     sent = Endless(page)
     asked: list[tuple[str, str | None]] = []
     page.on("request", lambda one: asked.append((one.url, one.headers.get("authorization"))))
@@ -341,6 +341,15 @@ def test_the_page_asks_for_a_key(open_page: OpenPage, guarded: Server) -> None:
     send(page, QUESTION)
     expect(page.locator("article.assistant h3")).to_contain_text("3 tokens")
     assert sent.sent[0]["model"] == "second"
+    # Nobody recommends how to draw, so the page says what it does.
+    usual = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+    assert sent.sent[0].items() >= usual.items()
+    shown = "temperature 0.8 · top_p 0.95 · min_p 0.05 · max_tokens 3"
+    expect(page.locator("#chosen")).to_have_text(shown)
+    page.get_by_label("temperature").fill("0.3")
+    page.get_by_label("top_p").fill("")
+    page.get_by_label("Model").select_option("first")
+    expect(page.get_by_label("temperature")).to_have_value("0.3")  # what was typed stays
     assert sent.headers[0]["authorization"] == f"Bearer {KEY}"
     feeds = [(url, key) for url, key in asked if "/dashboard/events" in url]
     assert feeds and {key for _, key in feeds} == {f"Bearer {KEY}"}

@@ -274,8 +274,10 @@ def test_what_the_server_says_about_itself(server: Server) -> None:
     for told in (
         "weights",
         "compile",
-        "KV cache in float32, 41 pages",
-        "bytes",
+        "jaxserve: model: LlamaForCausalLM, 2.6 MB of weights on ",
+        "jaxserve: cache: 1.3 MB for 640 tokens, in float32",
+        "jaxserve: limits: 8 sequences together, each of 640 tokens at most; more requests wait",
+        "jaxserve: programs: ",
         "ready at http://127.0.0.1:",
     ):
         assert told in started

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.engine.text.template_names import NAMED_TEMPLATES
 from tests.engine.test_gguf_text import whole_model
 from tests.support.checkpoint import save_checkpoint
 from tests.support.hub_server import serve_hub
@@ -48,8 +49,9 @@ def test_a_model_without_a_chat_template_says_what_serves_it(tmp_path: Path) -> 
     with Server([str(folder), *SMALL]) as server:
         for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
             answer = server.request(path, {"messages": messages, "max_tokens": 2})
-            said = "this model has no chat template: send a prompt to /v1/completions"
-            assert (answer.status, answer.error["message"]) == (400, said)
+            said, message = "this model has no chat template: send", answer.error["message"]
+            assert answer.status == 400 and message.startswith(f"{said} a prompt to ")
+            assert all(name in message for name in ("--chat-template", *NAMED_TEMPLATES))
         assert server.complete("a", 2).status == 200
     with Server([str(folder), *SMALL, "--skip-tokenizer-init"]) as server:
         answer = server.request("/v1/chat/completions", {"messages": messages})

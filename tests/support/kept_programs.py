@@ -18,7 +18,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-FOLDER = "JAXSERVE_TESTS_FOLDER"  # the variable that names a run's folder
+FOLDER = "TESTS_OF_JAXSERVE"  # the variable that names a run's folder
 MOST_BYTES = 4 * 2**30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from jaxserve.request import SamplingParams
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
 MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
+NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -154,6 +156,12 @@ class Tokenizer:
         except Exception:
             return
 
+    def with_template(self, template: ChatTemplate) -> Self:
+        """Return this tokenizer with another chat template, for conversations with tools too."""
+        other = copy.copy(self)
+        other._templates = {False: template, True: template}
+        return other
+
     def has_template(self, tools: bool) -> bool:
         """Return whether there is a chat template for conversations with tools, or without."""
         return self._template(tools) is not None
@@ -223,9 +231,13 @@ class Tokenizer:
         return text.replace("\u2581", " ").encode()  # how such vocabularies write a blank
 
     def render_chat(
-        self, messages: Listing[Mapping[str, Any]], seconds: float = 1.0, **options: Any
+        self,
+        messages: Listing[Mapping[str, Any]],
+        seconds: float = 1.0,
+        chat_template: ChatTemplate | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Return token ids of a conversation through the model's chat template.
+        """Return token ids of a conversation through a chat template.
 
         Messages and tools are data: where one holds the text of a special token, that is encoded as
         text.
@@ -233,6 +245,7 @@ class Tokenizer:
         Args:
             messages: each a dict with a role and content.
             seconds: of CPU time that the template may take.
+            chat_template: the model's by default.
             options: further variables of the template, such as tools.
 
         Raises:
@@ -246,9 +259,9 @@ class Tokenizer:
                 raise InvalidRequest(
                     "each message must be a dict with a role and content", "messages"
                 )
-        template = self._template(bool(options.get("tools")))
+        template = chat_template or self._template(bool(options.get("tools")))
         if template is None:
-            raise InvalidRequest("this model has no chat template", "messages")
+            raise InvalidRequest(NO_TEMPLATE, "messages")
         try:
             pieces = self._render(template, messages, options, seconds)
         except InvalidRequest:

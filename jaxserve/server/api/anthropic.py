@@ -26,11 +26,13 @@ from jaxserve.server.schema.anthropic import (
     as_chat,
 )
 from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.sampling import NO_TEMPLATE_FIELDS
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of these endpoints alone that are not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **NO_TEMPLATE_FIELDS,
     "mcp_servers": (None, []),
     "container": (None,),
     "output_format": (None,),
@@ -68,7 +70,7 @@ async def count_tokens(http_request: Request) -> Response:
     request = _renaming_request(http_request)
     chat = as_chat(request.parse(CountRequest, UNSUPPORTED))
     model = request.find_model(chat.model)
-    rendered, options = as_template_messages(chat.messages), template_options(chat)
+    rendered, options = as_template_messages(chat.messages), await template_options(chat, model)
     if chat.tools and chat.tool_choice != "none":
         check_tools(chat.tools)
         options["tools"] = described(chat.tools)

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.text.messages import RESERVED_INPUTS, plain_message
+from jaxserve.engine.text.messages import plain_message
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.completions import truncated
@@ -34,14 +34,13 @@ from jaxserve.server.schema.openai import (
     ToolCall,
 )
 from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
+from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece, Thought
 from jaxserve.server.tool_calls.tools import ToolUse, read_arguments, tool_use
 from jaxserve.structured import StructuredOutputsParams
 
-MAX_MESSAGES = 4096
-# Types of a request's own inputs to the template.
-_TEMPLATE_KINDS = (bool, int, float, str)
+MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
 
 def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -77,21 +76,26 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     return made if call.id is None else {"id": call.id, **made}
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """Return a request's inputs to the chat template.
+async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """Return a request's inputs to the chat template, and the template that it brings.
 
     Raises:
         InvalidRequest: naming an input that a request may not set.
     """
-    options = dict(body.chat_template_kwargs or {})
-    for name, value in options.items():
-        if name in RESERVED_INPUTS or not isinstance(value, _TEMPLATE_KINDS):
-            raise InvalidRequest(
-                f"chat_template_kwargs may not hold {name[:60]!r}", "chat_template_kwargs"
-            )
+    own = body.chat_template_kwargs or {}
+    check_inputs(own, "chat_template_kwargs")
+    options = {**(model.config.default_chat_template_kwargs or {}), **own}
+    if len(body.documents or ()) > MAX_DOCUMENTS:
+        raise InvalidRequest(f"documents holds more than {MAX_DOCUMENTS}", "documents")
+    if body.documents:
+        options["documents"] = body.documents
+    if body.chat_template is not None:
+        options["chat_template"] = await model.request_templates.get(body.chat_template)
     if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
+        efforts = model.config.reasoning_effort_map or {}
+        effort = efforts.get(body.reasoning_effort, body.reasoning_effort)
+        options.setdefault("reasoning_effort", effort)
+        if effort == "none":
             options.setdefault("enable_thinking", False)
     last = bool(body.continue_final_message)
     if last and body.add_generation_prompt:
@@ -137,7 +141,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
     messages = as_template_messages(body.messages)
-    options = template_options(body)
+    options = await template_options(body, model)
     if tools is not None:
         options["tools"] = tools.described
     prompt = await model.render(messages, **options)

@@ -23,12 +23,18 @@ from jaxserve.server.schema.openai import (
     CompletionResponse,
     Usage,
 )
-from jaxserve.server.schema.sampling import check_sizes, check_stream, sampling_params
+from jaxserve.server.schema.sampling import (
+    NO_TEMPLATE_FIELDS,
+    check_sizes,
+    check_stream,
+    sampling_params,
+)
 from jaxserve.server.served.models import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 # Fields that only conversations have, with their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **NO_TEMPLATE_FIELDS,
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "thinking_token_budget": (None,),

@@ -15,7 +15,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.schema.decode import parse_json, to_schema, unknown_fields
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.openai import Sampling
+from jaxserve.server.schema.openai import Sampling, StreamOptions
 from jaxserve.server.schema.sampling import UNSUPPORTED
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
@@ -66,7 +66,19 @@ class EndpointRequest:
             if unknown:
                 names = ", ".join(name[:60] for name in unknown[:10])
                 raise ApiError(400, f"unknown: {names}", unknown[0][:60], "unknown_field")
-        return to_schema(value, schema)
+        made = to_schema(value, schema)
+        if isinstance(made, Sampling):
+            self._add_defaults(made)
+        return made
+
+    def _add_defaults(self, body: Sampling) -> None:
+        """Add what the server's settings request of every answer."""
+        config = self.config
+        if config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = True
+        if config.enable_force_include_usage and body.stream:
+            body.stream_options = body.stream_options or StreamOptions()
+            body.stream_options.include_usage = True
 
     def find_model(self, name: str | None) -> ServedModel:
         """Return the model of a name, the first for None.

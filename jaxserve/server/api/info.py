@@ -67,6 +67,17 @@ class Capabilities(msgspec.Struct, frozen=True):
     logprobs: bool = True
 
 
+class ChatSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sampling of a person's chat where the checkpoint recommends nothing; else empty.
+
+    Requests that leave these fields out are answered by vLLM's defaults.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
 class ModelCard(msgspec.Struct):
     """Card of a model, under one of its names."""
 
@@ -78,6 +89,7 @@ class ModelCard(msgspec.Struct):
     owned_by: str = "jaxserve"
     parent: str | None = None
     capabilities: Capabilities = Capabilities()
+    chat_sampling: ChatSampling = ChatSampling()
 
 
 class ModelList(msgspec.Struct):
@@ -191,4 +203,7 @@ async def get_model(request: Request) -> Response:
 
 
 def _card(model: ServedModel, name: str) -> ModelCard:
-    return ModelCard(name, model.created, model.limits.max_model_len, model.name)
+    sampling = ChatSampling(**model.chat_sampling)
+    card = ModelCard(name, model.created, model.limits.max_model_len, model.name)
+    card.chat_sampling = sampling
+    return card

@@ -28,7 +28,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -71,9 +73,12 @@ async def tokenize(http_request: Request) -> Response:
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
+            documents=body.documents,
         )
-        rendered, options = as_template_messages(body.messages), template_options(chat)
+        rendered = as_template_messages(body.messages)
+        options = await template_options(chat, model)
         if body.tools:
             check_tools(body.tools)
             options["tools"] = described(body.tools)

@@ -29,6 +29,7 @@ from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import responses
 from jaxserve.server.api.streaming import error_response
 from jaxserve.server.api.tokens import detokenize, tokenize
+from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
 from jaxserve.server.http.guard import Guard
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
@@ -37,10 +38,19 @@ from jaxserve.server.settings import ServerConfig
 
 # Paths whose requests make an engine draw tokens.
 _DRAWING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+# Other names of endpoints, as llama.cpp's server has them.
+_ALIASES = {
+    "/completions": "/v1/completions",
+    "/chat/completions": "/v1/chat/completions",
+    "/responses": "/v1/responses",
+    "/models": "/v1/models",
+    "/v1/health": "/health",
+    "/ping": "/health",
+}
 
 
 def routes() -> list[BaseRoute]:
-    return [
+    own = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
@@ -58,6 +68,12 @@ def routes() -> list[BaseRoute]:
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
+    named = {route.path: route for route in own}
+    aliases = [
+        Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
+        for path, other in _ALIASES.items()
+    ]
+    return [*own, *aliases, Route("/ping", health, methods=["POST"])]
 
 
 class App:
@@ -88,6 +104,7 @@ class App:
             lifecycle=self.lifecycle,
             open_paths=open_paths,
             check_room=self.check_room,
+            reads_no_body=is_unserved,
         )
         middleware = [door]
         if config.allowed_origins:
@@ -96,12 +113,13 @@ class App:
                 Middleware(
                     CORSMiddleware,
                     allow_origins=list(config.allowed_origins),
-                    allow_methods=["*"],
-                    allow_headers=["*"],
+                    allow_methods=list(config.allowed_methods or ["*"]),
+                    allow_headers=list(config.allowed_headers or ["*"]),
+                    allow_credentials=config.allow_credentials,
                 ),
             )
         self.asgi = Starlette(
-            routes=[*routes(), *more_routes],
+            routes=[*routes(), *more_routes, *UNSERVED_ROUTES],
             middleware=middleware,
             exception_handlers={HTTPException: _http_error},
         )
@@ -115,7 +133,7 @@ class App:
             ApiError: 503, the server is stopping.
             Overloaded: the queue of the only model is full. With several models the body names one.
         """
-        if path not in _DRAWING:
+        if _ALIASES.get(path, path) not in _DRAWING:
             return
         if self.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
@@ -50,6 +51,7 @@ class Guard:
         open_paths: paths that need no key, besides /health.
         check_room: raises where a request to a path could not be admitted now, whatever its body;
             called before the body is parsed.
+        reads_no_body: whether a path's endpoint reads no body, so that its kind does not matter.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class Guard:
         lifecycle: Lifecycle,
         open_paths: frozenset[str] = frozenset(),
         check_room: Callable[[str], None] = lambda path: None,
+        reads_no_body: Callable[[str], bool] = lambda path: False,
     ) -> None:
         self._app = app
         self._config = config
         self._lifecycle = lifecycle
         self._check_room = check_room
+        self._reads_no_body = reads_no_body
         self._open_paths = OPEN_PATHS | open_paths
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_key or ()]
         self._hosts = _LOCAL_NAMES | {config.host} | set(config.allowed_hosts or ())
@@ -82,6 +86,12 @@ class Guard:
         renamed: dict[str, str] = {}
         scope["jaxserve.renamed"] = renamed
         scope["jaxserve.request_id"] = request_id.decode()
+        root = self._config.root_path
+        if root and scope["path"] == root:  # the page's paths are relative
+            await RedirectResponse(f"{root}/")(scope, receive, answer.send)
+            return
+        if root and scope["path"].startswith(f"{root}/"):
+            scope["path"] = scope["path"][len(root) :]
         try:
             if is_crowded and scope["path"] not in OPEN_PATHS:
                 raise too_many_connections()
@@ -166,7 +176,11 @@ class Guard:
         A small body is read in any case, but refused before it is parsed. A refusal of a body that
         was not read closes the connection.
         """
-        _check_media(headers)
+        try:
+            _check_media(headers)
+        except ApiError:
+            if not self._reads_no_body(scope["path"]):
+                raise
         is_small = int(headers.get(b"content-length", SMALL_BODY_BYTES + 1)) <= SMALL_BODY_BYTES
         if not is_small:
             self._check_room(scope["path"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from contextlib import ExitStack
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -24,3 +27,42 @@ def bind(host: str, port: int) -> socket.socket:
             return listener
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+@contextmanager
+def bind_path(path: str) -> Iterator[socket.socket]:
+    """Take a Unix domain socket; its file goes away at the end.
+
+    A file that a server left behind, on which nobody listens, is replaced.
+
+    Raises:
+        OSError: a server listens on it, another kind of file is there, or none can be made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise OSError(0, "there is a file, which is no socket")
+                if _is_heard(path):
+                    raise OSError(0, "another server listens there")
+                os.unlink(path)
+            listener.bind(path)
+        except OSError as error:
+            raise OSError(f"cannot listen on {path}: {error.strerror}") from error
+        try:
+            yield listener
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+
+
+def _is_heard(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True

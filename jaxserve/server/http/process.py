@@ -17,6 +17,7 @@ import uvicorn
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
 from jaxserve.server.http.open_files import Room, make_room
+from jaxserve.server.http.tls import uvicorn_options
 from jaxserve.server.schema.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Process(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=FAREWELL_SECONDS,  # type: ignore[arg-type]
+                **uvicorn_options(limits),
             )
         )
         self.status = 0
@@ -73,7 +75,13 @@ class Process(uvicorn.Server):
 
         For uvicorn it is no longer than what one turn of the event loop accepts.
         """
-        asyncio.get_running_loop().set_exception_handler(self._on_error)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_error)
+        if self.config.ssl is not None:
+            # Asyncio's own limits are 60 and 30 seconds, and uvicorn passes none.
+            seconds = self._served.config.header_timeout
+            limits = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": FAREWELL_SECONDS}
+            loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)

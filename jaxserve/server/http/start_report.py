@@ -8,6 +8,8 @@ from typing import TextIO
 
 # Cells of the bar that shows a stage's progress.
 _BAR = 24
+# A total from which on a part of it is a percentage: so many bytes, never so many programs.
+_MANY = 100_000
 
 
 class Stop:
@@ -38,9 +40,11 @@ class StartReport:
     Args:
         stream: to write to.
         stop: checked with every line.
+        is_verbose: whether all that is known of a start is to be reported.
     """
 
-    def __init__(self, stream: TextIO, stop: Stop | None = None) -> None:
+    def __init__(self, stream: TextIO, stop: Stop | None = None, is_verbose: bool = False) -> None:
+        self.is_verbose = is_verbose
         self._stream = stream
         self._stop = stop
         self._started = time.perf_counter()
@@ -59,10 +63,13 @@ class StartReport:
         if stage != self._stage:
             self._stage, self._started = stage, time.perf_counter()
         seconds = time.perf_counter() - self._started
-        text = f"jaxserve: {stage} {done}/{total} ({seconds:.1f} s)"
+        amount = f"{done}/{total}"
+        if total >= _MANY and not self.is_verbose:
+            amount = f"{100 * done // total} %"
+        text = f"jaxserve: {stage} {amount} ({seconds:.1f} s)"
         if self._stream.isatty():
             full = _BAR * min(done, total) // max(total, 1)
-            text = f"jaxserve: {stage} [{'#' * full:.<{_BAR}}] {done}/{total} ({seconds:.1f} s)"
+            text = f"jaxserve: {stage} [{'#' * full:.<{_BAR}}] {amount} ({seconds:.1f} s)"
             end = "\n" if done >= total else "\r"
             print(text, end=end, file=self._stream, flush=True)
         elif done >= total:

@@ -1,5 +1,4 @@
-// The API key, requests that carry it, and server-sent events read through fetch: an EventSource
-// could not send the key.
+// The API key, requests that carry it, and events read through fetch: an EventSource cannot send it.
 
 const KEY = "jaxserve.key";
 const $ = (id) => document.getElementById(id);
@@ -22,7 +21,7 @@ export const duration = (seconds) =>
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
-// Ask for a key, once however many requests wait for it; resolves to whether one was given.
+// Ask for a key, once for all that wait for it; resolves to whether one was given.
 export function askForKey(problem = "") {
   asking ??= new Promise((resolve) => {
     const dialog = $("ask"), input = $("secret");
@@ -58,7 +57,7 @@ export async function call(path, options = {}) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers };
     if (key) headers.authorization = `Bearer ${key}`;
-    const response = await fetch(path, { ...options, headers });
+    const response = await fetch(`.${path}`, { ...options, headers });
     if (response.ok) return response;
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new Refused(response.status, body);

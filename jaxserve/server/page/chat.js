@@ -1,7 +1,7 @@
 // The conversation: send, stream, stop.
 
-import { Answer } from "/page/answer.js";
-import { Refused, call, duration, events } from "/page/api.js";
+import { Answer } from "./answer.js";
+import { Refused, call, duration, events } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
 const WHOLE = new Set(["top_k", "max_tokens", "seed"]);
@@ -59,7 +59,7 @@ function addMessage(role, text = "") {
   return { message, figures, body };
 }
 
-// Keeps the end in sight, but for a reader who has scrolled up.
+// Keeps the end in sight, unless scrolled up.
 let pinned = true, frame = 0;
 function follow() {
   frame ||= requestAnimationFrame(() => {
@@ -152,7 +152,7 @@ async function answer(text) {
   $("status").textContent = problem ? "" : `Answer ${ending || "complete"}: ${grown.text}`;
 }
 
-// Nothing came of a message: it goes back to where it was written.
+// Nothing came of a message: it goes back.
 function withdraw(text, asked, reply) {
   conversation.pop();
   asked.message.remove();
@@ -187,9 +187,11 @@ function clear() {
   $("text").focus();
 }
 
-// Talk to this model from now on, a card of /v1/models.
+// Talk to this model, a card of /v1/models. What a user has typed stays.
 export function talkTo(card) {
   model = card;
+  for (const field of fields()) field.defaultValue = card.chat_sampling?.[field.name] ?? "";
+  showChosen();
   $("probabilities").hidden = !card.capabilities?.logprobs;
 }
 
@@ -197,7 +199,6 @@ export function start() {
   $("composer").addEventListener("submit", submit);
   $("clear").addEventListener("click", clear);
   $("settings").addEventListener("input", showChosen);
-  showChosen();
   new ResizeObserver(follow).observe($("scroller"));
   $("scroller").addEventListener("scroll", ({ target }) => {
     pinned = target.scrollTop + target.clientHeight > target.scrollHeight - 48;

@@ -1,7 +1,7 @@
 // The engine as it runs, from /dashboard/events.
 
-import { Refused, call, duration, events, hasKey } from "/page/api.js";
-import { colourOf, drawMap, drawPlot } from "/page/draw.js";
+import { Refused, call, duration, events, hasKey } from "./api.js";
+import { colourOf, drawMap, drawPlot } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const SECONDS = 60, WINDOW = 1, LONGEST_WAIT = 8;

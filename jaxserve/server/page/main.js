@@ -1,8 +1,8 @@
-// Start: theme, views, the key and the models; then the chat and the engine.
+// Start: theme, views, key and models; then chat and engine.
 
-import { askForKey, call, hasKey } from "/page/api.js";
-import * as chat from "/page/chat.js";
-import * as engine from "/page/engine.js";
+import { askForKey, call, hasKey } from "./api.js";
+import * as chat from "./chat.js";
+import * as engine from "./engine.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"];

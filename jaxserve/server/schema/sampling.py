@@ -31,13 +31,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "chat_template": (None,),
-    "documents": (None, []),
     "suffix": (None, ""),
     "mm_processor_kwargs": (None, {}),
     "kv_transfer_params": (None,),
     "truncation_side": (None, "left"),
 }
+# Fields of a conversation's template, which are no fields of endpoints without one of their own.
+NO_TEMPLATE_FIELDS: dict[str, tuple[Any, ...]] = {"chat_template": (None,), "documents": (None, [])}
 # Fields that are read by name from a request; the rest of SamplingParams is settled elsewhere.
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),

@@ -11,11 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
+from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.engine.text.template import TemplateTooLong, weigh
+from jaxserve.engine.text.template_names import HOW_TO_GIVE
+from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import make_admission
+from jaxserve.server.served.chat_template import RequestTemplates, server_template
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls.dialect import Dialect
@@ -41,10 +45,15 @@ class ServedModel:
         request_metrics: measurements of its requests.
         active: the generations in progress.
         limits: of the engine's requests.
+        chat_sampling: what the page draws with where the checkpoint recommends nothing.
         most_tokens: the longest answer of any request; None for the context's limit.
         dialect: reads its answers.
         admission: refuses what its queue cannot hold.
         tracer: of requests, a `tracing.RequestTracer`; None where none is wanted.
+        request_templates: chat templates that requests bring.
+
+    Raises:
+        InvalidRequest: a setting of the chat template has no meaning.
     """
 
     def __init__(
@@ -60,10 +69,15 @@ class ServedModel:
         self.request_metrics = RequestMetrics(llm.limits.max_model_len)
         self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
+        self.chat_sampling = chat_sampling(self.default_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
         self.most_tokens = None if own else self.default_max_tokens
-        tokenizer = llm.get_tokenizer()
+        tokenizer, template = llm.get_tokenizer(), server_template(config)
+        if tokenizer is not None and template is not None:
+            tokenizer = tokenizer.with_template(template)
+        self._tokenizer = tokenizer
+        self.request_templates = RequestTemplates(config.trust_request_chat_template)
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
@@ -90,12 +104,11 @@ class ServedModel:
         Raises:
             InvalidRequest: the server takes token ids only.
         """
-        tokenizer = self.llm.get_tokenizer()
-        if tokenizer is None:
+        if self._tokenizer is None:
             raise InvalidRequest(
                 "this server has no tokenizer: send token ids to /v1/completions", "prompt"
             )
-        return tokenizer
+        return self._tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt, without holding up the event loop.
@@ -116,19 +129,27 @@ class ServedModel:
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a conversation through the chat template, likewise.
 
-        Tools are described in words where the template does not read them: in a system message, or
-        in the user's first message where the template takes no system message.
+        Options are the template's inputs, or another `chat_template`. Tools are described in words
+        where the template does not read them: in a system message, or in the user's first message
+        where the template takes no system message.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses the messages.
+            InvalidRequest: there is no template, it refuses the messages, or reads no documents.
             PromptTooLong: no tokenization of the messages could fit.
         """
-        tools = options.get("tools")
-        if not self.tokenizer().has_template(bool(tools)):
+        tools, own = options.get("tools"), options.get("chat_template")
+        if own is None and not self.tokenizer().has_template(bool(tools)):
             raise InvalidRequest(
-                "this model has no chat template: send a prompt to /v1/completions", "messages"
+                f"{NO_TEMPLATE}: send a prompt to /v1/completions, or start the server with "
+                f"--chat-template and {HOW_TO_GIVE}",
+                "messages",
             )
-        if not tools or self.dialect.reads_tools:
+        reads = self.tokenizer().template_reads if own is None else own.reads
+        if options.get("documents") and not reads("documents"):
+            raise InvalidRequest(
+                "the chat template reads no documents: put them into a message", "documents"
+            )
+        if not tools or (self.dialect.reads_tools if own is None else own.reads("tools")):
             return await self._render(messages, options)
         options, form = {**options, "tools": None}, self.dialect.call_format
         try:
@@ -142,7 +163,8 @@ class ServedModel:
         render = self.tokenizer().render_chat
         characters = sum(len(message["content"]) for message in messages)
         self._check_length(characters, "messages")
-        if weigh([messages, options], INLINE_CHARS) <= INLINE_CHARS:
+        inputs = {name: value for name, value in options.items() if name != "chat_template"}
+        if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:
             with suppress(TemplateTooLong):
                 return render(messages, seconds=INLINE_SECONDS, **options)
         return await asyncio.to_thread(render, messages, **options)

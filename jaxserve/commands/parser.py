@@ -1,0 +1,233 @@
+"""CommandParser: a command line, filled up from a file of options and from the environment.
+
+An option of the command line takes precedence over its variable in the environment, and that over
+the file; vLLM, which has no such variables, lets the command line take precedence over the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from jaxserve.commands.options import CommandError, Entries, Parser, Switch, declare_unserved
+from jaxserve.config import VARIABLE_PREFIX, EngineConfig, environment_settings
+from jaxserve.server.settings import ServerConfig
+
+MAX_FILE_BYTES = 1 << 20
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Setting(NamedTuple):
+    """A setting from elsewhere than the command line.
+
+    Attributes:
+        origin: the variable, or the file and line.
+        name: of the option, with underscores.
+        value: text from the environment, any value of YAML from a file.
+    """
+
+    origin: str
+    name: str
+    value: Any
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it comes from the environment."""
+        return self.origin.startswith(VARIABLE_PREFIX)
+
+
+class CommandParser(Parser):
+    """Parser of a command, which reads options as vLLM's parser does, from elsewhere too.
+
+    Defaults of a parser (`set_defaults`) say what it does: `settings` names the options that the
+    environment may give, and `examine` is called with all words before they are read.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: list[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = sys.argv[1:] if args is None else list(args)
+        declare_unserved(self)
+        examine = self.get_default("examine")
+        if examine is not None:
+            examine(words, self._option_string_actions)
+        parsed, rest = super().parse_known_args(plain_words(words), namespace)
+        settings = self.get_default("settings")
+        if settings is not None and not rest:
+            self._fill(parsed, settings)
+        return parsed, rest
+
+    def _fill(self, parsed: argparse.Namespace, names: Iterable[str]) -> None:
+        """Set what the command line leaves out, and remember from where it came."""
+        origins: dict[str, str] = {}
+        path = getattr(parsed, "config", None)
+        listed = [] if path is None else list(read_file(path))
+        for setting in (*_variables(names), *listed):
+            action = self._option_string_actions.get("--" + setting.name.replace("_", "-"))
+            if action is None or action.dest in ("config", "help"):
+                raise CommandError(f"{setting.origin}: {self._no_option(setting.name)}")
+            default = self.get_default(action.dest)
+            is_given = getattr(parsed, action.dest, default) != default
+            if is_given or action.dest in origins:
+                continue
+            value = _read(setting, action)
+            if value is not None:
+                setattr(parsed, action.dest, value)
+                origins[action.dest] = setting.origin
+        parsed.origins = origins
+
+    def _no_option(self, name: str) -> str:
+        names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        close = difflib.get_close_matches(name.replace("_", "-"), names, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"there is no option {name!r}{hint}"
+
+
+class _SingleOption(Parser):
+    """Parser of one option from elsewhere; `prog` is its origin."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{self.prog}: {message}")
+
+
+def plain_words(words: list[str]) -> list[str]:
+    """Return words with vLLM's spellings of options turned into argparse's.
+
+    An underscore is a dash. `--x.a.b 1` is the field a.b of the JSON object that `--x` takes; with
+    `+` after the name, an entry of a list.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    plain: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}
+    pending = words[:end]
+    while pending:
+        word = pending.pop(0)
+        flag, equals, value = word.partition("=")
+        found = re.fullmatch(r"(--[A-Za-z][\w-]*)((?:\.\w+)*)(\+?)", flag)
+        if found is None:
+            plain.append(word)
+            continue
+        name = found[1].replace("_", "-")
+        if not found[2]:
+            plain.append(name + found[3] + equals + value)
+            continue
+        if not equals and pending:
+            value = pending.pop(0)
+        _put(nested.setdefault(name, {}), found[2][1:].split("."), value, bool(found[3]))
+    for name, fields_of_it in nested.items():
+        plain += [name, json.dumps(fields_of_it)]
+    return plain + words[end:]
+
+
+def _put(tree: dict[str, Any], path: list[str], text: str, is_list: bool) -> None:
+    *outer, last = path
+    for name in outer:
+        inner = tree.setdefault(name, {})
+        if not isinstance(inner, dict):
+            inner = tree[name] = {}
+        tree = inner
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if is_list:
+        value = [*(tree.get(last) or ()), *text.split(",")]
+    tree[last] = value
+
+
+def _variables(names: Iterable[str]) -> Iterator[Setting]:
+    for name, value in environment_settings().items():
+        if name in names and value:
+            yield Setting(VARIABLE_PREFIX + name.upper(), name, value)
+
+
+def unknown_variables() -> list[str]:
+    """Return what to say of variables that look like settings, and are none."""
+    names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
+    said = []
+    for name in sorted(environment_settings().keys() - names):
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {VARIABLE_PREFIX}{close[0].upper()}?" if close else ""
+        said.append(f"{VARIABLE_PREFIX}{name.upper()} is no setting, and changes nothing{hint}")
+    return said
+
+
+def read_file(path: str) -> Iterator[Setting]:
+    """Yield the options in a YAML file, in their order.
+
+    Raises:
+        CommandError: naming the file, and the line where there is one.
+    """
+    import yaml  # takes longer than the rest of the command line
+
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise CommandError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return
+        if not isinstance(node, yaml.MappingNode):
+            raise CommandError(f"{path}:1: options are given like max-model-len: 4096")
+        names: set[str] = set()
+        for key, inner in node.value:
+            origin = f"{path}:{key.start_mark.line + 1}"
+            name = str(key.value).replace("-", "_")
+            if name in names:
+                raise CommandError(f"{origin}: {key.value} is given twice")
+            names.add(name)
+            value = loader.construct_object(inner, deep=True)
+            if value is not None:
+                yield Setting(origin, name, value)
+    except OSError as error:
+        raise CommandError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise CommandError(f"--config {path}: not YAML: {error}") from error
+
+
+def _read(setting: Setting, action: argparse.Action) -> Any:
+    """Return a setting's value as its option would have it on the command line.
+
+    Raises:
+        CommandError: naming its origin.
+    """
+    single = _SingleOption(prog=setting.origin, add_help=False, allow_abbrev=False)
+    single._add_action(action)
+    words = _words(setting, action)
+    return getattr(single.parse_args(words), action.dest, None)
+
+
+def _words(setting: Setting, action: argparse.Action) -> list[str]:
+    """Return the words of a command line that say a setting."""
+    flag, value = "--" + setting.name.replace("_", "-"), setting.value
+    if action.nargs == 0:
+        if str(value).lower() not in _TRUE + _FALSE:
+            raise CommandError(f"{setting.origin}: {setting.name} must be true or false")
+        is_true = str(value).lower() in _TRUE
+        if not isinstance(action, Switch):
+            return [flag] if is_true else []
+        opposite = action.option_strings[0] if flag in action.negative else action.negative[0]
+        return [flag if is_true else opposite]
+    is_list = action.nargs == "+" or isinstance(action, Entries | argparse._AppendAction)
+    is_json = isinstance(action, Entries) and str(value).startswith("[")
+    if is_list and setting.is_variable and not is_json:
+        value = [part for part in value.split(",") if part]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    if not isinstance(value, list):
+        return [f"{flag}={value}"]
+    entries = [str(entry) for entry in value]
+    if action.nargs == "+":
+        return [flag, *entries]
+    if isinstance(action, argparse._StoreAction):
+        return [f"{flag}={','.join(entries)}"]
+    return [f"{flag}={entry}" for entry in entries]

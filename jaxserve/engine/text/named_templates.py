@@ -1,0 +1,74 @@
+"""Chat templates from elsewhere than the checkpoint: shipped ones by name, files, and texts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from jaxserve.engine.text.template import MAX_SOURCE_CHARS, ChatTemplate
+from jaxserve.engine.text.template_names import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
+from jaxserve.errors import InvalidRequest
+
+# Characters by which vLLM tells a template from a path.
+_JINJA = "{}\n"
+
+
+def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
+    """Return the chat template that a setting or an argument names.
+
+    Args:
+        given: the path of a file, the name of a shipped template, or a template itself.
+        may_read: whether a path is read; what comes with a request is none.
+
+    Raises:
+        InvalidRequest: it is none of these, or has no meaning as a template.
+    """
+    text = str(given)
+    if may_read and not isinstance(given, Path) and any(sign in text for sign in _JINJA):
+        may_read = False  # a template; a path that is given as one is read
+    if may_read:
+        is_file = False
+        with suppress(OSError, ValueError):  # too long for a path, or with a NUL
+            is_file = Path(text).is_file()
+        if is_file:
+            return compile_template(_read(Path(text)), text)
+    if text in NAMED_TEMPLATES:
+        return compile_template((TEMPLATE_FOLDER / f"{text}.jinja").read_text(), text)
+    if not any(sign in text for sign in _JINJA):
+        raise InvalidRequest(
+            f"chat_template: {text[:200]!r} is neither a template nor {HOW_TO_GIVE}",
+            "chat_template",
+        )
+    return compile_template(text)
+
+
+def _read(path: Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is no text.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_SOURCE_CHARS + 1).decode()
+    except OSError as error:
+        message = f"chat_template: cannot read {path}: {error.strerror}"
+        raise InvalidRequest(message, "chat_template") from error
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"chat_template: {path} is no text in UTF-8", "chat_template"
+        ) from None
+
+
+def compile_template(source: str, where: str = "") -> ChatTemplate:
+    """Return a template that was not read from a checkpoint.
+
+    Raises:
+        InvalidRequest: it has no meaning, or is too large.
+    """
+    try:
+        return ChatTemplate(source)
+    except Exception as error:  # Jinja's, Python's, and ours for a size
+        at_file = f" {where}" if where else ""
+        message = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"chat_template{at_file}: {message}", "chat_template") from error

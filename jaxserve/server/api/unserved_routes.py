@@ -1,0 +1,154 @@
+"""Routes of vLLM, OpenAI, llama.cpp and Ollama that are not served, each with what to do instead.
+
+Clients read an answer in the form of the API that they speak, and none of them tries again:
+OpenAI's client would after a status of 500 or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from jaxserve.server.api.streaming import error_response, json_response
+from jaxserve.server.schema.errors import ApiError
+
+Form = Callable[[str], Response]
+
+_GENERATES = "models generate text here, and nothing else"
+_COMPLETE = "send POST /v1/completions: {prompt, max_tokens}"
+_CHAT = "send POST /v1/chat/completions: {messages, max_tokens}"
+_MODELS = "GET /v1/models lists the models"
+_LOADED = "models are those that the server was started with"
+_LORA = "adapters are not served: merge them into the checkpoint"
+_WEIGHTS = "weights stay as they are until the server ends"
+_AWAKE = "the server keeps the device until it ends"
+_CACHE = "cached prefixes go when their pages are needed; cache_salt keeps requests apart"
+_PAUSE = "running requests end, or are given up by their clients"
+_ONE_PROCESS = "one process serves its models, and needs no other beside it"
+_PROFILE = "--profile-start records the start, and /metrics has the times of requests"
+_RENDER = "POST /tokenize takes messages, and answers with their token ids"
+_COUNT = "POST /tokenize and POST /v1/messages/count_tokens count tokens"
+_STATELESS = "nothing is kept of a request: send the whole conversation"
+_TEXT_ONLY = "only text is served"
+_NO_FILES = "files are answered by the command jaxserve run-batch"
+_NO_TOOLS = "no tool is run by the server: clients run what the model calls"
+
+# Paths by method and reason; a name in braces stands for a part, one with `:path` for any more.
+_OPENAI: dict[str, str] = {
+    "POST /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank "
+    "/v2/rerank /generative_scoring /v1/decisions /v1/systemone /v1/moderations": _GENERATES,
+    "POST /v1/audio/transcriptions /v1/audio/translations /v1/audio/speech /audio/transcriptions "
+    "/v1/images/generations /v1/images/edits /v1/images/variations": _TEXT_ONLY,
+    "GET /v1/realtime": _TEXT_ONLY,
+    "POST /v1/load_lora_adapter /v1/unload_lora_adapter": _LORA,
+    "POST /sleep /wake_up /release_kv_cache_memory": _AWAKE,
+    "GET /is_sleeping": _AWAKE,
+    "POST /reset_prefix_cache /reset_mm_cache /reset_encoder_cache": _CACHE,
+    "POST /pause /resume /abort_requests /inference/v1/abort_requests": _PAUSE,
+    "GET /is_paused": _PAUSE,
+    "POST /init_weight_transfer_engine /start_weight_update /start_draft_weight_update "
+    "/update_weights /finish_weight_update /shutdown_weight_transfer_engine "
+    "/update_weight_version /weight_checker": _WEIGHTS,
+    "GET /weight_info": _WEIGHTS,
+    "POST /collective_rpc /scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance/apply": (
+        _ONE_PROCESS
+    ),
+    "GET /get_world_size /fault_tolerance/status /kv_event_sources": _ONE_PROCESS,
+    "POST /start_profile /stop_profile": _PROFILE,
+    "POST /v1/chat/completions/render /v1/completions/render /v1/messages/render "
+    "/v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
+    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens "
+    "/v1/responses/input_tokens /responses/input_tokens": _COUNT,
+    "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
+    "POST /invocations": f"{_CHAT}, or /v1/completions",
+    "POST /v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions",
+    "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
+    "GET /tokenizer_info": "POST /tokenize and POST /detokenize are served",
+    "GET /docs /redoc": "the API's one document is GET /openapi.json",
+    "GET DELETE /v1/responses/{id}": _STATELESS,
+    "POST /v1/responses/{id}/cancel": "a request ends when its client closes the connection",
+    "GET POST DELETE /v1/conversations /v1/conversations/{more:path} /v1/threads "
+    "/v1/threads/{more:path} /v1/assistants /v1/assistants/{more:path}": _STATELESS,
+    "GET POST DELETE /v1/files /v1/files/{more:path} /v1/uploads /v1/uploads/{more:path} "
+    "/v1/batches /v1/batches/{more:path} /v1/vector_stores /v1/vector_stores/{more:path}": (
+        _NO_FILES
+    ),
+    "GET POST /v1/fine_tuning/{more:path}": _WEIGHTS,
+}
+_LLAMA: dict[str, str] = {
+    "POST /completion": f"{_COMPLETE}; n_predict is max_tokens, cache_prompt is always so",
+    "POST /infill": _COMPLETE,
+    "POST /embedding /embeddings /reranking /v1/reranking": _GENERATES,
+    "POST /apply-template": _RENDER,
+    "GET POST /props": f"{_MODELS}, with max_model_len; settings are those of the start",
+    "GET /slots": "GET /metrics counts what runs and waits, and the page at / shows it",
+    "POST /slots/{id}": "pages of the KV cache are not saved",
+    "GET POST /lora-adapters": _LORA,
+    "POST DELETE /models": _LOADED,
+    "POST /models/load /models/unload": _LOADED,
+    "GET /models/sse": _LOADED,
+    "POST /v1/chat/completions/control": "a request ends when its client closes the connection",
+    "GET /v1/stream": "set stream in a request: its answer comes as events",
+    "POST /v1/streams/lookup": "set stream in a request: its answer comes as events",
+    "GET POST /tools": _NO_TOOLS,
+    "GET POST /cors-proxy": "the server fetches nothing for its clients",
+}
+_OLLAMA: dict[str, str] = {
+    "POST /api/generate": _COMPLETE,
+    "POST /api/chat": _CHAT,
+    "POST /api/embed /api/embeddings": _GENERATES,
+    "GET /api/tags /api/ps": _MODELS,
+    "POST /api/show": "GET /v1/models/NAME shows a model",
+    "GET /api/version": "GET /version says which jaxserve this is",
+    "POST /api/create /api/pull /api/push /api/copy": _LOADED,
+    "DELETE /api/delete": _LOADED,
+    "HEAD POST /api/blobs/{digest}": _LOADED,
+}
+
+
+def _openai_error(message: str) -> Response:
+    return error_response(ApiError(404, message, code="not_supported"))
+
+
+def _llama_error(message: str) -> Response:
+    body = {"code": 404, "message": message, "type": "not_supported_error"}
+    return json_response({"error": body}, 404)
+
+
+def _ollama_error(message: str) -> Response:
+    return json_response({"error": message}, 404)
+
+
+def _route(path: str, methods: list[str], form: Form, message: str) -> Route:
+    shown = path.replace(":path}", "}")
+
+    async def answer(request: Request) -> Response:
+        return form(f"{shown} is not served: {message}")
+
+    return Route(path, answer, methods=methods)
+
+
+def _routes(rows: dict[str, str], form: Form) -> list[Route]:
+    made = []
+    for row, message in rows.items():
+        words = row.split()
+        methods = [word for word in words if not word.startswith("/")]
+        paths = [word for word in words if word.startswith("/")]
+        made += [_route(path, methods, form, message) for path in paths]
+    return made
+
+
+UNSERVED_ROUTES: tuple[Route, ...] = (
+    *_routes(_OPENAI, _openai_error),
+    *_routes(_LLAMA, _llama_error),
+    *_routes(_OLLAMA, _ollama_error),
+)
+
+
+def is_unserved(path: str) -> bool:
+    """Return whether a path is here, so that nothing of a request's body is read."""
+    scope = {"type": "http", "path": path, "method": "POST"}
+    return any(route.matches(scope)[0] is not Match.NONE for route in UNSERVED_ROUTES)
