@@ -307,10 +307,11 @@ def test_a_model_of_text_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INT8)
-def test_a_model_stored_in_int8_is_that_model(name: str) -> None:
-    """Its files have W8A8 as quantization_config besides."""
+def test_a_model_stored_in_int8_is_read(name: str) -> None:
     raw, positions = INT8[name]
-    assert parse_model_config(raw, name).context_length == positions
+    config = parse_model_config(quantized(raw, W8A8), name)
+    assert config.context_length == positions and config.quantization is not None
+    assert config.quantization.form == "int8"
 
 
 def test_the_list_is_whole() -> None:
