@@ -35,13 +35,17 @@ PRECISIONS = ("highest", "high")
 
 MAX_SCHEDULER_STEPS = 1024
 VARIABLE_PREFIX = "JAXSERVE_"
+# What Kubernetes sets for a Service that is called jaxserve.
+_OF_KUBERNETES = re.compile(r"(\w+_)?SERVICE_(HOST|PORT)|PORT_\d+_|\w+=(tcp|udp|sctp)://")
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-_OWN_VARIABLE = re.compile("(JAX|XLA|CUDA|NVIDIA|HF|OTEL)(?!.*(KEY|TOKEN$|SECRET|PASSW|HEADER))")
+_OWN_VARIABLE = re.compile(
+    "(JAX|XLA|CUDA|NVIDIA|HF|OTEL)(?!.*(KEY|TOKEN|SECRET|PASSW|HEADER|PAT$|CRED|AUTH|ATTRIB))"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class EngineConfig:
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
             in "int4", GGUF's blocks of 4 to 6 bits on CPU. Others, and "fp8", are checkpoints'.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
-            the memory, with the checkpoint's scales, where it has them.
+            the memory, with the checkpoint's scales.
         max_model_len: most tokens of one sequence, prompt and output together; by default what
             the model declares, or on CPU what the default cache holds, if that is less.
         allow_long_max_model_len: let max_model_len exceed what the model declares; what answers
@@ -96,8 +100,7 @@ class EngineConfig:
         attention_backend: "auto", "xla", "triton" or "mosaic_gpu".
         float32_matmul_precision: of the products of a float32 model on a GPU, under PyTorch's
             names. "highest" computes them in float32, as a CPU does. "high" rounds their factors
-            to TF32's 10 bits, which by NVIDIA's figures is 8 times as fast on an A100 and 7 times
-            on an H100 where prompts are long, and no faster on a GeForce.
+            to TF32's 10 bits, by NVIDIA's figures 8 times as fast on an A100 for long prompts.
         decode_sizes: padded row counts compiled for steps of one token a row.
         token_sizes: padded token counts compiled for all other steps.
         compilation_cache_dir: where compiled programs are kept for the next start; "auto" is
@@ -249,9 +252,9 @@ def bundled_model() -> Path:
 
 def environment_settings() -> dict[str, str]:
     """Return the variables JAXSERVE_<FIELD> of the environment, by field."""
-    size = len(VARIABLE_PREFIX)
-    named = [name for name in os.environ if name.startswith(VARIABLE_PREFIX)]
-    return {name[size:].lower(): os.environ[name] for name in named}
+    size, every = len(VARIABLE_PREFIX), os.environ.items()
+    own = {name[size:]: value for name, value in every if name.startswith(VARIABLE_PREFIX)}
+    return {n.lower(): own[n] for n in own if not _OF_KUBERNETES.match(f"{n}={own[n]}")}
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,12 @@ def compiler_settings() -> dict[str, str]:
 def own_variables() -> dict[str, str]:
     """Return the variables that change what a start does, but for secrets."""
     own = {name: value for name, value in sorted(os.environ.items()) if _OWN_VARIABLE.match(name)}
-    return {name: re.sub(r"//[^/@\s]*@", "//...@", value) for name, value in own.items()}
+    return {name: re.sub(r"(//)[^/\s]*@|\?\S*", r"\1...", own[name]) for name in own}
+
+
+def traces_protocol() -> str | None:
+    """Return how traces are sent, if OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says it."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or None
 
 
 def openai_api_key() -> str | None:

@@ -43,6 +43,7 @@ def _rows(instead: str, **neutral: tuple[Any, ...]) -> dict[str, Unserved]:
     return {name: Unserved(values, instead) for name, values in neutral.items()}
 
 
+_SECRETS = ("hf_token",)  # which no log may hold
 UNSERVED: dict[str, Unserved] = {
     "tensor_parallel_size": Unserved((1,), _ONE_DEVICE),
     "pipeline_parallel_size": Unserved((1,), _ONE_DEVICE),
@@ -373,5 +374,6 @@ def served(
             isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
             for neutral in row.neutral
         ):
-            raise InvalidRequest(f"{name}={value!r} is not supported: {row.instead}", name)
+            shown = name if name in _SECRETS else f"{name}={value!r}"
+            raise InvalidRequest(f"{shown} is not supported: {row.instead}", name)
     return {name: value for name, value in settings.items() if name not in rows}

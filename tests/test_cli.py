@@ -20,6 +20,7 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
+from jaxserve.engine.text.tokenizer import recommends_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
 
@@ -101,10 +102,11 @@ def test_where_nothing_is_recommended_a_chat_is_drawn_as_people_expect(
         drawn.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
     assert drawn[0] == drawn[1] != drawn[2]
     config = EngineConfig()
-    assert chat_sampling(SamplingParams(max_tokens=9), config) == CHAT_SAMPLING
-    assert chat_sampling(SamplingParams(), EngineConfig(generation_config="vllm")) == {}
-    for name, value in (("temperature", 0.0), ("top_k", 64), ("top_p", 0.9), ("min_p", 0.1)):
-        assert chat_sampling(SamplingParams(**{name: value}), config) == {}
+    is_silent = recommends_sampling({"max_new_tokens": 9, "do_sample": True})
+    assert chat_sampling(is_silent, config) == CHAT_SAMPLING
+    assert chat_sampling(False, EngineConfig(generation_config="vllm")) == {}
+    for name, value in (("temperature", 1.0), ("top_k", 64), ("top_p", 0.9), ("min_p", 0.1)):
+        assert chat_sampling(recommends_sampling({name: value}), config) == {}
 
 
 BAD_INPUT = {

@@ -98,7 +98,7 @@ def generate(arguments: argparse.Namespace) -> int:
     bodies = [_token_ids(text) for text in prompts] if settings.get("skip_tokenizer_init") else None
     with _open(arguments.model, settings) as llm:
         recommended = llm.get_default_sampling_params()
-        usual = chat_sampling(recommended, EngineConfig(**settings))
+        usual = chat_sampling(llm.recommends_sampling, EngineConfig(**settings))
         _show_sampling({name: value for name, value in usual.items() if name not in chosen})
         sampling = dataclasses.replace(recommended, **{**usual, **chosen})
         if bodies is not None:

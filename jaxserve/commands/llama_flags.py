@@ -17,7 +17,7 @@ EQUIVALENTS: dict[str, str] = {
     "-s --seed": "--seed {}",
     "--host": "--host {}",
     "--port": "--port {}",
-    "--api-key": "--api-key {}",
+    "--api-key": "--api-key ...",
     "--api-prefix": "--root-path {}",
     "--ssl-key-file": "--ssl-keyfile {}",
     "--ssl-cert-file": "--ssl-certfile {}",

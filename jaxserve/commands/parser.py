@@ -58,13 +58,27 @@ class CommandParser(Parser):
         examine = self.get_default("examine")
         if examine is not None:
             examine(words, self._option_string_actions)
-        parsed, rest = super().parse_known_args(plain_words(words), namespace)
+        words = plain_words(words)
+        parsed, rest = super().parse_known_args(words, namespace)
         settings = self.get_default("settings")
         if settings is not None and not rest:
-            self._fill(parsed, settings)
+            self._fill(parsed, settings, self._given(words))
         return parsed, rest
 
-    def _fill(self, parsed: argparse.Namespace, names: Iterable[str]) -> None:
+    def _given(self, words: list[str]) -> set[str]:
+        """Return the names that the command line itself sets."""
+        defaults = {action: action.default for action in self._actions}
+        try:
+            for action in defaults:
+                action.default = argparse.SUPPRESS
+            others, self._defaults = self._defaults, {}
+            return set(vars(super().parse_known_args(words)[0]))
+        finally:
+            self._defaults = others
+            for action, default in defaults.items():
+                action.default = default
+
+    def _fill(self, parsed: argparse.Namespace, names: Iterable[str], given: set[str]) -> None:
         """Set what the command line leaves out, and remember from where it came."""
         origins: dict[str, str] = {}
         path = getattr(parsed, "config", None)
@@ -73,9 +87,7 @@ class CommandParser(Parser):
             action = self._option_string_actions.get("--" + setting.name.replace("_", "-"))
             if action is None or action.dest in ("config", "help"):
                 raise CommandError(f"{setting.origin}: {self._no_option(setting.name)}")
-            default = self.get_default(action.dest)
-            is_given = getattr(parsed, action.dest, default) != default
-            if is_given or action.dest in origins:
+            if action.dest in given or action.dest in origins:
                 continue
             value = _read(setting, action)
             if value is not None:

@@ -191,6 +191,11 @@ class AsyncLLM:
         """Length of an answer that the generation configuration recommends, if any."""
         return self._thread.engine.loaded.max_new_tokens
 
+    @property
+    def recommends_sampling(self) -> bool:
+        """Whether the checkpoint says how tokens are drawn."""
+        return self._thread.engine.loaded.recommends_sampling
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the settings of requests that bring none: the checkpoint's recommendation."""
         return self._thread.engine.loaded.default_sampling

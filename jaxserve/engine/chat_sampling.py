@@ -7,19 +7,15 @@ who chats gets what llama.cpp gives, but for its top_k.
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import SamplingParams
 
 CHAT_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def chat_sampling(recommended: SamplingParams, config: EngineConfig) -> dict[str, float]:
+def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float]:
     """Return what a chat sets; nothing where the checkpoint, or the user, says how to draw.
 
     Args:
-        recommended: what the checkpoint recommends, the API's defaults.
+        is_recommended: whether the checkpoint says how.
         config: of the engine; generation_config="vllm" asks for the API's defaults.
     """
-    plain = SamplingParams()
-    is_plain = all(getattr(recommended, name) == getattr(plain, name) for name in _NAMES)
-    return CHAT_SAMPLING if is_plain and config.generation_config != "vllm" else {}
+    return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

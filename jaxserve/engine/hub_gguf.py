@@ -58,17 +58,21 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
         sizes: bytes of each file, by its path.
 
     Raises:
-        CheckpointError: a part of a model is missing.
+        CheckpointError: of every model a part is missing.
     """
     found: dict[tuple[str, ...], int] = {}
+    missing: dict[str, list[str]] = {}
     for name in sizes:
         if PATH.fullmatch(name) is None or _OTHERS.search(PurePosixPath(name).stem):
             continue
         files = tuple(part_names(name) or [name])
-        missing = [part for part in files if part not in sizes]
-        if missing:
-            raise CheckpointError(f"{name}: the other parts are missing: {listed(missing)}")
-        found[files] = sum(sizes[part] for part in files)
+        if lacking := [part for part in files if part not in sizes]:
+            missing[name] = lacking
+        else:
+            found[files] = sum(sizes[part] for part in files)
+    if missing and not found:
+        name, lacking = next(iter(missing.items()))
+        raise CheckpointError(f"{name}: the other parts are missing: {listed(lacking)}")
     models = [GgufModel(files, size) for files, size in found.items()]
     return sorted(models, key=lambda model: (len(model.stem), model.files))
 

@@ -276,6 +276,11 @@ class LLM:
         """Return the tokenizer, or None with skip_tokenizer_init."""
         return self._thread.engine.tokenizer
 
+    @property
+    def recommends_sampling(self) -> bool:
+        """Whether the checkpoint says how tokens are drawn."""
+        return self._thread.engine.loaded.recommends_sampling
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the settings that `generate` uses by default: the checkpoint's recommendation."""
         return self._thread.engine.loaded.default_sampling

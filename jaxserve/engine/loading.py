@@ -16,7 +16,7 @@ from jaxserve.config import EngineConfig, user_cache_dir
 from jaxserve.engine.context_length import held_tokens, settle_cache
 from jaxserve.engine.request_factory import Limits
 from jaxserve.engine.source import Source, find_source
-from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling
+from jaxserve.engine.text.tokenizer import Tokenizer, default_sampling, recommends_sampling
 from jaxserve.engine.weight_forms import (
     choose_quantization,
     chosen_form,
@@ -54,6 +54,7 @@ class Loaded:
 
     Attributes:
         max_new_tokens: what generation_config.json says of an answer's length, if anything.
+        recommends_sampling: whether it says how tokens are drawn.
         start: how the start went, if it was `load` that made this.
         behind: what still compiles, if anything does; the engine closes it.
     """
@@ -64,6 +65,7 @@ class Loaded:
     limits: Limits
     default_sampling: SamplingParams
     max_new_tokens: int | None = None
+    recommends_sampling: bool = False
     start: StartReport | None = None
     behind: ProgramsBehind | None = None
 
@@ -123,17 +125,12 @@ def load(
         runner = start.run(on_progress)
     timeline.mark("ready")
     _log.info("%s", start.report)
-    limits = Limits(
-        vocab_size=model_config.vocab_size,
-        max_model_len=capacity,
-        eos_token_ids=ends,
-        seed=config.seed,
-        launch_steps=runner.most_steps,
-    )
+    limits = Limits(model_config.vocab_size, capacity, ends, config.seed, runner.most_steps)
     longest = source.generation_config.get("max_new_tokens")
     behind = start.behind(runner)
     timeline.write()
-    return Loaded(config, runner, tokenizer, limits, sampling, longest, start.report, behind)
+    made = (config, runner, tokenizer, limits, sampling, longest)
+    return Loaded(*made, recommends_sampling(source.generation_config), start.report, behind)
 
 
 def _programs_folder(config: EngineConfig) -> Path | None:

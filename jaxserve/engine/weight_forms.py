@@ -19,6 +19,7 @@ from jaxserve.execution.start.memory_plan import HOST_RESERVE, Weights, plan_mem
 from jaxserve.models import ModelConfig
 from jaxserve.models.registry import overflows_float16
 from jaxserve.weights.block_parameters import block_bytes
+from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.gguf.file import GgufFile
 from jaxserve.weights.quantize import FORMS
 from pallas_kernels.devices import GIB, DeviceLimits
@@ -118,7 +119,8 @@ def placed_weights(
         memory: of the device.
     """
     dtype, on_cpu = placed_dtype(config, source, memory.limits), not memory.limits.is_gpu
-    weights = Weights(source.model_config, dtype, on_cpu)
+    is_made = isinstance(source.weights, ConvertedModel) and config.load_format != "dummy"
+    weights = Weights(source.model_config, dtype, on_cpu and not is_made)
     if isinstance(source.weights, GgufFile) and keeps_blocks(config):
         blocks = block_bytes(source.weights, source.model_config, weights.parameters, on_cpu)
         weights = weights.with_blocks(blocks)

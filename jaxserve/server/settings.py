@@ -44,8 +44,8 @@ class ServerConfig:
         model_weights: how the memory is shared out between several models, like a=2,b=1; equally
             by default.
         api_key: keys of which every request must bring one, as `Authorization: Bearer` or
-            `x-api-key`; only /health and the files of the page at / are open without. Also read
-            from JAXSERVE_API_KEY.
+            `x-api-key`; only /health, its other names /v1/health and /ping, and the files of
+            the page at / are open without. Also read from JAXSERVE_API_KEY.
         insecure: listen beyond loopback although there is no api_key.
         allowed_origins: origins of pages elsewhere that may call this server.
         allowed_hosts: names, besides loopback's own, that requests to a loopback address
@@ -180,8 +180,7 @@ class ServerConfig:
             self.otlp_traces_endpoint
         ):
             raise InvalidRequest(
-                f"otlp_traces_endpoint {self.otlp_traces_endpoint[:200]!r} must be a URL like "
-                "http://HOST:4318/v1/traces, or HOST:4317",
+                "otlp_traces_endpoint must be a URL like http://HOST:4318/v1/traces, or HOST:4317",
                 "otlp_traces_endpoint",
             )
         self._check_tls()
@@ -191,7 +190,7 @@ class ServerConfig:
                 "reasoning_effort_map must hold texts like low", "reasoning_effort_map"
             )
         path = self.root_path
-        if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
+        if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
             raise InvalidRequest(f"root_path must be like /llm, got {path!r}", "root_path")
         if self.uds is not None and not 0 < len(os.fsencode(self.uds)) <= MAX_SOCKET_PATH:
             raise InvalidRequest(f"uds must have 1 to {MAX_SOCKET_PATH} bytes", "uds")

@@ -55,7 +55,8 @@ def _absmax(
         return packed.scales(".weight.absmax", (blocks,)).astype(np.float32)
     each = _block(packed, state_name, state, "nested_blocksize")
     offset = state.get("nested_offset")
-    if not isinstance(offset, int | float) or not abs(offset) < np.finfo(np.float32).max:
+    most = float(np.finfo(np.float32).max)
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not -most < offset < most:
         raise packed.wrong(state_name, "nested_offset is no number")
     codes = packed.tensor(".weight.absmax", (blocks,), "uint8")
     scales = packed.scales(".weight.nested_absmax", (-(-blocks // each),)).astype(np.float32)

@@ -92,7 +92,8 @@ def read_blocks(
         pairs = [(part, rows[part.name]) for part in parts[path]]
         return fused_blocks(pairs, outputs, contract, dims, np.dtype(parameter.dtype).name)
 
-    with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy lets other threads run meanwhile
+    # NumPy lets other threads run meanwhile. Codes take 4 bytes a weight on their way to a GPU.
+    with ThreadPoolExecutor(cpu_threads() if on_cpu else min(2, cpu_threads())) as pool:
         for path, made in zip(parts, pool.map(read, parts), strict=True):
             values[path] = made
             report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))

@@ -157,7 +157,7 @@ def _arrays(
     allowed = {
         "values": ((*leading, rows, outputs), ("int8" if form == "int8" else "uint8",)),
         "scales": ((*leading, groups, outputs), SCALES),
-        "zeros": ((*leading, groups, outputs), ("uint8", *SCALES) if form == "int4" else ()),
+        "zeros": ((*leading, groups, outputs), ("uint8", "float16") if form == "int4" else ()),
         "order": ((inputs,), ("int32",)),
     }
     for name, (shape, dtype) in held.items():

@@ -27,7 +27,7 @@ def test_it_says_what_a_report_needs_on_a_screen(
     for name in ("python", "os", "cpu", "cores", "memory", "driver", "cards", "device", "programs"):
         assert f"\n{name}:" in text
     assert "jax 0." in text and "private" not in text
-    assert "HF_ENDPOINT=https://...@mirror.example/hub" in text
+    assert "HF_ENDPOINT=https://...mirror.example/hub" in text
     assert len(text.splitlines()) < 40 and max(map(len, text.splitlines())) < 200
     assert main(["collect-env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["packages"].startswith("jax ")

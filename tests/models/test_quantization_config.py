@@ -7,10 +7,12 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import parse_model_config, read_model_config
-from jaxserve.models.config.quantization import UNREAD
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.quantization import UNREAD, read_quantization
 from jaxserve.models.config.stored_quantization import StoredQuantization
 
 LLAMA: dict[str, Any] = {
@@ -277,3 +279,12 @@ def test_what_is_not_read_is_refused_by_name(case):
         parse_model_config(LLAMA | {"quantization_config": raw})
     text = str(caught.value)
     assert "quantization_config." in text and f"{field} " in text and "allowed" in text
+
+
+@pytest.mark.parametrize(
+    "made", [GPTQConfig(bits=4), AwqConfig(), FineGrainedFP8Config()], ids=["gptq", "awq", "fp8"]
+)
+def test_what_transformers_itself_writes_is_read(made: Any) -> None:
+    raw = json.loads(json.dumps(made.to_dict()))
+    fields = Fields({"quantization_config": raw}, problems=[])
+    assert read_quantization(fields) is not None and not fields.problems

@@ -263,7 +263,7 @@ def test_grpc_and_a_collector_that_goes_down() -> None:
     "text", ["", "http://", "ftp://a/b", "a b", "http://a:port/x", "http://u:p@a"]
 )
 def test_an_endpoint_that_is_none_is_refused_by_name(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"otlp_traces_endpoint .* must be a URL") as raised:
+    with pytest.raises(InvalidRequest, match=r"otlp_traces_endpoint must be a URL") as raised:
         ServerConfig(otlp_traces_endpoint=text)
     assert raised.value.parameter == "otlp_traces_endpoint"
 

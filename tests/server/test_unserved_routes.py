@@ -97,7 +97,10 @@ def test_bodies_of_other_kinds_are_not_read(server: Server) -> None:
 def test_other_methods_and_keys(server: Server, narrow: Server) -> None:
     for path, method in (("/v1/embeddings", "GET"), ("/api/tags", "DELETE"), ("/props", "DELETE")):
         assert server.request(path, method=method).status == 405
-    for path in ("/api/tags", "/v1/responses/a", "/props", "/models", "/ping"):
+    for path in ("/health", "/v1/health", "/ping"):
+        assert narrow.request(path).status == 200
+    assert narrow.request("/ping", method="POST").status == 200
+    for path in ("/api/tags", "/v1/responses/a", "/props", "/models"):
         assert narrow.request(path, headers={"authorization": "Bearer x"}).status == 401
         assert narrow.request(path, headers={"authorization": f"Bearer {KEYS[0]}"}).status != 401
     assert server.request("/nothing").error["code"] == "not_found"

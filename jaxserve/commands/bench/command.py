@@ -24,7 +24,7 @@ from jaxserve.commands.argument_types import (
     writable_file,
     writable_folder,
 )
-from jaxserve.commands.options import MODEL_HELP, add_engine
+from jaxserve.commands.options import MODEL_HELP, add_engine, add_sources
 
 BACKENDS = ("openai", "openai-chat", "vllm")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -238,6 +238,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    add_sources(parser, ["model"])
     parser.add_argument(
         "--output-json", type=writable_file, metavar="FILE", help="write the results there"
     )

@@ -105,6 +105,15 @@ def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -
     return works
 
 
+def spread_lengths(arguments: argparse.Namespace) -> None:
+    """Let --input-len and --output-len stand for those of every data set, as in vLLM."""
+    if arguments.input_len is not None:
+        arguments.random_input_len = arguments.input_len
+    if arguments.output_len is not None:
+        for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
+            setattr(arguments, name, arguments.output_len)
+
+
 def sharegpt_works(arguments: argparse.Namespace, tokenizer: Any) -> list[Work]:
     """Take the first question and answer of each conversation, as vLLM does.
 
@@ -148,7 +157,7 @@ def custom_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -
     if path.suffix != ".jsonl":
         raise CommandError(f"--dataset-path {path}: must be a .jsonl file, one object a line")
     rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:

@@ -14,6 +14,7 @@ from jaxserve.commands.bench.offline import (
     open_engine,
     write_results,
 )
+from jaxserve.commands.options import CommandError
 from jaxserve.request import SamplingParams
 
 MOST_IDS = 10_000  # of which vLLM draws its prompts
@@ -43,8 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
             seconds = []
             for _ in tqdm(range(count), desc=text):
                 start = time.perf_counter()
-                llm.generate(prompts, sampling, use_tqdm=False)
+                answers = llm.generate(prompts, sampling, use_tqdm=False)
                 seconds.append(time.perf_counter() - start)
+                errors = [answer.error for answer in answers if answer.error is not None]
+                if errors:
+                    raise CommandError(f"a request failed: {errors[0]}")
             return seconds
 
         print("Warming up...")

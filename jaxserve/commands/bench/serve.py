@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jaxserve.commands.argument_types import writable_file
 from jaxserve.commands.bench.client import arrivals, open_client, run_load, send
 from jaxserve.commands.bench.command import SAMPLING
-from jaxserve.commands.bench.datasets import make_works
+from jaxserve.commands.bench.datasets import make_works, spread_lengths
 from jaxserve.commands.bench.outcome import ENDPOINTS, Outcome, Run, Target, Work
 from jaxserve.commands.bench.report import details, failures, summarize, table
 from jaxserve.commands.options import CommandError
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_chat = arguments.backend == "openai-chat"
     if arguments.dataset_name == "random":
         arguments.ignore_eos = True  # as vLLM does, so that answers have the requested length
-    _spread_lengths(arguments)
+    spread_lengths(arguments)
     works = make_works(arguments, tokenizer, is_chat)
     endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
     sent = arguments.served_model_name or name
@@ -126,15 +126,6 @@ def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
         raise CommandError(f"--tokenizer {name}: is no folder, .gguf file or name on the hub")
     print(f"No tokenizer lies at {root}: prompts are token ids, or common words in a chat.")
     return None, None
-
-
-def _spread_lengths(arguments: argparse.Namespace) -> None:
-    """Let --input-len and --output-len stand for those of every data set, as in vLLM."""
-    if arguments.input_len is not None:
-        arguments.random_input_len = arguments.input_len
-    if arguments.output_len is not None:
-        for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
-            setattr(arguments, name, arguments.output_len)
 
 
 def _extra(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: the model cannot be loaded.
     """
     settings: dict[str, Any] = {"model": arguments.model, **engine_settings(arguments)}
-    kept = getattr(arguments, "compilation_cache_dir", "auto")
+    kept = settings.pop("compilation_cache_dir", "auto")
     try:
         EngineConfig(compilation_cache_dir=kept, **settings)
     except ValueError as error:

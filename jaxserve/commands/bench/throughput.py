@@ -6,7 +6,7 @@ import argparse
 import copy
 import time
 
-from jaxserve.commands.bench.datasets import make_works
+from jaxserve.commands.bench.datasets import make_works, spread_lengths
 from jaxserve.commands.bench.offline import check_lengths, open_engine, write_results
 from jaxserve.commands.bench.outcome import Work
 from jaxserve.commands.options import CommandError
@@ -20,11 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the model cannot be loaded, or a request does not fit it.
     """
-    if arguments.input_len is not None:
-        arguments.random_input_len = arguments.input_len
-    if arguments.output_len is not None:
-        for name in ("random_output_len", "sharegpt_output_len", "custom_output_len"):
-            setattr(arguments, name, arguments.output_len)
+    spread_lengths(arguments)
     with open_engine(arguments) as (llm, loaded):
         works = make_works(arguments, llm.get_tokenizer())
         longest = max(works, key=lambda work: work.input_tokens + work.output_tokens)

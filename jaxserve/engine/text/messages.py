@@ -9,7 +9,7 @@ from jaxserve.errors import InvalidRequest
 
 MAX_ROLE_CHARS = 64
 # Names that are no inputs of a caller's choice to a template: arguments of the rendering itself,
-RENDERING_ARGUMENTS = frozenset(("messages", "chat_template", "tokenize"))
+RENDERING_ARGUMENTS = frozenset(("messages", "chat_template", "tokenize", "seconds", "self"))
 # inputs that every template receives,
 COMMON_INPUTS = frozenset(("tools", "documents", "add_generation_prompt", "continue_final_message"))
 # and, over HTTP, other arguments of Transformers' apply_chat_template besides.

@@ -23,6 +23,7 @@ from jaxserve.request import SamplingParams
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
 MAX_TOKENS_BEYOND = 64  # with more tokens without logits, the tokenizer is another model's
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 NO_TEMPLATE = "this model has no chat template"
 _log = logging.getLogger(__name__)
 # A byte of no known character, in vocabularies that are made of characters.
@@ -367,14 +368,20 @@ def read_generation_config(directory: str | Path) -> dict[str, Any]:
     return loaded
 
 
+def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint says how tokens are drawn, be it as they are by default."""
+    names = (*_SAMPLING, "do_sample")
+    values = [generation_config.get(name) for name in names]
+    return any(value is not None and value is not True for value in values)
+
+
 def default_sampling(generation_config: Mapping[str, Any], where: str) -> SamplingParams:
     """Return the sampling settings that a checkpoint recommends.
 
     Raises:
         CheckpointError: a recommended value is out of range.
     """
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    chosen = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
     if generation_config.get("max_new_tokens") is not None:
         chosen["max_tokens"] = generation_config["max_new_tokens"]
     if generation_config.get("do_sample") is False:

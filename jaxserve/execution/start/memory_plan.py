@@ -207,8 +207,10 @@ class Weights:
             forms = block_forms(path, inputs, self.config.num_hidden_layers)
             bits = max(FORMATS[name].num_bytes / FORMATS[name].size for name in forms)
             return int(prod(parameter.shape) * bits)
-        axes = parameter.get_metadata()["axes"]
-        return _parameter_bytes(parameter, axes, form, self.config.quantization)
+        axes, stored = parameter.get_metadata()["axes"], self.config.quantization
+        if axes in EXPERTS and self.config.experts is not None and self.config.experts.stacked:
+            stored = None  # such files keep these in full
+        return _parameter_bytes(parameter, axes, form, stored)
 
 
 def _parameter_bytes(

@@ -27,15 +27,21 @@ from jaxserve.models.config.stored_quantization import (
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "fp8": frozenset({
-            "activation_scheme", "dequantize", "kv_cache_scheme", "weight_per_tensor",
+            "activation_scheme", "dequantize", "kv_cache_scheme", "modules_to_convert",
+            "weight_per_tensor",
         }),
         "fbgemm_fp8": frozenset({"activation_scale_ub"}),
         "awq": frozenset({
-            "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
-            "use_exllama",
+            "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
+            "cache_block_outputs", "damp_percent", "dataset", "desc_act", "disable_exllama",
+            "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length", "meta", "method",
+            "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+            "modules_to_fuse", "pad_token_id", "sym", "tokenizer", "true_sequential",
+            "use_cuda_fp16", "use_exllama",
         }),
         "gptq": frozenset({
-            "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+            "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
+            "cache_block_outputs", "method",
             "damp_auto_increment", "damp_percent", "dataset", "desc_act", "disable_exllama",
             "disable_exllamav2", "exllama_config", "is_marlin_format", "max_input_length", "meta",
             "model_file_base_name", "model_name_or_path", "model_seqlen",
@@ -127,6 +133,7 @@ def modelopt_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fp8(fields: Fields) -> StoredQuantization:
     fields.choice("fmt", ["e4m3", "float8_e4m3fn"], default="e4m3")
+    fields.neutral({"expert_dtype": (None, "fp8")})
     # "ue8m0" (DeepSeek-V3.1): every scale is a power of two, stored as the float32 that it is.
     fields.choice("scale_fmt", ["ue8m0", "float"], default="float")
     return StoredQuantization("fp8", "fp8", "fp8", block=block_sizes(fields, "weight_block_size"))
@@ -140,7 +147,7 @@ def _awq(fields: Fields) -> StoredQuantization:
     key = "w_bit" if fields.has("w_bit") else "bits"
     fields.integer(key, 4, 4)
     version = fields.choice("version", ["gemm", "gemv", "GEMM", "GEMV"], default="gemm")
-    fields.neutral({"zero_point": True})
+    fields.neutral({"zero_point": True, "format": (None, version)})
     key = "q_group_size" if fields.has("q_group_size") else "group_size"
     layout = "awq" if version.lower() == "gemm" else "awq_gemv"
     group = group_size(fields, key)
@@ -150,7 +157,9 @@ def _awq(fields: Fields) -> StoredQuantization:
 
 
 def _gptq(fields: Fields) -> StoredQuantization:
-    version = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
+    key = "checkpoint_format" if fields.has("checkpoint_format") else "format"
+    version = fields.choice(key, ["gptq", "gptq_v2"], default="gptq")
+    fields.neutral({"format": (None, version)})
     fields.neutral({"lm_head": False, "dynamic": (None, {}), "pack_dtype": "int32"})
     return _words(fields, "gptq", 1 if version == "gptq" else 0)
 

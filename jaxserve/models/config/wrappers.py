@@ -241,7 +241,10 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
         own.pop("dtype", None)
         own.pop("torch_dtype", None)
     own |= {key: raw[key] for key in OUTER if raw.get(key) is not None}
-    own["eos_token_id"] = _ends(raw, own)
+    if (ends := _ends(raw, own)) is not None:
+        own["eos_token_id"] = ends
+    else:
+        own.pop("eos_token_id", None)
     kind = own["model_type"]
     defaults = dict(DEFAULTS.get(kind, {})) if isinstance(kind, str) else {}
     if "rope_parameters" in own:

@@ -44,7 +44,8 @@ def _experts(fields: Fields, layers: int) -> Experts:
     ):
         fields.refuse("mlp_only_layers", f"a list of layers, 0 to {layers - 1}")
         dense = []
-    stacked = fields.take("model_type") == VL_MOE
+    kind = fields.take("model_type")
+    stacked = kind == VL_MOE
     if stacked:  # its router always does
         fields.neutral({"norm_topk_prob": True})
     return Experts(
@@ -52,7 +53,7 @@ def _experts(fields: Fields, layers: int) -> Experts:
         expert_width(fields, "moe_intermediate_size"),
         chosen,
         tuple((index + 1) % step == 0 and index not in dense for index in range(layers)),
-        normalize=stacked or fields.flag("norm_topk_prob", default=False),
+        normalize=stacked or fields.flag("norm_topk_prob", default=kind == OMNI_MOE),
         stacked=stacked,
     )
 
@@ -74,7 +75,7 @@ def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-VL_MOE = "qwen3_vl_moe_text"
+VL_MOE, OMNI_MOE = "qwen3_vl_moe_text", "qwen3_omni_moe_text"
 # The other layouts are those of the published checkpoints.
 STACKED_EXPERTS = (
     WeightName("mlp.gate.weight", "E D -> D E", "mlp.router"),
@@ -139,7 +140,7 @@ QWEN = Family(
         "Qwen3MoeForCausalLM": Architecture(
             ConfigRules(
                 "qwen3_moe",
-                aliases=frozenset({VL_MOE, "qwen3_omni_moe_text"}),
+                aliases=frozenset({VL_MOE, OMNI_MOE}),
                 rope=ROPE,
                 neutral=MappingProxyType({"mlp_bias": False}),
                 ignored=ROUTING | {"max_window_layers"},

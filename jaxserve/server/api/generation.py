@@ -142,7 +142,8 @@ class Generation:
         # Places are taken in the same turn of the loop as they are checked, since many requests may
         # be checked in one turn.
         self._admission.check(self._live, sum(self._unstarted.values()))
-        self._opened = self._last = time.monotonic()
+        self._opened = time.monotonic()
+        self._last: dict[int, float] = {}  # arrival of each choice's newest tokens
         self._stream = self.model.llm.open(self.requests, config.max_unread_tokens)
         self._stream.on_pause = self._pause
         self.model.active.add(self)
@@ -168,9 +169,10 @@ class Generation:
             self._admission.num_live -= self._live
         self._admission.num_prompt_tokens -= sum(self._unstarted.values())
         self._live, self._unstarted = 0, {}
-        if any(choice.finish_reason is None for choice in self.choices):
+        unended = sum(choice.finish_reason is None for choice in self.choices)
+        if unended:
             is_abort = kind is asyncio.CancelledError
-            self._metrics.ended("abort" if is_abort else "error", 1)
+            self._metrics.ended("abort" if is_abort else "error", unended)
             if self._trace is not None:
                 self._trace_failure("the client went away" if is_abort else str(error or kind))
 
@@ -262,11 +264,12 @@ class Generation:
 
     def _measure(self, parts: dict[int, Part]) -> None:
         now = time.monotonic()
-        count = sum(len(part.token_ids) for part in parts.values())
-        is_first = self._last == self._opened
-        self._metrics.tokens(now - self._opened, now - self._last, count, is_first)
-        self._last = now
         for index, part in parts.items():
+            if part.token_ids:
+                last = self._last.get(index)
+                since_last = None if last is None else now - last
+                self._metrics.tokens(now - self._opened, since_last, len(part.token_ids))
+                self._last[index] = now
             if part.finish_reason is not None:
                 self._metrics.ended(part.finish_reason, 1)
                 self._measure_end(self.choices[index], now)

@@ -76,6 +76,11 @@ def routes() -> list[BaseRoute]:
     return [*own, *aliases, Route("/ping", health, methods=["POST"])]
 
 
+def _reads_no_body(path: str) -> bool:
+    """Return whether the kind of a path's body does not matter."""
+    return path == "/ping" or is_unserved(path)
+
+
 class App:
     """The ASGI application and what its endpoints share.
 
@@ -104,7 +109,7 @@ class App:
             lifecycle=self.lifecycle,
             open_paths=open_paths,
             check_room=self.check_room,
-            reads_no_body=is_unserved,
+            reads_no_body=_reads_no_body,
         )
         middleware = [door]
         if config.allowed_origins:

@@ -33,7 +33,7 @@ MAX_REQUEST_ID = 128
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
 # Paths without a key: an orchestrator, which has none, checks whether the process lives.
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping"})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -48,7 +48,7 @@ class Guard:
         app: the application that it guards.
         config: the limits.
         lifecycle: while the server drains, answers end their connections.
-        open_paths: paths that need no key, besides /health.
+        open_paths: paths that need no key, besides those of health.
         check_room: raises where a request to a path could not be admitted now, whatever its body;
             called before the body is parsed.
         reads_no_body: whether a path's endpoint reads no body, so that its kind does not matter.

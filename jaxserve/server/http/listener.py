@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -33,13 +34,16 @@ def bind(host: str, port: int) -> socket.socket:
 def bind_path(path: str) -> Iterator[socket.socket]:
     """Take a Unix domain socket; its file goes away at the end.
 
-    A file that a server left behind, on which nobody listens, is replaced.
+    A file that a server left behind, on which nobody listens, is replaced. A lock beside it shows
+    that a server has the path which does not listen yet.
 
     Raises:
-        OSError: a server listens on it, another kind of file is there, or none can be made.
+        OSError: a server has it, another kind of file is there, or none can be made.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
+            stack.enter_context(_locked(path + ".lock"))
             with suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     raise OSError(0, "there is a file, which is no socket")
@@ -54,6 +58,21 @@ def bind_path(path: str) -> Iterator[socket.socket]:
         finally:
             with suppress(OSError):
                 os.unlink(path)
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(0, "another server listens there") from None
+        yield
+        with suppress(OSError):
+            os.unlink(path)
+    finally:
+        os.close(lock)
 
 
 def _is_heard(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""ServedTemplate: the chat template that a server gives its models, and those of requests."""
+"""The chat template that a server gives its models, and those that requests bring."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ServedModel:
         self.request_metrics = RequestMetrics(llm.limits.max_model_len)
         self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
-        self.chat_sampling = chat_sampling(self.default_sampling, llm.config)
+        self.chat_sampling = chat_sampling(llm.recommends_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
         own = llm.config.generation_config in ("auto", "vllm")
         self.most_tokens = None if own else self.default_max_tokens

@@ -77,11 +77,9 @@ class RequestMetrics:
         self.prompt_cached = 0
         self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
-    def tokens(self, since_start: float, since_last: float, count: int, is_first: bool) -> None:
-        """Add the arrival of a request's first tokens, or of further ones."""
-        if not count:
-            return
-        if is_first:
+    def tokens(self, since_start: float, since_last: float | None, count: int) -> None:
+        """Add the arrival of tokens of a completion, its first where `since_last` is None."""
+        if since_last is None:
             self.time_to_first_token.add(since_start)
         else:
             self.inter_token_latency.add(since_last / count, count)

@@ -7,13 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.config import own_variables
+from jaxserve.config import traces_protocol
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request
 from jaxserve.server.served.models import ServedModel
-
-PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # the variable of OpenTelemetry's SDK
 
 
 def open_tracer(endpoint: str | None) -> Any:
@@ -32,7 +30,7 @@ def open_tracer(endpoint: str | None) -> Any:
             "pip install -e '.[otel]' in a checkout of jaxserve",
             "otlp_traces_endpoint",
         ) from error
-    return tracing.RequestTracer(endpoint, own_variables().get(PROTOCOL) or None)
+    return tracing.RequestTracer(endpoint, traces_protocol())
 
 
 class RequestTrace:

@@ -45,6 +45,8 @@ def open_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
+    if type(count) is not int:
+        raise CheckpointError(f"{path}: split.count is {str(count)[:20]}; allowed: an integer")
     if count in (0, 1):
         return first
     names = part_names(path.name)
@@ -69,7 +71,7 @@ def open_gguf(path: str | Path) -> GgufFile:
                     f"{part.path}: tensor {tensor.name!r} is also in {other.shard.path.name}"
                 )
     total = first.metadata.get("split.tensors.count")
-    if total != len(tensors):
+    if type(total) is not int or total != len(tensors):
         raise CheckpointError(
             f"{path}: its parts hold {len(tensors)} tensors; split.tensors.count says "
             f"{str(total)[:20]}"
@@ -85,7 +87,8 @@ def _check(part: GgufFile, number: int, first: GgufFile) -> None:
     if "general.architecture" in part.metadata:
         wanted["general.architecture"] = first.metadata.get("general.architecture")
     for key, value in wanted.items():
-        if part.metadata.get(key) != value:
+        own = part.metadata.get(key)
+        if type(own) is not type(value) or not isinstance(own, int | str) or own != value:
             found = str(part.metadata.get(key))[:80]
             raise CheckpointError(
                 f"{part.path}: is no part of this model: {key} is {found}, not {str(value)[:80]}"
