@@ -129,7 +129,7 @@ def block_bytes(
     file: GgufFile, config: ModelConfig, parameters: Parameters, on_cpu: bool
 ) -> dict[str, int]:
     """Return the bytes, by path, of the parameters that can stay in a file's blocks."""
-    entries = named_tensors(file).tensors
+    entries = named_tensors(file, config).tensors
     table = [weight for weight in checkpoint_weights(config) if weight.name in entries]
     sizes: dict[str, int] = {}
     for path, parts in block_parts(table, entries, parameters, on_cpu).items():

@@ -111,7 +111,7 @@ def load_weights(
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     """Return the model's tensors under the names that its table has."""
     if isinstance(source, GgufFile):
-        return named_tensors(source)
+        return named_tensors(source, config)
     opened = open_checkpoint(source)
     if config.wrapper is not None:
         opened = text_tensors(opened)

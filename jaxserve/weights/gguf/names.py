@@ -114,13 +114,16 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
     return own
 
 
-def named_tensors(file: GgufFile) -> Checkpoint:
+def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     """Return the tensors of a GGUF file under their Hugging Face names.
 
+    Args:
+        config: of the model, which need not be the file's own in every field.
+
     Raises:
-        CheckpointError, UnsupportedModel: see `gguf_config`.
+        CheckpointError, UnsupportedModel: tensors that are no such model's.
     """
-    rules, config = rules_of(file), gguf_config(file)
+    rules = rules_of(file)
     left = dict(file.tensors)
     if left.keys() >= rules.factors:
         left = {name: entry for name, entry in left.items() if name not in rules.factors}
