@@ -73,7 +73,7 @@ class EngineConfig:
             float32, or bfloat16, half the memory, if that does not fit into what is free, and
             keeps the blocks of a GGUF file, which any other dtype widens.
         quantization: keep the blocks' matrices in "int8" or "fp8" (e4m3), one scale an output, or
-            in "int4", GGUF's blocks of 4 to 6 bits on CPU. Others, and "fp8", are checkpoints'.
+            in "int4": blocks of 4 to 6 bits, on a GPU codes of 4 or 8. Others are checkpoints'.
         kv_cache_dtype: "auto" is that of activations; "fp8" (e4m3) takes a half or a quarter of
             the memory, with the checkpoint's scales.
         max_model_len: most tokens of one sequence, prompt and output together; by default what

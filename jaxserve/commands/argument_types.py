@@ -160,7 +160,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Parse an object in JSON."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be an object, like '{{\"top_k\": 5}}'")

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NoReturn
 
+from jaxserve.commands.argument_types import json_object
 from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.config import EngineConfig
 from jaxserve.unserved import UNSERVED, Unserved, served
@@ -103,20 +104,10 @@ class Entries(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
 def _option(hint: Any) -> dict[str, Any]:
     """Return argparse's arguments for an option of a field's type."""
     if typing.get_origin(hint) is dict:
-        return {"type": _json_object, "metavar": "JSON"}
+        return {"type": json_object, "metavar": "JSON"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if hint is bool:

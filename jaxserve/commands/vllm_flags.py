@@ -82,7 +82,7 @@ SERVER: dict[str, Unserved] = {
     "middleware": Unserved(([],), _NO_PLUGIN),
     "enable_prompt_tokens_details": Unserved((True,), "usage always has prompt_tokens_details"),
     "enable_per_request_metrics": Unserved((False,), "/metrics has the times of all requests"),
-    "enable_server_load_tracking": Unserved((True, False), "/metrics has the load"),
+    "enable_server_load_tracking": Unserved((True, False), "GET /load always tells it"),
     "sse_keep_alive_interval": Unserved((0,), "streams hold events of answers alone"),
     "enable_tokenizer_info_endpoint": Unserved((False,), "/tokenize and /detokenize are served"),
     "cohere_is_reasoning_model": Unserved((True, False), "Cohere's own API is not served"),

@@ -20,6 +20,7 @@ from jaxserve.models.quantized import (
     QuantizedWeight,
     SplitWeight,
     in_order,
+    padded,
 )
 from pallas_kernels import block_product, panel_product, quantized_panel_product
 from pallas_kernels.cpu import blocks
@@ -217,9 +218,8 @@ class BlockPanels:
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x, in float32; or float64, in full. A row's result depends on no other row."""
-        inputs = self.panels.shape[-2] * blocks.FORMATS[self.form].size
-        x = jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
+        """Multiply x, in float32. A row's result depends on no other row."""
+        x = padded(x, self.panels.shape[-2] * blocks.FORMATS[self.form].size)
         y = block_product(x, self.panels, self.form, self.num_rows)
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
 

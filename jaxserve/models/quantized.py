@@ -143,7 +143,7 @@ class QuantizedExperts:
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"], implementation: str
     ) -> Float[Array, " A *outputs"]:
         """Multiply rows sorted by expert, each by its expert's matrix, in x's dtype."""
-        x = _padded(x, self.values.shape[1] * codes_a_row(self.form))
+        x = padded(x, self.values.shape[1] * codes_a_row(self.form))
         y = quantized_grouped_matmul(
             *(x, self.values, self.scales, self.zeros, sizes),
             form=self.form,
@@ -177,10 +177,11 @@ def in_order(
     """Return inputs in the order of the rows of codes, with zeros for rows that are padding."""
     if order is not None:
         x = jnp.take(x, order, axis=1)
-    return _padded(x, rows * codes_a_row(form))
+    return padded(x, rows * codes_a_row(form))
 
 
-def _padded(x: Float[Array, "T I"], inputs: int) -> Float[Array, "T J"]:
+def padded(x: Float[Array, "T I"], inputs: int) -> Float[Array, "T J"]:
+    """Return x with zeros for the inputs that it lacks."""
     return x if x.shape[1] == inputs else jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
 
 

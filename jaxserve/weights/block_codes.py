@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.weights.codes import Codes
-from jaxserve.weights.gguf.blocks import BlockRows
+from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, unpacked
-
-_MOST = np.float32(65504)  # of float16
 
 
 def codes_of(rows: BlockRows) -> Codes:
@@ -35,9 +33,9 @@ def codes_of(rows: BlockRows) -> Codes:
         factors = found["scales"]
         if not made.has_minimum:
             factors = np.ascontiguousarray(factors).view(np.int8)
-        scales = _rounded(scales.astype(np.float32) * factors)
+        scales = as_float16(scales.astype(np.float32) * factors)
         if minima is not None:
-            minima = _rounded(-(minima.astype(np.float32) * found["minima"]))
+            minima = as_float16(-(minima.astype(np.float32) * found["minima"]))
 
     def turned(array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array.reshape(len(rows.blocks), -1).T)
@@ -61,7 +59,3 @@ def code_bits(name: str) -> float:
 
 def _halves(field: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(field).view(np.float16)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    return np.clip(values, -_MOST, _MOST).astype(np.float16)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jaxserve.config import cpu_threads
-from jaxserve.weights.gguf.blocks import BlockRows
+from jaxserve.weights.gguf.blocks import BlockRows, as_float16
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 
 # How much larger than the range of its codes a block's range is taken to be.
@@ -23,7 +23,6 @@ _STRETCHES = (1.0, 0.94, 1.03, 1.06, 1.12)
 SHORT_ROW = 1024  # inputs
 _VALUES = 1 << 18  # quantized at a time, so that temporaries stay in the processor's cache
 _TINY = np.float32(1e-30)
-_MOST = np.float32(65504)  # of float16
 
 
 def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
@@ -87,7 +86,8 @@ def _quantized(rows: np.ndarray, made: BlockFormat) -> tuple[np.ndarray, float]:
 
     What float16 cannot hold is cut.
     """
-    rows = np.clip(rows, -_MOST, _MOST)
+    most = np.float32(np.finfo(np.float16).max)
+    rows = np.clip(rows, -most, most)
     runs = rows.reshape(len(rows), -1, made.runs, made.run)
     field: dict[str, np.ndarray] = {}
     if made.has_minimum:
@@ -182,12 +182,11 @@ def _symmetric(runs: np.ndarray, made: BlockFormat) -> np.ndarray:
 
 def _rounded(values: np.ndarray) -> np.ndarray:
     """Round to float16, in float32; what would overflow stays the largest of them."""
-    return np.clip(values, -_MOST, _MOST).astype(np.float16).astype(np.float32)
+    return as_float16(values).astype(np.float32)
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:
-    halves = _rounded(values).astype(np.float16)
-    return halves[..., None].view(np.uint8)
+    return as_float16(values)[..., None].view(np.uint8)
 
 
 def _nonzero(values: np.ndarray) -> np.ndarray:

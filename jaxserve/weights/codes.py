@@ -47,7 +47,7 @@ class Codes:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Traits that matrices share which are joined; zero points may be there or not."""
+        """Form, group, dtype of scales and kind of zeros, which joined matrices share."""
         return self.form, self.group, self.scales.dtype, self.has_minima
 
     def zeros_or_default(self) -> np.ndarray:

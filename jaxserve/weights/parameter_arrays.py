@@ -26,7 +26,7 @@ from jaxserve.models.quantized import (
     flat_shape,
 )
 from jaxserve.models.token_rounding import TokenRounded
-from jaxserve.weights.quantize import FORMS
+from jaxserve.weights.quantize import FORMS, GROUP
 from pallas_kernels.quantized_codes import codes_a_row
 
 ROUNDED = "token_rounded"
@@ -163,6 +163,9 @@ def _arrays(
     for name, (shape, dtype) in held.items():
         if not whole or shape != allowed[name][0] or dtype not in allowed[name][1]:
             raise ValueError(f"{path}.{name} is {dtype}{list(shape)}, which does not fit")
+    has_minima = held.get("zeros", ((), "uint8"))[1] == "float16"
+    if has_minima and (held["scales"][1] != "float16" or rows * width != GROUP * groups):
+        raise ValueError(f"{path}.zeros are float16, for scales in float16 of {GROUP} inputs")
     return {
         name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in held.items()
     }

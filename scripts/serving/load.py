@@ -17,13 +17,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from jaxserve.commands.bench.datasets import TOKEN_IDS, WORDS
 from jaxserve.commands.bench.outcome import Outcome, Reader, Run, Target, Work
 from scripts.lib.trace_rows import first_rows
 
 TIMEOUT_S = 6 * 3600
-# Byte tokens in nearly every vocabulary: above the usual special tokens, and valid everywhere.
-TOKEN_IDS = (16, 256)
-WORDS = "the of and to in is it for on as with at by from or an be this that are was not".split()
 
 
 async def send(session: aiohttp.ClientSession, target: Target, work: Work, start: float) -> Outcome:

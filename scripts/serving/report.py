@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.commands.bench import report
 from jaxserve.commands.bench.outcome import Outcome, Run
 from jaxserve.commands.bench.report import METRICS, WIDTH, is_good, samples, statistics_of
 
@@ -99,18 +100,8 @@ def _client(run: Run) -> dict[str, float]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """List one entry a request, for `--save-detailed`; times in seconds."""
-    outcomes = run.outcomes
-    return {
-        "input_lens": [outcome.input_tokens for outcome in outcomes],
-        "output_lens": [outcome.output_tokens for outcome in outcomes],
-        "start_times": [outcome.sent for outcome in outcomes],
-        "statuses": [outcome.status for outcome in outcomes],
-        "ttfts": [outcome.ttft for outcome in outcomes],
-        "itls": [outcome.itls for outcome in outcomes],
-        "generated_texts": [outcome.text for outcome in outcomes],
-        "errors": [outcome.error for outcome in outcomes],
-    }
+    """List an entry for each request, for `--save-detailed`; times in seconds."""
+    return report.details(run) | {"statuses": [outcome.status for outcome in run.outcomes]}
 
 
 def show(result: dict[str, Any], metrics: Sequence[str] = tuple(METRICS)) -> None:

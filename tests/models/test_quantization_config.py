@@ -14,18 +14,9 @@ from jaxserve.models import parse_model_config, read_model_config
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.quantization import UNREAD, read_quantization
 from jaxserve.models.config.stored_quantization import StoredQuantization
+from tests.support.tiny_config import TINY
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **TINY}
 # RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8, as published.
 W8A8: dict[str, Any] = {
     "config_groups": {

@@ -198,7 +198,7 @@ BAD = {
     ),
     "no object": (
         ["--default-chat-template-kwargs", "[1]"],
-        "argument --default-chat-template-kwargs: '[1]' is not a JSON object",
+        "argument --default-chat-template-kwargs: '[1]' must be an object",
     ),
     "no efforts": (["--reasoning-effort-map", '{"a": 1}'], "reasoning_effort_map must hold texts"),
 }

@@ -149,6 +149,10 @@ def test_damaged_descriptions_of_quantized_parameters(tmp_path):
         (described(scales=kind("scales", shape=[3, 64])), "which does not fit"),
         (described(scales=kind("scales", dtype="int32")), f"{arrays}scales"),
         (described(order=kind("order", shape=[1])), f"{arrays}order"),
+        (
+            described(zeros=kind("zeros", dtype="float16"), scales=kind("scales", dtype="float32")),
+            "zeros are float16",
+        ),
         ({"quantization": "int3"}, "quantization"),
     ):
         changed = {

@@ -18,20 +18,11 @@ from jaxserve.weights.codes import Codes
 from jaxserve.weights.packed_tensor import FullValues
 from jaxserve.weights.quantized_tensors import sort_packed
 from jaxserve.weights.safetensors import read_header, read_tensor
+from tests.support.tiny_config import TINY
 
 FILE = Path(__file__).with_name("library_tensors.safetensors")
 TENSORS = {entry.name: read_tensor(entry) for entry in read_header(FILE)}
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **TINY}
 # The form of each here, the inputs that share a scale, and whether activations are rounded.
 CASES = {
     "w8a8": ("int8", 64, True),

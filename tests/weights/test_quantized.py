@@ -31,19 +31,10 @@ from pallas_kernels.cpu import blocks
 from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import relative_error
 from tests.support.gguf_blocks import random_blocks, unpacked
+from tests.support.tiny_config import TINY
 from tests.weights import packing
 
-RAW: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+RAW: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], **TINY}
 PHI = RAW | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
 EXPERTS = RAW | {
     "architectures": ["Qwen3MoeForCausalLM"],

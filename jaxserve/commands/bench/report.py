@@ -108,7 +108,7 @@ def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """List one entry a request, for `--save-detailed`; times in seconds."""
+    """List an entry for each request, for `--save-detailed`; times in seconds."""
     outcomes = run.outcomes
     return {
         "input_lens": [outcome.input_tokens for outcome in outcomes],

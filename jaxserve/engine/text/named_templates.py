@@ -18,7 +18,7 @@ def find_template(given: str | Path, may_read: bool = True) -> ChatTemplate:
 
     Args:
         given: the path of a file, the name of a shipped template, or a template itself.
-        may_read: whether a path is read; what comes with a request is none.
+        may_read: whether files are read; those that a request names never are.
 
     Raises:
         InvalidRequest: it is none of these, or has no meaning as a template.

@@ -49,6 +49,12 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
     return np.concatenate([fields[name] for name in made.fields], axis=-1)
 
 
+def as_float16(values: np.ndarray) -> np.ndarray:
+    """Round to float16; numbers beyond it become the largest of it."""
+    most = np.float32(np.finfo(np.float16).max)
+    return np.clip(values, -most, most).astype(np.float16)
+
+
 def are_finite(rows: np.ndarray, form: str) -> bool:
     """Return whether the scales and minima of rows of blocks are numbers."""
     fields = FORMATS[form].fields
