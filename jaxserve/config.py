@@ -21,9 +21,9 @@ from jaxserve.machine import (
 )
 from jaxserve.overrides import json_object
 from jaxserve.request import exact_int, finite_float
+from jaxserve.unserved import OTHER_NAMES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_DTYPE_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's, which vLLM takes too
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 Quantization = Literal["int8", "fp8", "int4", "awq", "gptq", "compressed-tensors", "bitsandbytes",
@@ -152,7 +152,8 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
+        for name, others in OTHER_NAMES.items():
+            object.__setattr__(self, name, others.get(getattr(self, name), getattr(self, name)))
         for name, low, high in (
             ("max_model_len", 2, 2**27),
             ("max_num_seqs", 1, 2**16),
@@ -374,9 +375,7 @@ def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[N
 
 def _runs_on_cpu() -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
-    if platforms:
-        return platforms == "cpu"
-    return not (has_cuda_plugin() and driver_cards())
+    return platforms == "cpu" if platforms else not (has_cuda_plugin() and driver_cards())
 
 
 def prepare_process(for_gpu: bool = False, **environment: Any) -> None:

@@ -111,6 +111,10 @@ def test_spellings_of_vllm() -> None:
     config = EngineConfig(**settings)
     assert (config.quantization, config.max_model_len, config.dtype) == ("int8", 77, "float16")
     assert config.gpu_memory_utilization == 0.5 and not config.enable_prefix_caching
+    for name, method in (("awq_marlin", "awq"), ("int8_per_channel_weight_only", "int8")):
+        settings = engine_settings(parse(f"--quantization {name}"), SERVER_FIELDS)
+        assert EngineConfig(**settings) == EngineConfig(quantization=method)
+        assert EngineConfig(quantization=name).quantization == method
     server = ServerConfig(**given(arguments, SERVER_FIELDS))
     assert server.drain_timeout == 4 and not server.enable_auto_tool_choice
 

@@ -10,12 +10,13 @@ import re
 import types
 import typing
 from collections.abc import Container, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from jaxserve.commands.argument_types import json_object
 from jaxserve.commands.vllm_flags import RENAMED, SHORT
 from jaxserve.config import EngineConfig
-from jaxserve.unserved import UNSERVED, Unserved, served
+from jaxserve.unserved import OTHER_NAMES, UNSERVED, Unserved, served
 
 BAD_INPUT = 2
 DEFAULT_MAX_TOKENS = 256
@@ -104,6 +105,10 @@ class Entries(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *entries])
 
 
+def _usual(others: Mapping[str, str], value: str) -> str:
+    return others.get(value, value)
+
+
 def _option(hint: Any) -> dict[str, Any]:
     """Return argparse's arguments for an option of a field's type."""
     if typing.get_origin(hint) is dict:
@@ -140,6 +145,8 @@ def add_fields(
             kind = WORDS
         elif field.metadata.get("entries"):
             kind = {"action": Entries, "metavar": "TEXT"}
+        elif field.name in OTHER_NAMES and "choices" in kind:
+            kind["type"] = partial(_usual, OTHER_NAMES[field.name])
         parser.add_argument(
             *flags_of(field.name),
             dest=field.name,

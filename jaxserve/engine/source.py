@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from jaxserve.weights import (
     open_gguf,
 )
 from jaxserve.weights.checkpoint import check_text_files
+from jaxserve.weights.names import has_own_output
 from jaxserve.weights.placement import use_panels
-from jaxserve.weights.wrapped import has_output
+from jaxserve.weights.wrapped import NAMINGS, naming
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def find_source(
     generation = _generation_config(config, path, None)
     if is_converted(path):
         return Source(path, fields, model_config, generation, open_converted(path))
-    if model_config.wrapper and not config_only and config.load_format != "dummy":
+    if not config_only and config.load_format != "dummy":
         tied = _ties(path, fields, model_config)
         if tied != model_config.tie_word_embeddings:
             fields["tie_word_embeddings"] = tied
@@ -158,14 +162,25 @@ def find_source(
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether a wrapper's text model projects by its embedding.
+    """Return whether the model projects by its embedding.
 
-    Wrapper and text model often disagree, or leave it to defaults of their classes. As in
-    Transformers, an output projection among the tensors is used whatever they say.
+    As in Transformers, an output projection among the tensors that differs from the embedding is
+    used whatever config.json says. A wrapper and its text model often disagree, or leave it to
+    defaults of their classes.
     """
-    if has_output(open_checkpoint(path)):
+    unsaid = config.wrapper and fields.get("tie_word_embeddings") is None
+    if not (config.tie_word_embeddings or unsaid):
         return False
-    return config.tie_word_embeddings or fields.get("tie_word_embeddings") is None
+    checkpoint = open_checkpoint(path)
+    prefix, output = naming(checkpoint) if config.wrapper else NAMINGS[-1]
+    own = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
+    if own and config.tie_word_embeddings:
+        logger.warning(
+            "%s: has an output projection that differs from the embedding, though config.json "
+            "ties them; it is used",
+            path,
+        )
+    return not own
 
 
 def local_path(

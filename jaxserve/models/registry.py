@@ -96,7 +96,9 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CONFIG
     raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
-        raw = raw | {QUANTIZATION: modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))}
+        found = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
+        if found.get("quant_algo", "") is not None:  # null: its weights are as they were
+            raw = raw | {QUANTIZATION: found}
     return raw
 
 

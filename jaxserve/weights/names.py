@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Rotary frequencies, which Transformers once stored with the weights; they follow from the config.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 
 
 def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Checkpoint:
@@ -49,13 +49,28 @@ def as_stored(
     return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
 
 
+def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
+    """Return whether a checkpoint's output projection is there, and not the embedding once more.
+
+    Args:
+        checkpoint: as its files name the tensors.
+        output: what the names of the output projection's tensors begin with.
+        embedding: name of the embedding.
+    """
+    tensors = checkpoint.tensors
+    found = [name for name in tensors if name.startswith(output)]
+    if found != [f"{output}weight"] or embedding not in tensors:
+        return bool(found)
+    return not _same(tensors[found[0]], tensors[embedding])
+
+
 def match_names(
     checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
 ) -> dict[str, TensorEntry]:
     """Return the checkpoint's entry for every name of the table.
 
-    An output projection in the checkpoint of a model that ties it to the embedding is left out, as
-    Transformers does, with a warning if the two differ. So are, with a warning that names them,
+    An output projection in the checkpoint of a model that ties it to the embedding is left out:
+    `has_own_output` has said that the two are equal. So are, with a warning that names them,
     tensors that are nobody's: of another head, of layers after the model's last. Those of a layer
     or a module that the model has are not: leaving them out would compute something else.
 
@@ -73,13 +88,8 @@ def match_names(
         for name, entry in tensors.items()
         if not COMPUTED.fullmatch(name) and not name.startswith(further)
     }
-    if config.tie_word_embeddings and OUTPUT in found:
-        output = found.pop(OUTPUT)
-        if EMBEDDING in found and not _same(output, found[EMBEDDING]):
-            logger.warning(
-                "%s: %s differs from %s but config.json ties them; it is ignored",
-                checkpoint.directory, OUTPUT, EMBEDDING,
-            )  # fmt: skip
+    if config.tie_word_embeddings:
+        found.pop(OUTPUT, None)
     extra = sorted(found.keys() - expected.keys())
     modules = {name.rpartition(".")[0] for name in (*expected, OUTPUT)}
     bad = [name for name in extra if checkpoint.whole or _changes(name, modules, layers)]

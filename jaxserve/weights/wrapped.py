@@ -34,7 +34,7 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: there is no embedding under any of the names that one has.
     """
-    prefix, head = _naming(checkpoint)
+    prefix, head = naming(checkpoint)
     found: dict[str, TensorEntry] = {}
     others: Counter[str] = Counter()
     for name, entry in checkpoint.tensors.items():
@@ -54,13 +54,12 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=found)
 
 
-def has_output(checkpoint: Checkpoint) -> bool:
-    """Return whether a wrapper's text model has an output projection of its own."""
-    head = _naming(checkpoint)[1]
-    return any(name.startswith(head) for name in checkpoint.tensors)
+def naming(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the prefixes of the text model's tensors and of its output projection.
 
-
-def _naming(checkpoint: Checkpoint) -> tuple[str, str]:
+    Raises:
+        CheckpointError: there is no embedding under any of the names that one has.
+    """
     for prefix, head in NAMINGS:
         if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
             return prefix, head

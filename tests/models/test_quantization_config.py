@@ -160,6 +160,10 @@ READ: dict[str, tuple[dict[str, Any], StoredQuantization]] = {
         AUTO_ROUND,
         StoredQuantization("auto-round", "gptq", "int4", 4, 128, zero_offset=1),
     ),
+    "auto-round without a name of its packing": (
+        {key: value for key, value in AUTO_ROUND.items() if key != "packing_format"},
+        StoredQuantization("auto-round", "gptq", "int4", 4, 128, zero_offset=1),
+    ),
     "auto-round as awq": (
         AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
         StoredQuantization("auto-round", "awq", "int4", 4, 128),
@@ -192,6 +196,9 @@ def test_a_file_of_modelopts_own_stands_for_what_config_json_lacks(tmp_path):
     text = {"producer": {"name": "modelopt"}, "quantization": own | {"exclude_modules": []}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(text))
     assert read_model_config(tmp_path).quantization == READ["modelopt nvfp4"][1]
+    nothing = text | {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(nothing))
+    assert read_model_config(tmp_path).quantization is None
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="quant_algo"):
         read_model_config(tmp_path)

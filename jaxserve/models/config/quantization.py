@@ -178,7 +178,7 @@ def _words(fields: Fields, method: str, zero_offset: int) -> StoredQuantization:
 
 def _auto_round(fields: Fields) -> StoredQuantization:
     formats = ["auto_round:auto_gptq", "auto_round:auto_awq"]
-    packing = fields.choice("packing_format", formats)
+    packing = fields.choice("packing_format", formats, default=formats[0])
     fields.neutral({"data_type": "int"})
     fields.neutral({"act_bits": (None, 16)})
     _check_layers(fields)
