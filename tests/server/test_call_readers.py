@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.dialect import AnswerReader
+from jaxserve.server.tool_calls.dialect import AnswerReader, answer_reader
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     THINKING_FORMATS,
@@ -284,10 +284,8 @@ def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start,
 
 def test_thoughts_before_calls() -> None:
     text = '<think>\n<tool_call> is for later</think>\n<tool_call>{"name": "f"}</tool_call>'
-    reader = AnswerReader(
-        ThinkingReader(THINKING_FORMATS["qwen3"], Start.FREE),
-        CallReader(CALL_FORMATS["hermes"], NAMES, False),
-    )
+    tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
+    reader = answer_reader("hermes", "qwen3", tools, Start.FREE)
     message, _ = read(reader, list(text))
     assert said(message) == ("", "<tool_call> is for later", [("f", "{}")])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,34 @@ class AnswerReader:
         for piece in pieces:
             self.message.add(piece)
         return pieces
+
+
+def answer_reader(
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    tools: Sequence[dict[str, Any]],
+    start: Start,
+    parallel: bool = True,
+) -> AnswerReader:
+    """Return a reader of an answer that no grammar has formed.
+
+    Args:
+        tool_call_parser: name of the call format; None where there are no calls.
+        reasoning_parser: name of the thinking format; None where there are no thoughts.
+        tools: those that may be called, in OpenAI's form.
+        start: state of the thoughts at the end of the prompt.
+        parallel: whether there may be several calls.
+
+    Raises:
+        KeyError: there is no such format.
+    """
+    thinking = calls = None
+    if reasoning_parser is not None:
+        thinking = ThinkingReader(THINKING_FORMATS[reasoning_parser], start)
+    if tool_call_parser is not None:
+        names = [tool["function"]["name"] for tool in tools]
+        calls = CallReader(CALL_FORMATS[tool_call_parser], names, False, parallel)
+    return AnswerReader(thinking, calls)
 
 
 class Dialect:
