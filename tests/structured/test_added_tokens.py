@@ -14,16 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxserve.engine.text.grammars import Constraint, Grammars
-from jaxserve.server.tool_calls.dialect import AnswerReader
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
-from jaxserve.server.tool_calls.reader import CallReader
 from jaxserve.structured import StructuredOutputsParams
-from tests.structured.test_call_grammars import FORMS, FUNCTIONS
+from tests.structured.test_call_grammars import FORMS, FUNCTIONS, read
 from tests.structured.test_grammars import TOKENIZER
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-MARKS = sorted({mark for form in CALL_FORMATS.values() for mark in (form.mark, form.close) if mark})
+MARKS = sorted({mark for form in FORMS for mark in CALL_FORMATS[form].marks if mark.strip()})
 # Texts that published vocabularies hold as added tokens, and some that are nasty.
 ADDED = [
     *("<think>", "<|fim|>", "  ", "    ", "\n\n", "<b>", "</b>", "<0x0A>", "\u2581\u2581", "é"),
@@ -261,15 +259,6 @@ def marked(request: pytest.FixtureRequest) -> Vocabulary:
 def spell(vocabulary: Vocabulary, mark: str) -> str:
     number = vocabulary.named.get(mark)
     return json.dumps(mark) if number is None else f"<[{number}]>"
-
-
-def read(form: str, text: str, is_certain: bool) -> AnswerReader:
-    names = [function.name for function in FUNCTIONS]
-    reader = AnswerReader(None, CallReader(CALL_FORMATS[form], names, is_certain))
-    for letter in text:
-        reader.feed(letter)
-    reader.feed("", final=True)
-    return reader
 
 
 @pytest.mark.parametrize("most", [1, 3])
