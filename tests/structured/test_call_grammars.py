@@ -126,7 +126,7 @@ GOOD = {
     "lfm2": "<|tool_call_start|>[opt(a=true)]<|tool_call_end|>",
     "xlam": f"[{_CALL}]",
     "apertus": '<|tools_prefix|>[{"opt": {"a": true}}]<|tools_suffix|>',
-    "gigachat3": f"function call<|role_sep|>\n{_CALL}",
+    "gigachat3": f"<|message_sep|>function call<|role_sep|>{_CALL}",
     "longcat": f"<longcat_tool_call>\n{_CALL}\n</longcat_tool_call>",
 }
 

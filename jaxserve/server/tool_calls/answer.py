@@ -84,9 +84,10 @@ class AnswerReader:
 
     def feed(self, text: str, final: bool = False) -> list[Piece]:
         """Read more text. Return the new pieces that are certain by now."""
-        pieces = self._read(text, final)
-        if not self._with_thoughts:
-            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
+        pieces: list[Piece] = []
+        for piece in self._read(text, final):
+            if self._with_thoughts or not isinstance(piece, Thought):
+                pieces.append(piece)
         for piece in pieces:
             self.message.add(piece)
         return pieces

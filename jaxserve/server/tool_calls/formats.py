@@ -216,7 +216,11 @@ CALL_FORMATS: dict[str, CallFormat] = {
         is_array=True,
         body=JsonCall(is_keyed=True),
     ),
-    "gigachat3": CallFormat("function call<|role_sep|>", others=(("<|function_call|>", ""),)),
+    "gigachat3": CallFormat(
+        "function call<|role_sep|>",
+        section=("<|message_sep|>", ""),
+        others=(("<|function_call|>", ""),),
+    ),
     "longcat": CallFormat("<longcat_tool_call>", close="</longcat_tool_call>"),
 }
 # The format of forced calls where that of the model is unknown, or none that a grammar can form.

@@ -32,6 +32,10 @@ _ENDS = (END, CALL, RETURN)
 # A new message also ends the one before.
 _STOPS = (*_ENDS, START, CHANNEL)
 _HEADER = re.compile(r"(?:<\|start\|>[^<]*|<\|channel\|>[^<]*|<\|constrain\|>[^<]*|\s*to=[^<]*)+")
+# A header that a limit has cut off says nothing, unless it names a recipient.
+_CUT_HEADER = re.compile(
+    r"(?:<\|(?:start|channel|constrain)\|>(?:(?!to=)[^<\n]){0,160})+(?:<[|\w]{0,12})?"
+)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLE = re.compile(r"<\|start\|>\s*\w*(?=<|\s*to=)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
@@ -111,6 +115,9 @@ class HarmonyReader:
                 yield from self._read_message()
             except Malformed:
                 source.rewind()
+                if source.is_final and _CUT_HEADER.fullmatch(source.text, source.position):
+                    source.take_to(len(source.text))
+                    return
                 self._num_malformed += 1
                 yield from self._say_to_the_letter()
 
