@@ -59,8 +59,8 @@ WHOLE = (
     Kind(
         "a call inside thoughts",
         "A matter of taste. vLLM ends thoughts at the first mark of a call, so that a model that "
-        "forgets to end them still calls; we end them where the model ends them, so that a call "
-        "that it only thinks about is not made.",
+        "forgets to end them still calls; so do we, if the model never ends them (where vLLM does): "
+        "a call that it only thinks about is not made.",
         lambda output, ours, theirs: (
             differ("reasoning")(output, ours, theirs)
             and len(bare(theirs["reasoning"])) < len(bare(ours["reasoning"]))
@@ -75,6 +75,17 @@ WHOLE = (
             differ("reasoning")(output, ours, theirs)
             and not ours["reasoning"]
             and output["start"] != "open"
+        ),
+    ),
+    Kind(
+        "words before a mark inside thoughts lost",
+        "Ours is right: thoughts that the prompt or the model's habit has begun may name their mark.",
+        lambda output, ours, theirs: (
+            differ("reasoning")(output, ours, theirs)
+            and bare(theirs["reasoning"]) in bare(ours["reasoning"])
+            and not theirs["content"]
+            and not theirs["calls"]
+            and bool(theirs["reasoning"])
         ),
     ),
     Kind(
