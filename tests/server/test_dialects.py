@@ -189,9 +189,12 @@ def test_the_marks_of_channels_for_the_engine(tokenizer: Tokenizer) -> None:
     ]
     assert dialect.shows_special(None)
     free, formed = dialect.marks([]), dialect.marks([], None, True)
-    calls = dialect.marks([], use_of("openai", chat("required")), True)
+    held = dialect.marks([], use_of("openai", chat("required")), True)
+    calls = dialect.marks([], use_of("openai", chat("required", thinking_token_budget=5)), True)
     assert free is not None and formed is not None and calls is not None
     assert (free.is_open, formed.is_open, calls.is_open) == (False, True, True)
+    # The grammar of calls holds the thoughts itself where they have no budget.
+    assert held is not None and held.is_closed and not calls.is_closed
     for marks in (free, formed):
         forced = tokenizer.decode(list(marks.end_token_ids), False)
         assert forced == "<|end|><|start|>assistant<|channel|>final<|message|>"

@@ -142,7 +142,8 @@ class Dialect:
             return None
         forms_calls = use is not None and use.grammar is not None
         if self.thinking.is_harmony:
-            return self._harmony_marks(forms_calls, is_formed)
+            is_held = use is not None and forms_calls and use.holds_thoughts
+            return self._harmony_marks(forms_calls, is_formed, is_held)
         start, token = self.start(prompt), self._tokenizer.token_id(self.thinking.start)
         end, ids = self.thinking.end, self._end_ids()
         answers = [mark for mark, _ in self.thinking.answer_marks]
@@ -159,7 +160,7 @@ class Dialect:
             is_closed=start is Start.CLOSED,
         )
 
-    def _harmony_marks(self, forms_calls: bool, is_formed: bool) -> ThinkingMarks:
+    def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
         """Return the marks of a conversation in channels.
 
         A grammar of calls holds the thoughts itself, unless they have a budget. What else forms an
@@ -177,6 +178,7 @@ class Dialect:
             end_token_ids=tuple(self._ids(forced)),
             decode=self._decode,
             is_open=forms_calls or is_formed,
+            is_closed=is_held,
             end_pattern=pattern,
         )
 

@@ -53,6 +53,7 @@ class ToolUse:
         grammar: of the answer; None where it is free.
         is_named: whether the request names the tool to call.
         parallel: whether there may be several calls.
+        holds_thoughts: whether the grammar holds the thoughts too, where its format can.
     """
 
     call_format: CallFormat
@@ -61,6 +62,7 @@ class ToolUse:
     grammar: str | None
     is_named: bool
     parallel: bool
+    holds_thoughts: bool = True
 
     @property
     def calls(self) -> CallUse:
@@ -153,7 +155,7 @@ def tool_use(
     call_format = CALL_FORMATS[parser or DEFAULT_FORMAT]
     parallel = body.parallel_tool_calls is not False and not is_named
     answer = _answer_schema(body.response_format) if is_auto else None
-    grammar = None
+    grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
         if not call_format.has_grammar:
             call_format = CALL_FORMATS[DEFAULT_FORMAT]
@@ -164,11 +166,11 @@ def tool_use(
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
             answer_schema=answer,
-            may_think=body.thinking_token_budget is None,
+            may_think=may_think,
         )
         _check_size(grammar)
     called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
-    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel)
+    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
 
 
 def _check_size(grammar: str) -> None:
