@@ -15,6 +15,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
+from jaxserve.server.tool_calls.pieces import CallPart
 from jaxserve.server.tool_calls.thinking import Start
 from jaxserve.server.tool_calls.tools import CallUse
 from jaxserve.structured import StructuredOutputsParams
@@ -133,6 +134,20 @@ GOOD = {
 
 def test_every_form_has_a_good_call() -> None:
     assert {*GOOD, "openai"} == {*FORMS}
+
+
+@pytest.mark.parametrize("form", [form for form in GOOD if not CALL_FORMATS[form].is_python])
+def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
+    use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True)
+    reader = readers_of(use, None, Start.CLOSED)
+    came = [piece for letter in GOOD[form] for piece in reader.feed(letter)]
+    came += reader.feed("", True)
+    assert all(isinstance(piece, CallPart) for piece in came) and len(came) == len('{"a": true}')
+    # What a limit cuts off is a call with the arguments so far.
+    reader = readers_of(use, None, Start.CLOSED)
+    reader.feed(GOOD[form][: GOOD[form].index("true") + 2], True)
+    [call] = reader.message.calls
+    assert (call.name, call.arguments, reader.message.content) == ("opt", '{"a": tr', "")
 
 
 @pytest.mark.parametrize("form", GOOD)
