@@ -24,6 +24,7 @@ _CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<steptml:",), "step3"),
     (("functools[",), "phi4_mini_json"),
     (("<function_calls>",), "olmo3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
     (("<|tool_call|>",), "granite"),
     (("<tool_sep>",), None),
     (("<arg_key>",), "glm45"),

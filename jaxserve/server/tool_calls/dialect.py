@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +28,14 @@ from jaxserve.server.tool_calls.harmony import (
     MESSAGE,
     START,
     HarmonyIds,
+    harmony_messages,
 )
 from jaxserve.server.tool_calls.thinking import Start, start_of
 from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 
 # Tokens at a prompt's end among which templates open or close thoughts.
 _TAIL_TOKENS = 24
+_TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 
 
 def answer_reader(
@@ -63,6 +66,12 @@ def answer_reader(
     return readers_of(use, thinking, start)
 
 
+def _with_text(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    text = json.dumps(arguments, ensure_ascii=False)
+    return function if isinstance(arguments, str) else {**function, "arguments": text}
+
+
 class Dialect:
     """A model's way to write calls of tools and thoughts.
 
@@ -89,6 +98,10 @@ class Dialect:
         self.thinking = THINKING_FORMATS.get(reasoning_parser or detect_thinking(template) or "")
         if tokenizer is None:
             self.thinking = None
+        # DeepSeek's templates join the text of arguments to others, and render calls only where
+        # there is no content at all.
+        self._has_text_arguments = _TEXT_ARGUMENTS.search(template) is not None
+        self._wants_no_content = "['content'] is none" in template
 
     @property
     def call_format(self) -> CallFormat:
@@ -159,6 +172,29 @@ class Dialect:
             is_open=forms_calls or is_formed,
             end_pattern=pattern,
         )
+
+    def adapted(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return a conversation and its tools as the model's template can render them."""
+        if self._has_text_arguments or self._wants_no_content:
+            messages = [self._as_text(message) for message in messages]
+        if self.thinking is None or not self.thinking.is_harmony:
+            return messages, tools
+        described = [
+            {**tool, "function": {"description": "", **tool["function"]}} for tool in tools or ()
+        ]
+        return harmony_messages(messages), described or tools
+
+    def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose calls have arguments as text, and no content where it is empty."""
+        if not message.get("tool_calls"):
+            return message
+        calls = message["tool_calls"]
+        if self._has_text_arguments:
+            calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+        content = None if self._wants_no_content else ""
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, False)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.server.tool_calls.bodies import written
 from jaxserve.server.tool_calls.literals import EndFinder
@@ -197,3 +198,41 @@ class HarmonyReader:
         yield from self._say(Content, _STOPS, mark)
         if end := (yield from source.takes(*_ENDS)):
             self._pieces.append(Content(end))
+
+
+def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation as gpt-oss's template can render it.
+
+    It renders one call of a message, names the result that follows after it, and refuses content
+    beside thoughts and calls. So calls become messages of their own, each before its result, and
+    such content the end of the thoughts.
+    """
+    made: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            wanted = message.get("tool_call_id")
+            place = next((i for i, call in enumerate(waiting) if _id_of(call) == wanted), 0)
+            if waiting:
+                made.append(waiting.pop(place))
+            made.append(message)
+            continue
+        made += waiting
+        calls = message.get("tool_calls") or []
+        if message["role"] != "assistant" or not calls:
+            waiting = []
+            made.append(message)
+            continue
+        bare = {key: value for key, value in message.items() if key not in _THOUGHTS}
+        thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
+        waiting = [{**bare, "content": "", "tool_calls": [call]} for call in calls]
+        if thoughts:
+            waiting[0]["thinking"] = thoughts
+    return made + waiting
+
+
+_THOUGHTS = ("thinking", "reasoning_content")
+
+
+def _id_of(message: dict[str, Any]) -> Any:
+    return message["tool_calls"][0].get("id")

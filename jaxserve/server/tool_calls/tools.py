@@ -12,6 +12,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
+from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
 from jaxserve.server.tool_calls.written import NAME, Tools
@@ -208,16 +209,9 @@ def introduce(
             has this role, else a new one before it.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = f'{{"name": "NAME", "{call_format.arguments}": {{...}}}}'
-    if call_format.is_python:
-        example = "[NAME(ARGUMENT=VALUE, ...)]"
-    elif call_format.is_array:
-        example = f"{call_format.mark}[{example}]"
-    elif not call_format.is_optional_mark:
-        example = f"{call_format.mark}\n{example}\n{call_format.close}"
     text = (
         "You can call functions. These are their names and the JSON schemas of their arguments:\n"
-        f"{listed}\nA call is written like this:\n{example}"
+        f"{listed}\nA call is written like this:\n{example_of(call_format)}"
     )
     if messages and messages[0]["role"] == role:
         content = messages[0]["content"]
