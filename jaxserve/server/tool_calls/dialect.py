@@ -35,6 +35,11 @@ from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 
 # Tokens at a prompt's end among which templates open or close thoughts.
 _TAIL_TOKENS = 24
+_WITH_THOUGHTS = {
+    "openai": "openai_gptoss",
+    "cohere_command3": "cohere_command3",
+    "cohere_command4": "cohere_command4",
+}
 _TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 
 
@@ -95,7 +100,9 @@ class Dialect:
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or detect_thinking(template) or "")
+        # A format whose marks also stand around answers reads thoughts too.
+        found = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = THINKING_FORMATS.get(reasoning_parser or found or "")
         if tokenizer is None:
             self.thinking = None
         # DeepSeek's templates join the text of arguments to others, and render calls only where

@@ -32,7 +32,7 @@ HARMONY_PARTS = re.compile(r"(<\|\w+\|>)")
 _ENDS = (END, CALL, RETURN)
 # A new message also ends the one before.
 _STOPS = (*_ENDS, START, CHANNEL)
-_HEADER = re.compile(r"(?:<\|start\|>[^<]*|<\|channel\|>[^<]*|<\|constrain\|>[^<]*|\s*to=[^<]*)+")
+_HEADER = re.compile(r"([^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*)<\|message\|>")
 # A header that a limit has cut off says nothing, unless it names a recipient.
 _CUT_HEADER = re.compile(
     r"(?:<\|(?:start|channel|constrain)\|>(?:(?!to=)[^<\n]){0,160})+(?:<[|\w]{0,12})?"
@@ -129,9 +129,7 @@ class HarmonyReader:
             Malformed: it has no end of its header, or is a call of nothing that may be called.
         """
         source = self._source
-        header, _ = yield from source.until(MESSAGE)
-        if header and _HEADER.fullmatch(header) is None:
-            raise Malformed
+        header = (yield from source.match(_HEADER))[1]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         is_analysis = channel is not None and channel[1] == "analysis"
         name = None if recipient is None else recipient[1].removeprefix("functions.")

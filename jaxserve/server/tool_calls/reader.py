@@ -187,34 +187,33 @@ class Outgoing:
         self._id_length = id_length
         self._pieces: list[Piece] = []
         self._num_calls = 0
-        self._spaces = ""  # content once something follows that is no call
+        self._spaces: list[str] = []  # content once something follows that is no call
         self._has_content = False
 
     def fetch(self, final: bool) -> list[Piece]:
         """Return the pieces, and forget them."""
         if final and not self._num_calls and self._spaces:
-            self._pieces.append(Content(self._spaces))
-            self._spaces = ""
+            self._pieces.append(Content("".join(self._spaces)))
+            self._spaces.clear()
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def say(self, text: str) -> None:
         """Add content. Space at its end waits until it is certain that no call follows."""
-        if not text:
-            return
-        text = self._spaces + text
-        if self._num_calls and not self._has_content:
-            text = text.lstrip()
         content = text.rstrip()
-        self._spaces = text[len(content) :]
         if content:
+            spaced = "".join(self._spaces) + content
+            is_first = self._num_calls and not self._has_content
+            self._pieces.append(Content(spaced.lstrip() if is_first else spaced))
             self._has_content = True
-            self._pieces.append(Content(content))
+            self._spaces.clear()
+        if len(content) < len(text):
+            self._spaces.append(text[len(content) :])
 
     def call(self, call: WrittenCall) -> None:
         """Add a call, or its beginning."""
         self._num_calls += 1
-        self._spaces = ""
+        self._spaces.clear()
         if self._parallel or self._num_calls == 1:
             number = call.id or self._new_id()
             index = self._num_calls - 1

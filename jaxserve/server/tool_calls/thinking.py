@@ -87,20 +87,19 @@ def _say(
     Returns:
         Whether any comes.
     """
-    pattern = any_of(ends)
+    pattern, spaces = any_of(ends), list[str]()
     yield from source.skip_space()
     while True:
         source.settle()
         found = source.search(pattern)
+        end = len(source.text) if source.is_final else source.certain_end(ends)
+        text = source.take_to(end if found is None else found.start())
+        if inner := text.rstrip():
+            pieces.append(kind("".join(spaces) + inner))
+            spaces.clear()
+        spaces.append(text[len(inner) :])
         if found is not None:
-            text = source.take_to(found.start()).rstrip()
             source.take_to(found.end())
-        else:
-            end = len(source.text) if source.is_final else source.certain_end(ends)
-            text = source.text[source.position : end].rstrip()
-            source.take_to(end if source.is_final else source.position + len(text))
-        if text:
-            pieces.append(kind(text))
         if found is not None or source.is_final:
             source.settle()
             return found is not None
