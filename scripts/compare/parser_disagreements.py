@@ -59,8 +59,8 @@ WHOLE = (
     Kind(
         "a call inside thoughts",
         "A matter of taste. vLLM ends thoughts at the first mark of a call, so that a model that "
-        "forgets to end them still calls; so do we, if the model never ends them (where vLLM does): "
-        "a call that it only thinks about is not made.",
+        "forgets to end them still calls. So do we where vLLM does, if the model never ends "
+        "them: a call that it only thinks about is not made.",
         lambda output, ours, theirs: (
             differ("reasoning")(output, ours, theirs)
             and len(bare(theirs["reasoning"])) < len(bare(ours["reasoning"]))
@@ -78,8 +78,17 @@ WHOLE = (
         ),
     ),
     Kind(
+        "a mark left in the thoughts",
+        "Ours is right: the first mark is markup whether the prompt or the model has written it.",
+        lambda output, ours, theirs: (
+            differ("reasoning")(output, ours, theirs)
+            and bool(ours["reasoning"])
+            and bare(ours["reasoning"]) in bare(theirs["reasoning"])
+        ),
+    ),
+    Kind(
         "words before a mark inside thoughts lost",
-        "Ours is right: thoughts that the prompt or the model's habit has begun may name their mark.",
+        "Ours is right: thoughts that the prompt or the model has begun may name their mark.",
         lambda output, ours, theirs: (
             differ("reasoning")(output, ours, theirs)
             and bare(theirs["reasoning"]) in bare(ours["reasoning"])
@@ -100,9 +109,18 @@ WHOLE = (
         lambda output, ours, theirs: bool(set(names(theirs)) - output["names"]),
     ),
     Kind(
+        "an object in the middle of an answer",
+        "A matter of taste. Where a dialect has no mark, vLLM takes any object with a name for a "
+        "call; we take one that begins the answer or stands behind a mark.",
+        lambda output, ours, theirs: (
+            len(theirs["calls"]) > len(ours["calls"]) and "inside an answer" in output["about"]
+        ),
+    ),
+    Kind(
         "a call made of a broken or cut text",
-        "Ours is right. Arguments were never finished, or are none; vLLM sends what there is of "
-        "them, or closes them itself, and a client runs a tool with half of its arguments.",
+        "Ours is right. Arguments were never finished, or are none, or stand inside a string; vLLM "
+        "sends what there is of them, or closes them itself, and a client runs a tool with half of "
+        "its arguments.",
         lambda output, ours, theirs: len(theirs["calls"]) > len(ours["calls"]),
     ),
     Kind(
@@ -146,7 +164,8 @@ WHOLE = (
     ),
     Kind(
         "marks left in the answer",
-        "Ours is right: marks around an answer are markup, also where the second one was cut off.",
+        "Ours is right: marks are markup, also where the text ends before the second one, or "
+        "within the header of a message.",
         differ("content"),
     ),
     Kind(

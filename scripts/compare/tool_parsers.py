@@ -49,7 +49,7 @@ PARSERS = Engine(
     requirements=(
         ("torch==2.13.0",),
         ("--no-deps", "vllm==0.33.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
-        (*NEEDED, "cohere-melody>=0.14"),
+        (*NEEDED, "cohere-melody>=0.14", "orjson"),
     ),
 )
 

@@ -39,6 +39,8 @@ KINDS = [
     (said("a"), said("", (), "a"), "an answer without marks of thoughts, taken for thoughts"),
     (said("", (), "a"), said("a"), "thoughts left in the answer"),
     (said("b", (), "a"), said("", [CALL], ""), "a call inside thoughts"),
+    (said("", (), "a b"), said("", (), "b"), "words before a mark inside thoughts lost"),
+    (said("", (), "a"), said("", (), "<a"), "a mark left in the thoughts"),
 ]
 
 

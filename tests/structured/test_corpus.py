@@ -19,6 +19,8 @@ FOLDER = Path(__file__).parent / "corpus"
 TOOLS = json.loads((FOLDER / "tools.json").read_text())
 FILES = sorted(path for path in FOLDER.glob("*.json") if path.name != "tools.json")
 MIN_OUTPUTS = 400
+MANGLED = 12  # of each dialect, in one run of the tests
+PARTS = (" ", "\n", "{", "}", '"', "<", "[", "]", ",", "\\", "'", "\t", "é", "<|")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Dialect:
     name: str
     tool_call_parser: str | None
     reasoning_parser: str | None
+    marks: list[str]
     tools: list[dict[str, Any]]
     outputs: list[dict[str, Any]]
 
@@ -43,6 +46,7 @@ def load(path: Path) -> Dialect:
         path.stem,
         kept["tool_call_parser"],
         kept["reasoning_parser"],
+        kept["marks"],
         TOOLS[kept["tools"]],
         kept["outputs"],
     )
@@ -135,6 +139,42 @@ def test_every_prefix_streamed_says_what_it_says_whole(dialect: Dialect) -> None
                 place = rng.randrange(end + 1)
                 pieces = list(prefix) if end % 16 == 0 else [prefix[:place], prefix[place:]]
                 assert fed(dialect, start, pieces) == whole(dialect, start, prefix), pieces
+
+
+def mangled(dialect: Dialect, rng: random.Random) -> str:
+    """Return an output with parts left out, repeated or put in, or another one behind it."""
+    text = rng.choice(dialect.outputs)["text"]
+    for _ in range(rng.randint(1, 4)):
+        start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        more = rng.choice(["", "\n", " and "]) + rng.choice(dialect.outputs)["text"]
+        part = rng.choice([*dialect.marks, *PARTS])
+        text = rng.choice(
+            [
+                text[:start] + text[end:],
+                text[:start] + part + text[start:],
+                text[:end] + text[start:],
+                text + more,
+                text[:end],
+            ]
+        )
+    return text[:1000]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_mangled_outputs_lose_nothing_and_do_not_depend_on_pieces(dialect: Dialect) -> None:
+    rng = random.Random(dialect.name)
+    names = {tool["function"]["name"] for tool in dialect.tools}
+    for _ in range(MANGLED):
+        text = mangled(dialect, rng)
+        start = rng.choice(list(Start)).value if dialect.reasoning_parser else "closed"
+        meant = whole(dialect, start, text)
+        assert streamed(dialect, start, list(text)) == meant, text
+        assert streamed(dialect, start, cut(text, rng)) == meant, text
+        _, content, calls = meant
+        for name, arguments in calls:
+            assert name in names and isinstance(json.loads(arguments), dict)
+        if not calls and dialect.reasoning_parser is None:
+            assert content == text
 
 
 def test_the_corpus_has_outputs_of_every_format() -> None:
