@@ -172,6 +172,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "qwen3_coder": _QWEN_XML,
     "qwen3_xml": _QWEN_XML,
     "step3p5": _QWEN_XML,
+    "step5": _QWEN_XML,
     "mimo": _xml(trims=False),
     "seed_oss": _xml("seed:"),
     "deepseek_v3": _deepseek(
@@ -196,6 +197,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
     "glm45": _GLM,
     "glm47": _GLM,
+    "ling3": _GLM,
     "kimi_k2": _KIMI,
     "hunyuan_a13b": _ARRAY_IN_TAGS,
     "jamba": _ARRAY_IN_TAGS,
@@ -307,6 +309,7 @@ THINKING_FORMATS: dict[str, ThinkingFormat] = {
     "cohere_command4": _COMMAND_THOUGHTS,
     "gemma4": ThinkingFormat("<|channel>thought", "<channel|>"),
     "kimi_k2": _QWEN,
+    "ling3": _QWEN,
     "minimax_m2": _think(is_always=True, ends_at_calls=True),
     "hunyuan_a13b": _think(answer="answer"),
     "ernie45": _think(is_always=True, answer="response"),
