@@ -12,8 +12,8 @@ import pytest
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import grammar_of_calls
 from tests.published.models import small_config
-from tests.structured.test_added_tokens import Vocabulary, read, spell
-from tests.structured.test_call_grammars import FORMS, FUNCTIONS
+from tests.structured.test_added_tokens import Vocabulary, spell
+from tests.structured.test_call_grammars import FORMS, FUNCTIONS, read
 
 # What ends an answer, and how calls are written.
 MODELS = {

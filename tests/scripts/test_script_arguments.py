@@ -33,6 +33,7 @@ WRONG = [
     ("serving.bench", "--temperature hot", "--temperature: invalid float value: 'hot'"),
     ("serving.bench", "--tokenizer /no", "--tokenizer: '/no' must be a file that exists"),
     ("serving.bench", "--tokenizer pyproject.toml", "pyproject.toml: is no tokenizer"),
+    ("compare.tool_parsers", "--python /no", "--python: '/no' must be a file that exists"),
     ("bench.structured", "--model /no/such", "'/no/such' must be a folder with a checkpoint"),
     ("bench.structured", "--model tests", "'tests' must hold a checkpoint; it has no config.json"),
     ("bench.structured", "--rows 99999", "--rows: '99999' must be an integer of at most 1,024"),

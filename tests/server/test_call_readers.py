@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.dialect import AnswerReader
+from jaxserve.server.tool_calls.answer import AnswerReader
+from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
+from jaxserve.server.tool_calls.dialect import answer_reader
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     THINKING_FORMATS,
-    detect_calls,
-    detect_thinking,
 )
 from jaxserve.server.tool_calls.pieces import CallPart, Message, Piece
 from jaxserve.server.tool_calls.reader import MAX_MALFORMED, CallReader
@@ -284,10 +284,8 @@ def test_thoughts_do_not_depend_on_how_they_come(parts: list[str], start: Start,
 
 def test_thoughts_before_calls() -> None:
     text = '<think>\n<tool_call> is for later</think>\n<tool_call>{"name": "f"}</tool_call>'
-    reader = AnswerReader(
-        ThinkingReader(THINKING_FORMATS["qwen3"], Start.FREE),
-        CallReader(CALL_FORMATS["hermes"], NAMES, False),
-    )
+    tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
+    reader = answer_reader("hermes", "qwen3", tools, Start.FREE)
     message, _ = read(reader, list(text))
     assert said(message) == ("", "<tool_call> is for later", [("f", "{}")])
 
@@ -306,7 +304,7 @@ def test_where_a_prompt_leaves_the_thoughts(tail: str, start: Start) -> None:
 
 DETECTED = [
     ("<tools>{{ t | tojson }}</tools> within <tool_call></tool_call> XML tags", "hermes", None),
-    ("<tool_call>\n<function=name>\n<parameter=x></tool_call>", None, None),
+    ("<tool_call>\n<function=name>\n<parameter=x></tool_call>", "qwen3_coder", None),
     ("{{ '[TOOL_CALLS] ' }}{% if x %}[THINK]{{ x }}[/THINK]{% endif %}", "mistral", "mistral"),
     ('{% if tools %}<|python_tag|>{"name": f, "parameters": {}}{% endif %}', "llama3_json", None),
     ("If you call: [func_name1(params_name1=params_value1)] <|python_tag|>", "pythonic", None),

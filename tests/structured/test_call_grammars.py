@@ -12,15 +12,22 @@ import pytest
 from jaxserve.engine.text.grammars import Constraint, Grammars
 from jaxserve.engine.text.thinking import ThinkingConstraint, ThinkingMarks
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.dialect import AnswerReader
+from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.grammar import Function, bare, grammar_of_calls
-from jaxserve.server.tool_calls.reader import CallReader
+from jaxserve.server.tool_calls.pieces import CallPart
+from jaxserve.server.tool_calls.thinking import Start
+from jaxserve.server.tool_calls.tools import CallUse
 from jaxserve.structured import StructuredOutputsParams
 from tests.structured.schemas import closed
 from tests.structured.test_grammars import END, TOKENIZER, VOCABULARY, allowed, draw
 
-FORMS = ["hermes", "llama3_json", "mistral", "granite", "pythonic"]
+# The first name of each format that a grammar can form.
+FORMS = [
+    name
+    for place, (name, form) in enumerate(CALL_FORMATS.items())
+    if form.has_grammar and form not in list(CALL_FORMATS.values())[:place]
+]
 WEATHER = Function(
     "get_weather",
     {
@@ -55,9 +62,9 @@ def constraint(grammars: Grammars, form: str, **options) -> Constraint:
     return grammars.compile(StructuredOutputsParams(grammar=grammar))
 
 
-def read(form: str, text: str) -> AnswerReader:
-    names = [function.name for function in FUNCTIONS]
-    reader = AnswerReader(None, CallReader(CALL_FORMATS[form], names, True))
+def read(form: str, text: str, is_certain: bool = True) -> AnswerReader:
+    tools = {function.name: function.schema for function in FUNCTIONS}
+    reader = readers_of(CallUse(CALL_FORMATS[form], tools, is_certain, True), None, Start.CLOSED)
     for piece in text:
         reader.feed(piece)
     reader.feed("", final=True)
@@ -70,7 +77,7 @@ def test_texts_of_the_grammar_are_calls_that_fit(
     grammars: Grammars, pieces: list[bytes], form: str, most: int
 ) -> None:
     start, called = constraint(grammars, form, most=most), set()
-    for seed in range(25):
+    for seed in range(15):
         text = draw(start.copy(), pieces, seed)
         if text is None:
             continue
@@ -95,16 +102,55 @@ def follow(constraint: Constraint, grammars: Grammars, text: str) -> str:
     return done.decode()
 
 
+_CALL = '{"name": "opt", "arguments": {"a": true}}'
 GOOD = {
-    "hermes": '<tool_call>\n{"name": "opt", "arguments": {"a": true}}\n</tool_call>',
-    "llama3_json": '{"name": "opt", "parameters": {"a": true}}',
-    "mistral": '[TOOL_CALLS][{"name": "opt", "arguments": {"a": true}}]',
-    "granite": '<|tool_call|>[{"name": "opt", "arguments": {"a": true}}]',
+    "hermes": f"<tool_call>\n{_CALL}\n</tool_call>",
+    "llama3_json": _CALL.replace("arguments", "parameters"),
+    "mistral": f"[TOOL_CALLS][{_CALL}]",
     "pythonic": "[opt(a=true)]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>opt\n"
+    '```json\n{"a": true}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>opt<｜tool▁sep｜>"
+    '{"a": true}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "cohere_command3": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "opt", '
+    '"parameters": {"a": true}}]<|END_ACTION|>',
+    "granite": f"<|tool_call|>[{_CALL}]",
+    "granite-20b-fc": f"<function_call>\n{_CALL}",
+    "phi4_mini_json": f"functools[{_CALL}]",
+    "olmo3": "<function_calls>opt(a=true)</function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.opt:0"
+    '<|tool_call_argument_begin|>{"a": true}<|tool_call_end|><|tool_calls_section_end|>',
+    "hunyuan_a13b": f"<tool_calls>[{_CALL}]</tool_calls>",
+    "internlm": "<|action_start|><|plugin|>"
+    + _CALL.replace("arguments", "parameters")
+    + "<|action_end|>",
+    "lfm2": "<|tool_call_start|>[opt(a=true)]<|tool_call_end|>",
+    "xlam": f"[{_CALL}]",
+    "apertus": '<|tools_prefix|>[{"opt": {"a": true}}]<|tools_suffix|>',
+    "gigachat3": f"<|message_sep|>function call<|role_sep|>{_CALL}",
+    "longcat": f"<longcat_tool_call>\n{_CALL}\n</longcat_tool_call>",
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_a_good_call() -> None:
+    assert {*GOOD, "openai"} == {*FORMS}
+
+
+@pytest.mark.parametrize("form", [form for form in GOOD if not CALL_FORMATS[form].is_python])
+def test_arguments_of_formed_calls_go_out_as_they_come(form: str) -> None:
+    use = CallUse(CALL_FORMATS[form], {"opt": {}}, True, True)
+    reader = readers_of(use, None, Start.CLOSED)
+    came = [piece for letter in GOOD[form] for piece in reader.feed(letter)]
+    came += reader.feed("", True)
+    assert all(isinstance(piece, CallPart) for piece in came) and len(came) == len('{"a": true}')
+    # What a limit cuts off is a call with the arguments so far.
+    reader = readers_of(use, None, Start.CLOSED)
+    reader.feed(GOOD[form][: GOOD[form].index("true") + 2], True)
+    [call] = reader.message.calls
+    assert (call.name, call.arguments, reader.message.content) == ("opt", '{"a": tr', "")
+
+
+@pytest.mark.parametrize("form", GOOD)
 def test_an_answer_is_free_until_it_calls(grammars: Grammars, form: str) -> None:
     start = constraint(grammars, form, may_answer=True)
     call = GOOD[form]
@@ -124,7 +170,7 @@ def test_an_answer_is_free_until_it_calls(grammars: Grammars, form: str) -> None
         assert (message.content, len(message.calls)) == ("Hm: and so.", 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", GOOD)
 def test_an_answer_of_a_form_of_its_own_or_calls(grammars: Grammars, form: str) -> None:
     schema = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
     schema["additionalProperties"] = False

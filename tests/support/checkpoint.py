@@ -38,8 +38,12 @@ def save_checkpoint(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerFast | None = None,
     positions: int = 256,
+    end: int = 1,
 ) -> Path:
-    """Write a two-layer model; of 260 tokens and 256 positions unless told otherwise."""
+    """Write a two-layer model; of 260 tokens and 256 positions unless told otherwise.
+
+    Its answers end with the token `end`.
+    """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     config = LlamaConfig(
@@ -52,7 +56,7 @@ def save_checkpoint(
         max_position_embeddings=positions,
         initializer_range=0.3,
         bos_token_id=0,
-        eos_token_id=1,
+        eos_token_id=end,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

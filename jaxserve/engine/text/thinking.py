@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ class ThinkingMarks:
         start_token_id: of the start where it is one token; else NO_TOKEN.
         is_open: whether the prompt has begun them.
         is_closed: whether the prompt has ended them.
+        end_pattern: what ends them, where `end` is not all that does.
     """
 
     start: str
@@ -36,6 +38,7 @@ class ThinkingMarks:
     start_token_id: int = NO_TOKEN
     is_open: bool = False
     is_closed: bool = False
+    end_pattern: re.Pattern[str] | None = None
 
 
 class Inner(Protocol):
@@ -122,7 +125,7 @@ class ThinkingConstraint:
                 self._phase = "after"
         elif self._phase == "thinking":
             self._num_tokens += 1
-            if self._has(token, self._marks.end, self._marks.end_token_ids):
+            if self._has_end(token):
                 self._phase = "after"
         else:
             complete = self._before(token)
@@ -139,6 +142,14 @@ class ThinkingConstraint:
         elif self._num_tokens >= (_BEFORE_START if self._start_id else _TAIL):
             self._phase = "after"
         return False
+
+    def _has_end(self, token: int) -> bool:
+        """Return whether the thoughts have just ended."""
+        pattern = self._marks.end_pattern
+        if pattern is None:
+            return self._has(token, self._marks.end, self._marks.end_token_ids)
+        self._tail = [*self._tail[1 - _TAIL :], token]
+        return pattern.search(self._marks.decode(self._tail)) is not None
 
     def _has(self, token: int, mark: str, ids: Sequence[int]) -> bool:
         """Return whether a mark has just been completed."""

@@ -146,7 +146,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
         options["tools"] = tools.described
     prompt = await model.render(messages, **options)
     prompt = truncated(prompt, body.truncate_prompt_tokens, model.limits.max_model_len)
-    marks = dialect.marks(prompt)
+    marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
     engine_request = await request.engine_request(model, prompt, sampling, body, marks)
     answer_format = dialect.answer_format(prompt, tools, body.include_reasoning is not False)
     return Generation(model, [engine_request], answer_format)
@@ -168,6 +168,9 @@ def chat_sampling(
         sampling = replace(sampling, thinking_token_budget=body.thinking_token_budget)
     if model.dialect.shows_special(tools):
         sampling = replace(sampling, skip_special_tokens=False)
+    ends = [*(sampling.stop_token_ids or ()), *model.limits.eos_token_ids]
+    if more := [token for token in model.dialect.stop_token_ids if token not in ends]:
+        sampling = replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *more])
     if tools is None or tools.grammar is None:
         return sampling
     if body.structured_outputs is not None:

@@ -21,7 +21,7 @@ from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.served.request_trace import RequestTrace
-from jaxserve.server.tool_calls.dialect import AnswerFormat, AnswerReader
+from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader
 from jaxserve.server.tool_calls.pieces import Content, Message, Piece
 
 

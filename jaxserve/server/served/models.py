@@ -137,7 +137,10 @@ class ServedModel:
             InvalidRequest: there is no template, it refuses the messages, or reads no documents.
             PromptTooLong: no tokenization of the messages could fit.
         """
-        tools, own = options.get("tools"), options.get("chat_template")
+        own = options.get("chat_template")
+        if own is None:
+            messages, options["tools"] = self.dialect.adapted(messages, options.get("tools"))
+        tools = options.get("tools")
         if own is None and not self.tokenizer().has_template(bool(tools)):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: send a prompt to /v1/completions, or start the server with "
@@ -161,7 +164,7 @@ class ServedModel:
 
     async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
-        characters = sum(len(message["content"]) for message in messages)
+        characters = sum(len(message["content"] or "") for message in messages)
         self._check_length(characters, "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
         if weigh([messages, inputs], INLINE_CHARS) <= INLINE_CHARS:

@@ -1,95 +1,80 @@
-"""Dialect: a model's way to write calls and thoughts; AnswerFormat: that of one answer."""
+"""Dialect: a model's way to write calls and thoughts."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.engine.text.thinking import ThinkingMarks
 from jaxserve.scheduling.slot_table import NO_TOKEN
+from jaxserve.server.tool_calls.answer import AnswerFormat, AnswerReader, readers_of
+from jaxserve.server.tool_calls.detection import detect_calls, detect_thinking
 from jaxserve.server.tool_calls.formats import (
     CALL_FORMATS,
     DEFAULT_FORMAT,
     THINKING_FORMATS,
     CallFormat,
-    ThinkingFormat,
-    detect_calls,
-    detect_thinking,
 )
-from jaxserve.server.tool_calls.pieces import Content, Message, Piece, Thought
-from jaxserve.server.tool_calls.reader import CallReader
-from jaxserve.server.tool_calls.thinking import Start, ThinkingReader, start_of
-from jaxserve.server.tool_calls.tools import ToolUse
+from jaxserve.server.tool_calls.harmony import (
+    CHANNEL,
+    END,
+    HARMONY_ANSWER,
+    HARMONY_ANSWER_OR_CALL,
+    HARMONY_PARTS,
+    HARMONY_STOPS,
+    HARMONY_TURN,
+    MESSAGE,
+    START,
+    HarmonyIds,
+    harmony_messages,
+)
+from jaxserve.server.tool_calls.thinking import Start, start_of
+from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 
 # Tokens at a prompt's end among which templates open or close thoughts.
 _TAIL_TOKENS = 24
+_WITH_THOUGHTS = {
+    "openai": "openai_gptoss",
+    "cohere_command3": "cohere_command3",
+    "cohere_command4": "cohere_command4",
+}
+_TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 
 
-@dataclass(frozen=True)
-class AnswerFormat:
-    """Format of the answers to one request.
+def answer_reader(
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    tools: Sequence[dict[str, Any]],
+    start: Start,
+    parallel: bool = True,
+) -> AnswerReader:
+    """Return a reader of an answer that no grammar has formed.
 
-    Attributes:
-        tools: those that may be called, or None.
-        thinking: the marks of thoughts, or None.
+    Args:
+        tool_call_parser: name of the call format; None where there are no calls.
+        reasoning_parser: name of the thinking format; None where there are no thoughts.
+        tools: those that may be called, in OpenAI's form.
         start: state of the thoughts at the end of the prompt.
-        end_token_id: the end of the thoughts, where it is a single token.
-        with_thoughts: whether readers return thoughts.
+        parallel: whether there may be several calls.
+
+    Raises:
+        KeyError: there is no such format.
     """
-
-    tools: ToolUse | None = None
-    thinking: ThinkingFormat | None = None
-    start: Start = Start.CLOSED
-    end_token_id: int | None = None
-    with_thoughts: bool = True
-
-    def reader(self) -> AnswerReader | None:
-        """Return a reader of one answer; None where all of it is content."""
-        if self.tools is None and self.thinking is None:
-            return None
-        thinking = None if self.thinking is None else ThinkingReader(self.thinking, self.start)
-        calls = None if self.tools is None else self.tools.reader()
-        return AnswerReader(thinking, calls, self.with_thoughts)
-
-    def num_thought(self, token_ids: list[int], thoughts: str) -> int:
-        """Count the tokens of an answer that are thoughts, their end included."""
-        if self.thinking is None or self.end_token_id is None or self.start is Start.CLOSED:
-            return 0
-        if self.end_token_id in token_ids:
-            return token_ids.index(self.end_token_id) + 1
-        return len(token_ids) if thoughts or self.start is Start.OPEN else 0
+    use = None
+    if tool_call_parser is not None:
+        functions = [tool["function"] for tool in tools]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        use = CallUse(CALL_FORMATS[tool_call_parser], schemas, False, parallel)
+    thinking = None if reasoning_parser is None else THINKING_FORMATS[reasoning_parser]
+    return readers_of(use, thinking, start)
 
 
-class AnswerReader:
-    """Incremental reader of an answer, for streams and whole answers alike.
-
-    Attributes:
-        message: all that was read.
-    """
-
-    def __init__(
-        self, thinking: ThinkingReader | None, calls: CallReader | None, with_thoughts: bool = True
-    ) -> None:
-        self._thinking = thinking
-        self._calls = calls
-        self._with_thoughts = with_thoughts
-        self.message = Message()
-
-    def feed(self, text: str, final: bool = False) -> list[Piece]:
-        """Read more text. Return the new pieces that are certain by now."""
-        pieces: list[Piece] = []
-        if self._thinking is not None:
-            thoughts, text = self._thinking.feed(text, final)
-            if thoughts and self._with_thoughts:
-                pieces.append(Thought(thoughts))
-        if self._calls is not None:
-            pieces += self._calls.feed(text, final)
-        elif text:
-            pieces.append(Content(text))
-        for piece in pieces:
-            self.message.add(piece)
-        return pieces
+def _with_text(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    text = json.dumps(arguments, ensure_ascii=False)
+    return function if isinstance(arguments, str) else {**function, "arguments": text}
 
 
 class Dialect:
@@ -115,9 +100,15 @@ class Dialect:
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or detect_thinking(template) or "")
+        # A format whose marks also stand around answers reads thoughts too.
+        found = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = THINKING_FORMATS.get(reasoning_parser or found or "")
         if tokenizer is None:
             self.thinking = None
+        # DeepSeek's templates join the text of arguments to others, and render calls only where
+        # there is no content at all.
+        self._has_text_arguments = _TEXT_ARGUMENTS.search(template) is not None
+        self._wants_no_content = "['content'] is none" in template
 
     @property
     def call_format(self) -> CallFormat:
@@ -129,21 +120,101 @@ class Dialect:
         token = self._tokenizer.token_id(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
-    def marks(self, prompt: list[int]) -> ThinkingMarks | None:
-        """Return the marks of thoughts in an answer to a prompt, in tokens, for the engine."""
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end an answer beside those that the checkpoint names."""
+        if self.thinking is None or not self.thinking.is_harmony:
+            return []
+        ids = (self._tokenizer.token_id(mark) for mark in HARMONY_STOPS)
+        return [token for token in ids if token is not None]
+
+    def marks(
+        self, prompt: list[int], use: ToolUse | None = None, is_formed: bool = False
+    ) -> ThinkingMarks | None:
+        """Return the marks of thoughts in an answer to a prompt, in tokens, for the engine.
+
+        Args:
+            prompt: in tokens.
+            use: the use of tools, whose grammar may hold the thoughts.
+            is_formed: whether structured outputs form the answer after them.
+        """
         if self.thinking is None:
             return None
-        tokenizer, start = self._tokenizer, self.start(prompt)
-        token = tokenizer.token_id(self.thinking.start)
+        forms_calls = use is not None and use.grammar is not None
+        if self.thinking.is_harmony:
+            is_held = use is not None and forms_calls and use.holds_thoughts
+            return self._harmony_marks(forms_calls, is_formed, is_held)
+        start, token = self.start(prompt), self._tokenizer.token_id(self.thinking.start)
+        end, ids = self.thinking.end, self._end_ids()
+        answers = [mark for mark, _ in self.thinking.answer_marks]
+        held = [mark for mark in answers if self._tokenizer.token_id(mark) is not None]
+        if held and is_formed and not forms_calls:
+            end, ids = held[0], [*ids, self._tokenizer.token_id(held[0])]
         return ThinkingMarks(
             start=self.thinking.start,
-            end=self.thinking.end,
-            end_token_ids=tuple(self._end_ids()),
-            decode=lambda ids: tokenizer.decode(ids, False),
+            end=end,
+            end_token_ids=tuple(ids),
+            decode=self._decode,
             start_token_id=NO_TOKEN if token is None else token,
             is_open=start is Start.OPEN,
             is_closed=start is Start.CLOSED,
         )
+
+    def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
+        """Return the marks of a conversation in channels.
+
+        A grammar of calls holds the thoughts itself, unless they have a budget. What else forms an
+        answer holds from the final channel on.
+        """
+        assert self.thinking is not None
+        turn = f"{END}{START}assistant"
+        answer = f"{turn}{CHANNEL}final{MESSAGE}"
+        pattern, forced = HARMONY_ANSWER if is_formed else HARMONY_ANSWER_OR_CALL, answer
+        if forms_calls:
+            pattern, forced = HARMONY_TURN, turn
+        return ThinkingMarks(
+            start=self.thinking.start,
+            end=self.thinking.end,
+            end_token_ids=tuple(self._ids(forced)),
+            decode=self._decode,
+            is_open=forms_calls or is_formed,
+            is_closed=is_held,
+            end_pattern=pattern,
+        )
+
+    def adapted(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return a conversation and its tools as the model's template can render them."""
+        if self._has_text_arguments or self._wants_no_content:
+            messages = [self._as_text(message) for message in messages]
+        if self.thinking is None or not self.thinking.is_harmony:
+            return messages, tools
+        described = [
+            {**tool, "function": {"description": "", **tool["function"]}} for tool in tools or ()
+        ]
+        return harmony_messages(messages), described or tools
+
+    def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose calls have arguments as text, and no content where it is empty."""
+        if not message.get("tool_calls"):
+            return message
+        calls = message["tool_calls"]
+        if self._has_text_arguments:
+            calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+        content = None if self._wants_no_content else ""
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, False)
+
+    def _ids(self, text: str) -> list[int]:
+        """Return the tokens of a text that holds marks."""
+        ids: list[int] = []
+        for part in HARMONY_PARTS.split(text):
+            token = self._tokenizer.token_id(part) if part else None
+            ids += [token] if token is not None else self._tokenizer.encode_word(part)
+        return ids
 
     def _end_ids(self) -> list[int]:
         assert self.thinking is not None
@@ -153,13 +224,14 @@ class Dialect:
     def start(self, prompt: list[int]) -> Start:
         """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
-        return start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
+        start = start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
+        return Start.OPEN if start is Start.FREE and self.thinking.is_always else start
 
     def shows_special(self, use: ToolUse | None) -> bool:
         """Return whether the reader needs special tokens in the text."""
-        marks = [] if use is None else [use.call_format.mark, use.call_format.close]
+        marks = set() if use is None else use.call_format.marks
         if self.thinking is not None:
-            marks += [self.thinking.start, self.thinking.end]
+            marks |= self.thinking.marks
         return any(mark and self._tokenizer.is_special(mark) for mark in marks)
 
     def answer_format(
@@ -168,6 +240,20 @@ class Dialect:
         """Return the format of the answers to a prompt."""
         if self.thinking is None:
             return AnswerFormat(use)
+        if self.thinking.is_harmony:
+            return AnswerFormat(
+                use, self.thinking, harmony=self._harmony_ids(), with_thoughts=with_thoughts
+            )
         ids = self._end_ids()
         end = ids[0] if len(ids) == 1 else None
-        return AnswerFormat(use, self.thinking, self.start(prompt), end, with_thoughts)
+        call = None
+        if use is not None and self.thinking.ends_at_calls:
+            call = self._tokenizer.token_id(use.call_format.starts[0])
+        start = self.start(prompt)
+        return AnswerFormat(use, self.thinking, start, end, call, with_thoughts=with_thoughts)
+
+    def _harmony_ids(self) -> HarmonyIds | None:
+        channel, end = self._tokenizer.token_id(CHANNEL), self._tokenizer.token_id(END)
+        if channel is None or end is None:
+            return None
+        return HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))

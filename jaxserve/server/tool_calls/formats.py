@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.server.tool_calls.bodies import (
+    Body,
+    BracedCall,
+    HeadedCall,
+    JsonCall,
+    KeyedCall,
+    PythonCalls,
+    XmlCall,
+    all_marks,
+)
+
 
 @dataclass(frozen=True)
 class CallFormat:
@@ -15,9 +26,11 @@ class CallFormat:
         close: the text after each call.
         separators: characters, any of which separates two calls of a list.
         is_array: calls stand in brackets.
-        arguments: the key of a call's arguments.
-        is_python: calls are written as in Python instead of as JSON.
+        body: how a call is written after the mark.
         id_length: length of a call's id of letters and digits, where templates require one.
+        section: the texts before and after all calls. Models leave them out at times.
+        others: other marks that models write, each with the text after its calls.
+        is_harmony: calls are messages of a channel; `harmony.py` reads them.
     """
 
     mark: str
@@ -25,73 +38,282 @@ class CallFormat:
     close: str = ""
     separators: str = ""
     is_array: bool = False
-    arguments: str = "arguments"
-    is_python: bool = False
+    body: Body = JsonCall()  # noqa: RUF009 - it is frozen
     id_length: int | None = None
+    section: tuple[str, str] = ("", "")
+    others: tuple[tuple[str, str], ...] = ()
+    is_harmony: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """Key of a call's arguments, where calls are JSON."""
+        return self.body.arguments if isinstance(self.body, JsonCall) else "arguments"
+
+    @property
+    def is_python(self) -> bool:
+        """Whether calls are written as in Python."""
+        return isinstance(self.body, PythonCalls)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar can form calls; those of other formats are in DEFAULT_FORMAT."""
+        return isinstance(self.body, JsonCall | HeadedCall | PythonCalls)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Texts with which calls may begin."""
+        return tuple(filter(None, (self.section[0], self.mark, *(mark for mark, _ in self.others))))
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """Texts after a call that are left out."""
+        return tuple(filter(None, (self.close, *(close for _, close in self.others))))
+
+    @property
+    def marks(self) -> set[str]:
+        """All texts that are looked for."""
+        return {*self.starts, *self.closes, *filter(None, self.section), *all_marks([self.body])}
 
 
 _HERMES = CallFormat("<tool_call>", close="</tool_call>")
 _LLAMA = CallFormat(
-    "<|python_tag|>", is_optional_mark=True, separators=";,", arguments="parameters"
+    "<|python_tag|>", is_optional_mark=True, separators=";,", body=JsonCall("parameters")
 )
-_MISTRAL = CallFormat("[TOOL_CALLS]", separators=",", is_array=True, id_length=9)
-_PYTHON = CallFormat("<|python_start|>", True, "<|python_end|>", ",", True, is_python=True)
-_GRANITE = CallFormat("<|tool_call|>", separators=",", is_array=True)
+_MISTRAL = CallFormat(
+    "[TOOL_CALLS]", separators=",", is_array=True, body=JsonCall(may_be_bare=True), id_length=9
+)
+_PYTHON = CallFormat(
+    "<|python_start|>", True, "<|python_end|>", ",", is_array=True, body=PythonCalls()
+)
+_GRANITE = CallFormat(
+    "<|tool_call|>", separators=",", is_array=True, others=(("<tool_call>", "</tool_call>"),)
+)
+_ARRAY_IN_TAGS = CallFormat("<tool_calls>", close="</tool_calls>", separators=",", is_array=True)
+
+
+def _xml(prefix: str = "", trims: bool = True) -> CallFormat:
+    end = f"</{prefix}tool_call>"
+    body = XmlCall("<parameter=", "</parameter>", "</function>", end, trims=trims)
+    return CallFormat("<function=", body=body, section=(f"<{prefix}tool_call>", end))
+
+
+def _invoke(section: str, prefix: str, has_types: bool = False) -> CallFormat:
+    end = f"</{section}>"
+    body = XmlCall(
+        f"<{prefix}parameter name=",
+        f"</{prefix}parameter>",
+        f"</{prefix}invoke>",
+        end,
+        is_quoted=True,
+        has_types=has_types,
+    )
+    return CallFormat(f"<{prefix}invoke name=", body=body, section=(f"<{section}>", end))
+
+
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _deepseek(body: HeadedCall) -> CallFormat:
+    mark, close = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    return CallFormat(mark, close=close, body=body, section=_DEEPSEEK)
+
+
+_QWEN_XML = _xml()
+_GLM = CallFormat("<tool_call>", body=KeyedCall("</tool_call>"))
+_COMMAND = CallFormat(
+    "<|START_ACTION|>",
+    close="<|END_ACTION|>",
+    separators=",",
+    is_array=True,
+    body=JsonCall("parameters", "tool_name", number="tool_call_id"),
+)
+_STEP3 = CallFormat(
+    "<｜tool_call_begin｜>",
+    close="<｜tool_call_end｜>",
+    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    body=XmlCall(
+        "<steptml:parameter name=",
+        "</steptml:parameter>",
+        "</steptml:invoke>",
+        "<｜tool_call_end｜>",
+        is_quoted=True,
+        before="function<｜tool_sep｜><steptml:invoke name=",
+    ),
+)
+_KIMI = CallFormat(
+    "<|tool_call_begin|>",
+    close="<|tool_call_end|>",
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    body=HeadedCall("<|tool_call_argument_begin|>", before="functions.", is_numbered=True),
+)
+_XLAM = CallFormat(
+    "[TOOL_CALLS]",
+    True,
+    separators=",",
+    is_array=True,
+    others=(("<tool_call>", "</tool_call>"), ("```json", "```")),
+)
+_HARMONY = CallFormat(
+    "<|channel|>",
+    close="<|call|>",
+    body=HeadedCall("<|constrain|>json<|message|>", before="commentary to=functions."),
+    is_harmony=True,
+)
 
 CALL_FORMATS: dict[str, CallFormat] = {
     "hermes": _HERMES,
+    "qwen3_json": _HERMES,
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
     "mistral": _MISTRAL,
     "pythonic": _PYTHON,
     "llama4_pythonic": _PYTHON,
+    "openai": _HARMONY,
+    "qwen3_coder": _QWEN_XML,
+    "qwen3_xml": _QWEN_XML,
+    "step3p5": _QWEN_XML,
+    "step5": _QWEN_XML,
+    "mimo": _xml(trims=False),
+    "seed_oss": _xml("seed:"),
+    "deepseek_v3": _deepseek(
+        HeadedCall("\n```json\n", before="function<｜tool▁sep｜>", tail="\n```")
+    ),
+    "deepseek_v31": _deepseek(HeadedCall("<｜tool▁sep｜>")),
+    "deepseek_v32": _invoke("｜DSML｜function_calls", "｜DSML｜", has_types=True),
+    "deepseek_v4": _invoke("｜DSML｜tool_calls", "｜DSML｜", has_types=True),
+    "minimax_m2": _invoke("minimax:tool_call", ""),
+    "cohere_command3": _COMMAND,
+    "cohere_command4": _COMMAND,
     "granite": _GRANITE,
+    "granite4": _HERMES,
+    "granite-20b-fc": CallFormat("<function_call>"),
+    "phi4_mini_json": CallFormat("functools", separators=",", is_array=True),
+    "olmo3": CallFormat(
+        "<function_calls>", close="</function_calls>", body=PythonCalls(is_list=False)
+    ),
+    "gemma4": CallFormat("<|tool_call>", close="<tool_call|>", body=BracedCall('<|"|>')),
+    "functiongemma": CallFormat(
+        "<start_function_call>", close="<end_function_call>", body=BracedCall("<escape>")
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "ling3": _GLM,
+    "kimi_k2": _KIMI,
+    "hunyuan_a13b": _ARRAY_IN_TAGS,
+    "jamba": _ARRAY_IN_TAGS,
+    "internlm": CallFormat(
+        "<|plugin|>",
+        close="<|action_end|>",
+        section=("<|action_start|>", ""),
+        body=JsonCall("parameters"),
+    ),
+    "ernie45": _HERMES,
+    "step3": _STEP3,
+    "lfm2": CallFormat("<|tool_call_start|>", close="<|tool_call_end|>", body=PythonCalls()),
+    "xlam": _XLAM,
+    "apertus": CallFormat(
+        "<|tools_prefix|>",
+        close="<|tools_suffix|>",
+        separators=",",
+        is_array=True,
+        body=JsonCall(is_keyed=True),
+    ),
+    "gigachat3": CallFormat(
+        "function call<|role_sep|>",
+        section=("<|message_sep|>", ""),
+        others=(("<|function_call|>", ""),),
+    ),
+    "longcat": CallFormat("<longcat_tool_call>", close="</longcat_tool_call>"),
 }
-# The format of forced calls where that of the model is unknown.
+# The format of forced calls where that of the model is unknown, or none that a grammar can form.
 DEFAULT_FORMAT = "hermes"
 
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """A way to mark thoughts before an answer: the texts at their start and end."""
+    """A way to mark thoughts before an answer.
+
+    Args:
+        start: the text at their start.
+        end: the text at their end.
+        spellings: other texts that models write as `start` and as `end`.
+        is_always: an answer begins with thoughts even without their start.
+        ends_at_calls: a call among thoughts that never end is a call.
+        answer_marks: texts before and after the answer itself, which are left out.
+        is_harmony: thoughts are messages of a channel; `harmony.py` reads them.
+    """
 
     start: str
     end: str
+    spellings: tuple[tuple[str, str], ...] = ()
+    is_always: bool = False
+    ends_at_calls: bool = False
+    answer_marks: tuple[tuple[str, str], ...] = ()
+    is_harmony: bool = False
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.start, *(start for start, _ in self.spellings))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.end, *(end for _, end in self.spellings))
+
+    @property
+    def marks(self) -> set[str]:
+        """All texts that are looked for."""
+        return {*self.starts, *self.ends, *(mark for pair in self.answer_marks for mark in pair)}
 
 
-_THINK = ThinkingFormat("<think>", "</think>")
+def _think(
+    is_always: bool = False,
+    ends_at_calls: bool = False,
+    answer: str = "",
+) -> ThinkingFormat:
+    marks = ((f"<{answer}>", f"</{answer}>"),) if answer else ()
+    return ThinkingFormat("<think>", "</think>", (), is_always, ends_at_calls, marks)
+
+
+_QWEN = _think(ends_at_calls=True)
+_COMMAND_THOUGHTS = ThinkingFormat(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    answer_marks=(
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+)
 THINKING_FORMATS: dict[str, ThinkingFormat] = {
-    "deepseek_r1": _THINK,
-    "qwen3": _THINK,
-    "glm45": _THINK,
-    "olmo3": _THINK,
+    "deepseek_r1": _think(is_always=True),
+    "deepseek_v3": _think(),
+    "deepseek_v4": _think(),
+    "holo2": _think(is_always=True),
+    "qwen3": _QWEN,
+    "glm45": _QWEN,
+    "glm47": _QWEN,
+    "olmo3": _think(),
     "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
-    "granite": ThinkingFormat("Here is my thought process:", "Here is my response:"),
-    "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>"),
+    "granite": ThinkingFormat(
+        "Here is my thought process:",
+        "Here is my response:",
+        spellings=(("Here's my thought process:", "Here's my response:"),),
+    ),
+    "granite_thinking_parser": _QWEN,
+    "nemotron_v3": _QWEN,
+    "mimo": _QWEN,
+    "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>", ends_at_calls=True),
+    "openai_gptoss": ThinkingFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", is_always=True, is_harmony=True
+    ),
+    "cohere_command3": _COMMAND_THOUGHTS,
+    "cohere_command4": _COMMAND_THOUGHTS,
+    "gemma4": ThinkingFormat("<|channel>thought", "<channel|>"),
+    "kimi_k2": _QWEN,
+    "ling3": _QWEN,
+    "minimax_m2": _think(is_always=True, ends_at_calls=True),
+    "hunyuan_a13b": _think(answer="answer"),
+    "ernie45": _think(is_always=True, answer="response"),
+    "step3": _think(is_always=True),
+    "step3p5": _think(is_always=True, ends_at_calls=True),
+    "step5": _think(is_always=True),
 }
-
-
-def detect_calls(template: str) -> str | None:
-    """Return the name of the format that a chat template teaches, if it is certain."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|tool_call|>" in template:
-        return "granite"
-    if "<tool_call>" in template:
-        # Another format has the same mark around XML.
-        return None if "<function=" in template else "hermes"
-    if "<|python_start|>" in template or "[func_name1(" in template:
-        return "pythonic"
-    if "<|python_tag|>" in template or ('"parameters"' in template and "tools" in template):
-        return "llama3_json"
-    return None
-
-
-def detect_thinking(template: str) -> str | None:
-    """Return the name of the reasoning parser that fits a chat template, or None."""
-    for name in ("qwen3", "mistral", "granite", "seed_oss"):
-        if THINKING_FORMATS[name].end in template or (
-            name == "granite" and "thought process" in template
-        ):
-            return name
-    return None

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.tool_calls.bodies import HeadedCall, JsonCall, PythonCalls
 from jaxserve.server.tool_calls.formats import CallFormat
+from jaxserve.server.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from jaxserve.structured import plain_schema
 
 MAX_CALLS = 16
@@ -22,6 +24,7 @@ _ANNOTATIONS = frozenset(
 # Keywords whose values map names of the user's choice to schemas.
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const"))
+_MARK = re.compile(r"(<[|\uff5c][^<>]*>)")
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -70,6 +73,7 @@ def grammar_of_calls(
     most: int = MAX_CALLS,
     may_answer: bool = False,
     answer_schema: dict[str, Any] | None = None,
+    may_think: bool = True,
 ) -> str:
     """Return a grammar whose texts are calls of these functions.
 
@@ -80,43 +84,68 @@ def grammar_of_calls(
         most: the largest number of calls in a text.
         may_answer: whether a text may also hold no call, or other text between calls.
         answer_schema: JSON schema of an answer without calls; None for free text.
+        may_think: whether there may be thoughts, in a form whose grammar holds them.
     """
-    mark = spell(form.mark)
-    rules = list(_python_rules(functions) if form.is_python else _json_rules(form, functions))
-    times = f"{{0,{most - 1}}}"
-    between = json.dumps(f"{form.separators[:1]} ")
-    listed = f"call ({between} call){times}" if most > 1 else "call"
+    if form.is_harmony:
+        return _harmony_grammar(functions, spell, may_answer, answer_schema, may_think)
+    rules = list(
+        _python_rules(functions) if form.is_python else _call_rules(form, functions, spell)
+    )
+    listed = "call"
+    if most > 1:
+        listed += f" ({_between(form)} call){{0,{most - 1}}}"
+    opener = spell(form.section[0] or form.mark)
     if form.is_optional_mark:
-        calls = listed
-        calls = f'"[" {calls} "]"' if form.is_array else calls
-    elif form.is_array:
-        rules.append(f'after: "[" {listed} "]"')
-        calls = f"{mark} after"
+        rules.append("calls: " + (f'"[" {listed} "]"' if form.is_array else listed))
     else:
-        rules.append(rf'after: "\n" call "\n" {spell(form.close)}')
-        calls = f"{mark} after"
-        if most > 1:
-            calls += f' ("\\n" {mark} after){times}'
-    rules.append(f"calls: {calls}")
+        rules.append(f"after: {_after(form, spell, listed, most)}")
+        again = "" if _is_list(form) or most == 1 else f' ("\\n" {opener} after){{0,{most - 1}}}'
+        rules.append(f"calls: {opener} after{again}")
     if not may_answer:
         rules.append("start: calls")
     elif answer_schema is not None:
         # An optional mark is required here, since an answer may begin like a call.
-        first = f"{mark} calls" if form.is_optional_mark else "calls"
+        first = f"{opener} calls" if form.is_optional_mark else "calls"
         rules += [f"start: {first} | answer", f"answer: {_json(answer_schema)}"]
     else:
         rules += _free_rules(form, spell, most)
     return "\n".join(rules)
 
 
+def _is_list(form: CallFormat) -> bool:
+    """Return whether one mark stands before all calls."""
+    return form.is_array or form.is_python or bool(form.section[0])
+
+
+def _between(form: CallFormat) -> str:
+    if form.is_python and not form.is_optional_mark and not form.is_array:
+        return '", "' if form.body == PythonCalls() else r'"\n"'
+    return json.dumps(f"{form.separators[:1]} ")
+
+
+def _after(form: CallFormat, spell: Callable[[str], str], listed: str, most: int) -> str:
+    """Return what comes after the first mark, up to the end of what it opens."""
+    close = f" {spell(form.close)}" if form.close else ""
+    if form.section[0]:
+        mark, end = spell(form.mark), form.section[1]
+        again = f" ({mark} call{close}){{0,{most - 1}}}" if end and most > 1 else ""
+        return f"{mark} call{close}{again}" + (f" {spell(end)}" if end else "")
+    if form.is_python and not form.is_array and form.body != PythonCalls():
+        return listed + close
+    if _is_list(form):
+        return f'"[" {listed} "]"{close}'
+    return rf'"\n" call "\n"{close}' if close else r'"\n" call'
+
+
 def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Iterator[str]:
     """Yield the rules of texts that are free until they call, from `start` on."""
-    mark = spell(form.mark)
+    opener = form.section[0] or form.mark
+    mark = spell(opener)
     # A mark within an answer, in whatever tokens, would be read as the beginning of a call.
-    no_mark = rf"~/(.|\n)*{_escaped(form.mark)}(.|\n)*/"
+    no_mark = rf"~/(.|\n)*{_escaped(opener)}(.|\n)*/"
     if form.is_optional_mark:
         # A text that begins like a call must be one.
-        opening = r"\[" if form.is_python else r"\{"
+        opening = r"\[" if form.is_array else r"\{"
         close = f" {spell(form.close)}?" if form.close else ""
         yield f"start: calls | {mark} calls{close} | ANSWER"
         yield rf"ANSWER: /\s*([^\s{opening}](.|\n)*)?/ & {no_mark}"
@@ -125,20 +154,80 @@ def _free_rules(form: CallFormat, spell: Callable[[str], str], most: int) -> Ite
         yield f"start: ANSWER ({mark} after ANSWER){{0,{most}}}"
     else:
         yield f"start: (before after){{0,{most}}} ANSWER"
-        yield rf"before[lazy]: /(.|\n)*{_escaped(form.mark)}/"
+        yield rf"before[lazy]: /(.|\n)*{_escaped(opener)}/"
     yield rf"ANSWER: /(.|\n)*/ & {no_mark}"
 
 
-def _escaped(mark: str) -> str:
-    return "".join(c if c.isalnum() or c in "_<>" else "\\" + c for c in mark)
-
-
-def _json_rules(form: CallFormat, functions: Sequence[Function]) -> Iterator[str]:
-    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+def _harmony_grammar(
+    functions: Sequence[Function],
+    spell: Callable[[str], str],
+    may_answer: bool,
+    answer_schema: dict[str, Any] | None,
+    may_think: bool,
+) -> str:
+    """Return a grammar of gpt-oss's messages: thoughts, and a call or an answer."""
+    end = spell(END)
+    is_token = end.startswith("<")
+    free = "FREE" if is_token else "until_end"
+    turn = f'{"" if not is_token else end} {spell(START)} "assistant"'
+    message = spell(MESSAGE)
+    names = " | ".join(f"call{index}" for index in range(len(functions)))
+    rules = [
+        f'call: {spell(CHANNEL)} "commentary to=functions." ({names})',
+        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{_escaped(END)}(.|\n)*/",
+        rf"until_end[lazy]: /(.|\n)*{_escaped(END)}/",
+        f'thoughts: {spell(CHANNEL)} "analysis" {message} {free} {turn}',
+        f'preamble: {spell(CHANNEL)} "commentary" {message} {free} {turn}',
+    ]
     for index, function in enumerate(functions):
-        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
-        yield f'call{index}: {head} args{index} "}}"'
-        yield f"args{index}: {_json(_arguments(function))}"
+        name = json.dumps(function.name + " ")
+        rules.append(f'call{index}: {name} {spell(CONSTRAIN)} "json" {message} args{index}')
+        rules.append(f"args{index}: {_json(_arguments(function))}")
+    before = "thoughts? " if may_think else ""
+    if not may_answer:
+        return "\n".join([*rules, f"start: {before}call"])
+    if answer_schema is None:
+        rules.append(f'answer: {spell(CHANNEL)} "final" {message} FREE')
+    else:
+        rules.append(f'answer: {spell(CHANNEL)} "final " {spell(CONSTRAIN)} "json" {message} json')
+        rules.append(f"json: {_json(answer_schema)}")
+    return "\n".join([*rules, f"start: {before}(preamble? call | answer)"])
+
+
+def _escaped(mark: str) -> str:
+    """Return a regular expression of a mark, between strokes."""
+    plain = "_<>"
+    return "".join(c if c.isalnum() or c in plain or not c.isascii() else f"\\{c}" for c in mark)
+
+
+def _call_rules(
+    form: CallFormat, functions: Sequence[Function], spell: Callable[[str], str]
+) -> Iterator[str]:
+    body = form.body
+    assert isinstance(body, JsonCall | HeadedCall)
+    yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    yield "NUMBER: /[0-9]{1,3}/"
+    for index, function in enumerate(functions):
+        name, arguments = function.name, f"args{index}"
+        if isinstance(body, HeadedCall):
+            parts = [*_spelled(body.before, spell), json.dumps(name)]
+            parts += ['":" NUMBER'] if body.is_numbered else []
+            parts += [*_spelled(body.after, spell), arguments, *_spelled(body.tail, spell)]
+        elif body.is_keyed:
+            parts = [json.dumps(f'{{"{name}": '), arguments, '"}"']
+        else:
+            head = f'"{body.name}": "{name}", "{body.arguments}": '
+            number = [json.dumps(f'{{"{body.number}": "'), "NUMBER", json.dumps(f'", {head}')]
+            parts = number if body.number else [json.dumps("{" + head)]
+            parts += [arguments, '"}"']
+        yield f"call{index}: {' '.join(parts)}"
+        yield f"{arguments}: {_json(_arguments(function))}"
+
+
+def _spelled(text: str, spell: Callable[[str], str]) -> list[str]:
+    """Return the parts of a text, of which some are marks."""
+    parts = filter(None, _MARK.split(text))
+    return [spell(part) if _MARK.fullmatch(part) else json.dumps(part) for part in parts]
 
 
 def _python_rules(functions: Sequence[Function]) -> Iterator[str]:

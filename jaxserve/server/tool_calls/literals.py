@@ -26,31 +26,34 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class EndFinder:
-    """A search for the end of a bracketed value in a growing text. Each character is read once.
+    """A search for the end of a bracketed value in a text that comes in pieces.
 
     Args:
-        start: position of the value's first bracket.
         python: whether texts may also stand between single quotes.
     """
 
-    def __init__(self, start: int, python: bool = False) -> None:
-        self._position = start
+    def __init__(self, python: bool = False) -> None:
         self._depth = 0
         self._quote = ""
+        self._is_escaped = False
         self._stops = _PYTHON_STOPS if python else _JSON_STOPS
 
-    def find(self, text: str) -> int | None:
-        """Return the position after the closing bracket, or None until it comes."""
-        while found := self._stops.search(text, self._position):
-            mark, start = found[0], found.start()
+    def find(self, text: str, position: int) -> int | None:
+        """Return the position after the closing bracket; None where it is yet to come.
+
+        Args:
+            text: the next piece of the value, from `position` on.
+        """
+        if self._is_escaped and position < len(text):
+            position += 1
+            self._is_escaped = False
+        while found := self._stops.search(text, position):
+            mark, position = found[0], found.end()
             if mark == "\\":
-                if start + 1 >= len(text):
-                    self._position = start
-                    return None
-                self._position = start + 2 if self._quote else start + 1
-                continue
-            self._position = start + 1
-            if self._quote:
+                if self._quote:
+                    self._is_escaped = position == len(text)
+                    position += 1
+            elif self._quote:
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in "\"'":
                 self._quote = mark
@@ -59,8 +62,7 @@ class EndFinder:
             else:
                 self._depth -= 1
                 if self._depth <= 0:
-                    return self._position
-        self._position = len(text)
+                    return position
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -32,37 +32,68 @@ class CallPart:
 Piece = Content | Thought | CallPart
 
 
-@dataclass
+class Growing:
+    """A text that grows at its end, at the cost of what is added."""
+
+    def __init__(self, text: str = "") -> None:
+        self._parts = [text]
+
+    def __str__(self) -> str:
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+
+
 class Call:
-    """A tool call; `arguments` is the text of a JSON object."""
+    """A tool call."""
 
-    id: str
-    name: str
-    arguments: str = ""
+    def __init__(self, number: str, name: str) -> None:
+        self.id = number
+        self.name = name
+        self._arguments = Growing()
+
+    @property
+    def arguments(self) -> str:
+        """Text of a JSON object."""
+        return str(self._arguments)
+
+    def add(self, text: str) -> None:
+        """Add to the arguments."""
+        self._arguments.add(text)
 
 
-@dataclass
 class Message:
-    """An answer as the sum of its pieces so far."""
+    """An answer as the sum of its pieces so far.
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    Attributes:
+        calls: the calls in it.
+    """
+
+    def __init__(self, content: str = "") -> None:
+        self._content = Growing(content)
+        self._reasoning = Growing()
+        self.calls: list[Call] = []
+
+    @property
+    def content(self) -> str:
+        """Text of the answer itself."""
+        return str(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """Text of the thoughts."""
+        return str(self._reasoning)
 
     def add(self, piece: Piece) -> None:
+        """Add what was read."""
         if isinstance(piece, Content):
-            self.content += piece.text
+            self._content.add(piece.text)
         elif isinstance(piece, Thought):
-            self.reasoning += piece.text
+            self._reasoning.add(piece.text)
         else:
             if piece.id is not None and piece.name is not None:
                 self.calls.append(Call(piece.id, piece.name))
-            self.calls[piece.index].arguments += piece.arguments
-
-
-def held_back(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that may begin a mark."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
-    return 0
+            self.calls[piece.index].add(piece.arguments)

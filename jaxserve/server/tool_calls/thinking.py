@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 
 from jaxserve.server.tool_calls.formats import ThinkingFormat
-from jaxserve.server.tool_calls.pieces import held_back
+from jaxserve.server.tool_calls.pieces import Content, Thought
+from jaxserve.server.tool_calls.source import Reading, Source, any_of
 
 
 class Start(enum.Enum):
@@ -19,67 +20,127 @@ class Start(enum.Enum):
 def start_of(prompt_tail: str, thinking: ThinkingFormat) -> Start:
     """Return the state of the thoughts after the end of a prompt."""
     tail = prompt_tail.rstrip()
-    if tail.endswith(thinking.start):
+    if tail.endswith(thinking.starts):
         return Start.OPEN
-    return Start.CLOSED if tail.endswith(thinking.end) else Start.FREE
+    return Start.CLOSED if tail.endswith(thinking.ends) else Start.FREE
 
 
 class ThinkingReader:
     """Incremental reader of a text in pieces; how the text is cut does not change the result.
 
-    Space around the thoughts, and between them and the answer, is left out.
+    Space around the thoughts, and between them and the answer, is left out. So are the marks of
+    the answer itself, where the format has any.
 
     Attributes:
-        is_thinking: whether the text so far ends within the thoughts.
+        has_ended: whether there are no thoughts, or none any more.
     """
 
     def __init__(self, thinking: ThinkingFormat, start: Start) -> None:
         self._format = thinking
-        self._pending = ""
-        self._is_certain = start is Start.CLOSED
-        self._started = start is Start.OPEN
-        self._is_blank = True
-        self.is_thinking = start is Start.OPEN
+        self._start = start
+        self._source = Source()
+        self._pieces: list[Thought | Content] = []
+        self._answer = _AnswerMarks(thinking) if thinking.answer_marks else None
+        self._reading = self._read()
+        self._is_done = False
+        self.has_ended = False
 
-    def feed(self, text: str, final: bool = False) -> tuple[str, str]:
+    def feed(self, text: str, final: bool = False) -> list[Thought | Content]:
         """Read more text. Return the new thoughts and the new answer that are certain by now."""
-        self._pending += text
-        if not self._is_certain and not self._begin(final):
-            return "", ""
-        thoughts = self._think(final) if self.is_thinking else ""
-        if self.is_thinking:
-            return thoughts, ""
-        answer, self._pending = self._pending, ""
-        if self._started and self._is_blank:
-            answer = answer.lstrip()
-        self._is_blank = self._is_blank and not answer
-        return thoughts, answer
+        self._source.add(text, final)
+        if not self._is_done:
+            self._is_done = next(self._reading, self) is self
+        pieces = self._pieces.copy()
+        self._pieces.clear()
+        if self._answer is None:
+            return pieces
+        thoughts = [piece for piece in pieces if isinstance(piece, Thought)]
+        answer = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        inner = self._answer.feed(answer, final)
+        return [*thoughts, Content(inner)] if inner else [*thoughts]
 
-    def _begin(self, final: bool) -> bool:
-        """Find out whether the text begins with a mark. Return False while that is not certain.
+    def _read(self) -> Reading[None]:
+        form, source = self._format, self._source
+        is_open = self._start is Start.OPEN or (form.is_always and self._start is Start.FREE)
+        if self._start is not Start.CLOSED:
+            # Models repeat a mark that the template has set already.
+            yield from source.skip_space()
+            if not (yield from source.takes(*form.starts)):
+                source.rewind()
+            else:
+                is_open = True
+        if is_open:
+            self.has_ended = yield from _say(source, form.ends, Thought, self._pieces)
+            yield from source.skip_space()
+        self.has_ended = self.has_ended or not is_open
+        yield from _say_rest(source, self._pieces)
 
-        Models repeat a mark that the template has set already.
-        """
-        mark, text = self._format.start, self._pending.lstrip()
-        if not final and mark.startswith(text) and text != mark:
-            return False
-        self._is_certain = True
-        if text.startswith(mark):
-            self._pending = text[len(mark) :]
-            self._started = self.is_thinking = True
-        return True
 
-    def _think(self, final: bool) -> str:
-        text = self._pending
-        if self._is_blank:
-            text = text.lstrip()
-        end = text.find(self._format.end)
-        if end >= 0:
-            self._pending = text[end + len(self._format.end) :]
-            self.is_thinking, self._is_blank = False, True
-            return text[:end].rstrip()
-        kept = 0 if final else held_back(text, self._format.end)
-        settled = text[: len(text) - kept].rstrip()
-        self._pending = "" if final else text[len(settled) :]
-        self._is_blank = self._is_blank and not settled
-        return settled
+def _say(
+    source: Source,
+    ends: tuple[str, ...],
+    kind: type[Thought] | type[Content],
+    pieces: list[Thought | Content],
+) -> Reading[bool]:
+    """Add the text up to the first of some marks, without space around it, as it comes.
+
+    Returns:
+        Whether any comes.
+    """
+    pattern, spaces = any_of(ends), list[str]()
+    yield from source.skip_space()
+    while True:
+        source.settle()
+        found = source.search(pattern)
+        end = len(source.text) if source.is_final else source.certain_end(ends)
+        text = source.take_to(end if found is None else found.start())
+        if inner := text.rstrip():
+            pieces.append(kind("".join(spaces) + inner))
+            spaces.clear()
+        spaces.append(text[len(inner) :])
+        if found is not None:
+            source.take_to(found.end())
+        if found is not None or source.is_final:
+            source.settle()
+            return found is not None
+        yield
+
+
+def _say_rest(source: Source, pieces: list[Thought | Content]) -> Reading[None]:
+    """Add all further text as content."""
+    while True:
+        text = source.take_to(len(source.text))
+        source.settle()
+        if text:
+            pieces.append(Content(text))
+        if source.is_final:
+            return
+        yield
+
+
+class _AnswerMarks:
+    """Remover of the marks around an answer."""
+
+    def __init__(self, thinking: ThinkingFormat) -> None:
+        self._ends = dict(thinking.answer_marks)
+        self._source = Source()
+        self._pieces: list[Thought | Content] = []
+        self._reading = self._read()
+
+    def feed(self, text: str, final: bool) -> str:
+        self._source.add(text, final)
+        next(self._reading, None)
+        pieces = self._pieces.copy()
+        self._pieces.clear()
+        return "".join(piece.text for piece in pieces)
+
+    def _read(self) -> Reading[None]:
+        source = self._source
+        yield from source.skip_space()
+        mark = yield from source.takes(*self._ends)
+        if mark:
+            yield from _say(source, (self._ends[mark],), Content, self._pieces)
+            yield from source.skip_space()
+        else:
+            source.rewind()
+        yield from _say_rest(source, self._pieces)

@@ -12,9 +12,10 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
+from jaxserve.server.tool_calls.examples import example_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
 from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
-from jaxserve.server.tool_calls.reader import NAME, CallReader
+from jaxserve.server.tool_calls.written import NAME, Tools
 from jaxserve.structured import MAX_SCHEMA_BYTES
 
 MAX_TOOLS = 128
@@ -25,28 +26,48 @@ _ANY = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
+class CallUse:
+    """The calls that an answer may hold.
+
+    Attributes:
+        call_format: of the calls.
+        tools: those that may be called.
+        is_certain: whether a grammar forms every call.
+        parallel: whether there may be several calls.
+    """
+
+    call_format: CallFormat
+    tools: Tools
+    is_certain: bool
+    parallel: bool
+
+
+@dataclass(frozen=True)
 class ToolUse:
     """The use of tools in one request.
 
     Attributes:
         call_format: of the calls.
-        names: of the tools that may be called.
+        tools: those that may be called.
         described: the tools in the form of chat templates.
         grammar: of the answer; None where it is free.
         is_named: whether the request names the tool to call.
         parallel: whether there may be several calls.
+        holds_thoughts: whether the grammar holds the thoughts too, where its format can.
     """
 
     call_format: CallFormat
-    names: tuple[str, ...]
+    tools: Tools
     described: list[dict[str, Any]]
     grammar: str | None
     is_named: bool
     parallel: bool
+    holds_thoughts: bool = True
 
-    def reader(self) -> CallReader:
-        """Return a reader of one answer."""
-        return CallReader(self.call_format, self.names, self.grammar is not None, self.parallel)
+    @property
+    def calls(self) -> CallUse:
+        """The calls that an answer may hold."""
+        return CallUse(self.call_format, self.tools, self.grammar is not None, self.parallel)
 
 
 def check_tools(tools: list[Tool], field: str = "tools") -> None:
@@ -134,8 +155,10 @@ def tool_use(
     call_format = CALL_FORMATS[parser or DEFAULT_FORMAT]
     parallel = body.parallel_tool_calls is not False and not is_named
     answer = _answer_schema(body.response_format) if is_auto else None
-    grammar = None
+    grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
+        if not call_format.has_grammar:
+            call_format = CALL_FORMATS[DEFAULT_FORMAT]
         grammar = grammar_of_calls(
             call_format,
             [_function(tool) for tool in callable_tools],
@@ -143,15 +166,20 @@ def tool_use(
             most=MAX_CALLS if parallel else 1,
             may_answer=is_auto,
             answer_schema=answer,
+            may_think=may_think,
         )
-    if grammar is not None and len(grammar) > MAX_SCHEMA_BYTES:
+        _check_size(grammar)
+    called = {tool.function.name: tool.function.parameters or {} for tool in callable_tools}
+    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel, may_think)
+
+
+def _check_size(grammar: str) -> None:
+    if len(grammar) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(
             f"tools: the schemas of tools that must be well formed take at most {MAX_SCHEMA_BYTES} "
             "bytes together, without descriptions",
             "tools",
         )
-    called = tuple(tool.function.name for tool in callable_tools)
-    return ToolUse(call_format, called, described(tools), grammar, is_named, parallel)
 
 
 def _function(tool: Tool) -> Function:
@@ -183,16 +211,9 @@ def introduce(
             has this role, else a new one before it.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = f'{{"name": "NAME", "{call_format.arguments}": {{...}}}}'
-    if call_format.is_python:
-        example = "[NAME(ARGUMENT=VALUE, ...)]"
-    elif call_format.is_array:
-        example = f"{call_format.mark}[{example}]"
-    elif not call_format.is_optional_mark:
-        example = f"{call_format.mark}\n{example}\n{call_format.close}"
     text = (
         "You can call functions. These are their names and the JSON schemas of their arguments:\n"
-        f"{listed}\nA call is written like this:\n{example}"
+        f"{listed}\nA call is written like this:\n{example_of(call_format)}"
     )
     if messages and messages[0]["role"] == role:
         content = messages[0]["content"]

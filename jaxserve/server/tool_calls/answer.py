@@ -1,0 +1,190 @@
+"""AnswerFormat: how one answer is read; AnswerReader: the reader, over those of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.server.tool_calls.formats import ThinkingFormat
+from jaxserve.server.tool_calls.harmony import HarmonyIds, HarmonyReader
+from jaxserve.server.tool_calls.pieces import Content, Growing, Message, Piece, Thought
+from jaxserve.server.tool_calls.reader import CallReader
+from jaxserve.server.tool_calls.thinking import Start, ThinkingReader
+from jaxserve.server.tool_calls.tools import CallUse, ToolUse
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """Format of the answers to one request.
+
+    Attributes:
+        tools: those that may be called, or None.
+        thinking: the marks of thoughts, or None.
+        start: state of the thoughts at the end of the prompt.
+        end_token_id: the end of the thoughts, where it is a single token.
+        call_token_id: what begins calls, likewise; it ends thoughts that have no other end.
+        harmony: ids of the marks of messages, where thoughts are messages.
+        with_thoughts: whether readers return thoughts.
+    """
+
+    tools: ToolUse | None = None
+    thinking: ThinkingFormat | None = None
+    start: Start = Start.CLOSED
+    end_token_id: int | None = None
+    call_token_id: int | None = None
+    harmony: HarmonyIds | None = None
+    with_thoughts: bool = True
+
+    def reader(self) -> AnswerReader | None:
+        """Return a reader of one answer; None where all of it is content."""
+        if self.tools is None and self.thinking is None:
+            return None
+        calls = None if self.tools is None else self.tools.calls
+        return readers_of(calls, self.thinking, self.start, self.with_thoughts)
+
+    def num_thought(self, token_ids: list[int], thoughts: str) -> int:
+        """Count the tokens of an answer that are thoughts, their end included."""
+        if self.harmony is not None:
+            return self.harmony.num_thought(token_ids)
+        if self.thinking is None or self.end_token_id is None or self.start is Start.CLOSED:
+            return 0
+        if self.end_token_id in token_ids:
+            return token_ids.index(self.end_token_id) + 1
+        if not thoughts and self.start is not Start.OPEN:
+            return 0
+        if self.call_token_id in token_ids:
+            return token_ids.index(self.call_token_id)
+        return len(token_ids)
+
+
+class AnswerReader:
+    """Incremental reader of an answer, for streams and whole answers alike.
+
+    Args:
+        thinking: reads thoughts; None where there are none.
+        calls: reads calls; None where there are none.
+        with_thoughts: whether thoughts are returned.
+        calls_in_thoughts: reads calls among thoughts that never end; None: these stay thoughts.
+
+    Attributes:
+        message: all that was read.
+    """
+
+    def __init__(
+        self,
+        thinking: ThinkingReader | None,
+        calls: CallReader | HarmonyReader | None,
+        with_thoughts: bool = True,
+        calls_in_thoughts: CallReader | None = None,
+    ) -> None:
+        self._thinking = thinking
+        self._calls = calls
+        self._in_thoughts = None if calls_in_thoughts is None else _Thoughts(calls_in_thoughts)
+        self._with_thoughts = with_thoughts
+        self.message = Message()
+
+    def feed(self, text: str, final: bool = False) -> list[Piece]:
+        """Read more text. Return the new pieces that are certain by now."""
+        pieces: list[Piece] = []
+        for piece in self._read(text, final):
+            if self._with_thoughts or not isinstance(piece, Thought):
+                pieces.append(piece)
+        for piece in pieces:
+            self.message.add(piece)
+        return pieces
+
+    def _read(self, text: str, final: bool) -> list[Piece]:
+        if self._thinking is None:
+            return self._read_answer(text, final)
+        pieces: list[Piece] = []
+        for part in self._thinking.feed(text, final):
+            if isinstance(part, Content):
+                pieces += self._end_thoughts()
+                pieces += self._read_answer(part.text, False)
+            elif self._in_thoughts is None:
+                pieces.append(part)
+            else:
+                pieces += self._in_thoughts.feed(part.text)
+        if final:
+            if self._in_thoughts is not None and not self._thinking.has_ended:
+                return pieces + self._in_thoughts.finish()
+            pieces += self._end_thoughts()
+            pieces += self._read_answer("", True)
+        return pieces
+
+    def _read_answer(self, text: str, final: bool) -> list[Piece]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return [*self._calls.feed(text, final)]
+
+    def _end_thoughts(self) -> list[Piece]:
+        pieces = [] if self._in_thoughts is None else self._in_thoughts.end()
+        self._in_thoughts = None
+        return pieces
+
+
+class _Thoughts:
+    """Thoughts among which a model may call without having ended them.
+
+    From what looks like a call on, they wait: it is a thought if their end comes after all.
+    """
+
+    def __init__(self, calls: CallReader) -> None:
+        self._calls = calls
+        self._text = Growing()
+        self._num_said = 0
+        self._waiting: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read more. Return what is certain by now."""
+        self._text.add(text)
+        return self._sort(self._calls.feed(text))
+
+    def _sort(self, pieces: list[Piece]) -> list[Piece]:
+        said: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Content) and not self._waiting:
+                self._num_said += len(piece.text)
+                said.append(Thought(piece.text))
+            else:
+                self._waiting.append(piece)
+        return said
+
+    def end(self) -> list[Piece]:
+        """Return the rest, where the thoughts have ended by their mark."""
+        text = str(self._text)[self._num_said :]
+        return [Thought(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """Return the rest, where the text has ended."""
+        return self._sort(self._calls.feed("", True)) + self._waiting
+
+
+def readers_of(
+    use: CallUse | None, thinking: ThinkingFormat | None, start: Start, with_thoughts: bool = True
+) -> AnswerReader:
+    """Return a reader of one answer.
+
+    Args:
+        use: the calls that there may be; None for none.
+        thinking: the marks of thoughts, or None.
+        start: state of the thoughts at the end of the prompt.
+        with_thoughts: whether thoughts are returned.
+    """
+    if (use is not None and use.call_format.is_harmony) or (thinking and thinking.is_harmony):
+        given = use if use is not None and use.call_format.is_harmony else None
+        return AnswerReader(None, _harmony(given), with_thoughts)
+    thoughts = None if thinking is None else ThinkingReader(thinking, start)
+    if use is None:
+        return AnswerReader(thoughts, None, with_thoughts)
+    may_end = thinking is not None and thinking.ends_at_calls and not use.is_certain
+    return AnswerReader(thoughts, _calls(use), with_thoughts, _calls(use) if may_end else None)
+
+
+def _calls(use: CallUse) -> CallReader:
+    return CallReader(use.call_format, use.tools, use.is_certain, use.parallel)
+
+
+def _harmony(use: CallUse | None) -> HarmonyReader:
+    if use is None:
+        return HarmonyReader({})
+    return HarmonyReader(use.tools, use.is_certain, use.parallel)

@@ -1,0 +1,69 @@
+"""Detection of the formats of calls and thoughts that a published chat template teaches."""
+
+from __future__ import annotations
+
+# Texts, all of which stand in a template, and the name of its format: the first row that fits.
+_CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (("<|channel|>", "functions."), "openai"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call>",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("｜DSML｜tool_calls",), "deepseek_v4"),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|action_start|>",), "internlm"),
+    (("<steptml:",), "step3"),
+    (("functools[",), "phi4_mini_json"),
+    (("<function_calls>",), "olmo3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_sep>",), None),
+    (("<arg_key>",), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_calls>",), "jamba"),
+    (("<function_call>",), "granite-20b-fc"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters"', "tools"), "llama3_json"),
+)
+_THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "analysis"), "openai_gptoss"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("<|START_RESPONSE|>",), "cohere_command3"),
+    (("<|channel>",), "gemma4"),
+    (("</seed:think>",), "seed_oss"),
+    (("[/THINK]",), "mistral"),
+    (("</think>", "</answer>"), "hunyuan_a13b"),
+    (("</think>", "<response>"), "ernie45"),
+    (("</think>", "｜Assistant｜"), "deepseek_v3"),
+    (("</think>", "<arg_key>"), "glm45"),
+    (("</think>",), "qwen3"),
+    (("Here is my response:",), "granite"),
+    (("thought process",), "granite"),
+)
+
+
+def detect_calls(template: str) -> str | None:
+    """Return the name of the format that a chat template teaches, if it is certain."""
+    return _first(_CALLS, template)
+
+
+def detect_thinking(template: str) -> str | None:
+    """Return the name of the reasoning parser that fits a chat template, or None."""
+    return _first(_THOUGHTS, template)
+
+
+def _first(rows: tuple[tuple[tuple[str, ...], str | None], ...], template: str) -> str | None:
+    fits = (name for signs, name in rows if all(sign in template for sign in signs))
+    return next(fits, None)

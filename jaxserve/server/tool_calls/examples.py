@@ -1,0 +1,53 @@
+"""Examples of calls, for models whose chat template does not say how to write one."""
+
+from __future__ import annotations
+
+from jaxserve.server.tool_calls.bodies import (
+    Body,
+    BracedCall,
+    HeadedCall,
+    JsonCall,
+    KeyedCall,
+    PythonCalls,
+    XmlCall,
+)
+from jaxserve.server.tool_calls.formats import CallFormat
+
+
+def example_of(form: CallFormat) -> str:
+    """Return one call in a format, of a function NAME."""
+    before, after = form.section
+    body = _example(form.body)
+    if form.is_harmony:
+        return f"{form.mark}{body}{form.close}"
+    if form.is_array and isinstance(form.body, JsonCall):
+        body = f"[{body}]"
+    if form.is_optional_mark:
+        return body
+    if isinstance(form.body, JsonCall) and not form.is_array and not before:
+        body = f"\n{body}\n"
+    return f"{before}{form.mark}{body}{form.close}{after}"
+
+
+def _example(body: Body) -> str:
+    match body:
+        case JsonCall(is_keyed=True):
+            return '{"NAME": {...}}'
+        case JsonCall():
+            return f'{{"{body.name}": "NAME", "{body.arguments}": {{...}}}}'
+        case HeadedCall():
+            number = ":0" if body.is_numbered else ""
+            between = "" if body.before else " "
+            return f"{body.before}NAME{number}{body.after or between}{{...}}{body.tail}"
+        case PythonCalls():
+            return "[NAME(ARGUMENT=VALUE, ...)]" if body.is_list else "NAME(ARGUMENT=VALUE, ...)"
+        case XmlCall():
+            quote = '"' if body.is_quoted else ""
+            value = "\nVALUE\n" if body.trims else "VALUE"
+            parameter = f"{body.parameter}{quote}ARGUMENT{quote}>{value}{body.parameter_end}"
+            return f"{body.before}{quote}NAME{quote}>\n{parameter}\n...\n{body.end}\n"
+        case KeyedCall():
+            pair = "<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>"
+            return f"NAME{body.after}\n{pair}\n...\n{body.end}"
+        case BracedCall():
+            return f"call:NAME{{ARGUMENT:{body.quote}VALUE{body.quote},...}}"

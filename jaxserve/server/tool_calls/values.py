@@ -1,0 +1,141 @@
+"""Values of arguments that models write as bare text, converted by a tool's JSON schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxserve.server.tool_calls.literals import read_json
+
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_NAMES = {
+    "str": "string",
+    "text": "string",
+    "enum": "string",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_MAX_REFERENCES = 16
+# Python refuses to read longer whole numbers.
+_MAX_DIGITS = 4000
+
+
+def property_schema(schema: dict[str, Any], name: str) -> Any:
+    """Return the schema of an object's property, with what its references point to beside it."""
+    properties = resolve(schema, schema).get("properties")
+    own = properties.get(name) if isinstance(properties, dict) else None
+    return resolve(own, schema)
+
+
+def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Return what a schema refers to within `root`; an empty schema where that is nowhere."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for key in reference.removeprefix("#").split("/")[1:]:
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return {}
+
+
+def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[str]:
+    """Yield the names of JSON's types that a schema allows; none where it does not say."""
+    schema = resolve(schema, root)
+    given = schema.get("type")
+    for name in given if isinstance(given, list) else [given]:
+        if isinstance(name, str):
+            yield _NAMES.get(name.lower(), name.lower())
+    values = schema.get("enum")
+    for value in values if isinstance(values, list) else []:
+        yield _TYPES.get(type(value), "string")
+    if "const" in schema:
+        yield _TYPES.get(type(schema["const"]), "string")
+    for key in _CHOICES:
+        choices = schema.get(key)
+        for choice in choices if isinstance(choices, list) and depth < _MAX_REFERENCES else []:
+            yield from types_of(choice, root, depth + 1)
+
+
+def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
+    """Return the value that a text stands for.
+
+    Of several types null comes first, then numbers, booleans, objects and arrays. What is none of
+    them is the text itself if it may be one, or else whatever JSON it is, or the text after all.
+
+    Args:
+        text: as the model wrote it.
+        schema: of the value.
+        root: the schema to which references refer.
+    """
+    types = set(types_of(schema, root)) or {"string"}
+    bare = text.strip()
+    if "null" in types and bare.lower() == "null":
+        return None
+    if types & {"integer", "number"}:
+        number = _number(bare, "number" in types)
+        if number is not None:
+            return number
+    if "boolean" in types and bare.lower() in _BOOLEANS:
+        return _BOOLEANS[bare.lower()]
+    if "string" in types and not types & {"object", "array"}:
+        return text
+    try:
+        value = read_json(text)
+    except ValueError:
+        return text
+    if not is_finite(value):
+        return text
+    fits = types & {_TYPES[type(value)]} or "string" not in types
+    return value if fits else text
+
+
+def _number(text: str, may_be_fraction: bool) -> int | float | None:
+    if len(text) > _MAX_DIGITS or "_" in text or not text.isascii():
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    if not may_be_fraction:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether JSON can say a value: none of its numbers is infinite."""
+    level = [value]
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, float) and not math.isfinite(item):
+                return False
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level = inner
+    return True

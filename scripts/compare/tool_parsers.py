@@ -1,0 +1,241 @@
+"""Answers of vLLM's parsers of calls and thoughts beside ours, over the corpus of outputs.
+
+    python -m scripts.compare.tool_parsers                       installs vLLM's wheel, once
+    python -m scripts.compare.tool_parsers --python PATH         an interpreter that has it
+
+Every output of tests/structured/corpus is read by our reader, and by vLLM's parser of its dialect
+as a whole and token by token. Writes scripts/results/tool_parsers.md: by dialect, how many answers
+differ; below, each kind of disagreement with its judgement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from jaxserve.commands.argument_types import writable_file
+from jaxserve.server.tool_calls.dialect import answer_reader
+from jaxserve.server.tool_calls.formats import THINKING_FORMATS
+from jaxserve.server.tool_calls.thinking import Start
+from scripts.compare.engine import Engine, module_command
+from scripts.compare.engine_vllm import NEEDED
+from scripts.compare.environments import NotInstalled, python_of
+from scripts.compare.parser_disagreements import (
+    STREAMED,
+    WHOLE,
+    Answer,
+    Kind,
+    is_error,
+    kind_of,
+)
+from scripts.lib.paths import IN_CHECKOUT, RESULTS, ROOT
+from scripts.lib.run_main import run_main
+
+CORPUS = ROOT / "tests" / "structured" / "corpus"
+TABLE = RESULTS / "tool_parsers.md"
+# The wheel is compiled for CUDA, but its parsers need neither that nor a GPU.
+PARSERS = Engine(
+    name="vllm-parsers",
+    title="vLLM's parsers",
+    requirements=(
+        ("torch==2.13.0",),
+        ("--no-deps", "vllm==0.33.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
+        (*NEEDED, "cohere-melody>=0.14", "orjson"),
+    ),
+)
+
+
+@dataclass
+class Tally:
+    """Disagreements of one dialect.
+
+    Attributes:
+        outputs: number of outputs.
+        problem: why vLLM's parser could not be made, or empty.
+        whole: kind and words of outputs whose whole vLLM reads differently from us.
+        streamed: likewise, of those that vLLM streams differently from what it reads whole.
+        errors: number of outputs at which vLLM raises an error.
+        unexpected: words of outputs that we ourselves read differently from the corpus.
+    """
+
+    outputs: int
+    problem: str = ""
+    whole: list[tuple[str, str]] = field(default_factory=list)
+    streamed: list[tuple[str, str]] = field(default_factory=list)
+    errors: int = 0
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return the corpus by dialect, with tools, and a prompt's end for each start of thoughts."""
+    tools = json.loads((folder / "tools.json").read_text())
+    dialects = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "tools.json":
+            continue
+        dialect = json.loads(path.read_text())
+        thinking = THINKING_FORMATS.get(dialect["reasoning_parser"] or "")
+        start = thinking.start if thinking is not None else ""
+        end = thinking.end if thinking is not None else ""
+        prompts = {"free": "x", "open": f"x{start}", "closed": f"x{start}{end}"}
+        dialects[path.stem] = {**dialect, "tools": tools[dialect["tools"]], "prompts": prompts}
+    return dialects
+
+
+def read_ours(dialect: dict[str, Any], output: dict[str, Any]) -> Answer:
+    """Return what our reader makes of an output."""
+    reader = answer_reader(
+        dialect["tool_call_parser"],
+        dialect["reasoning_parser"],
+        dialect["tools"],
+        Start(output["start"]),
+        parallel=True,
+    )
+    reader.feed(output["text"], True)
+    message = reader.message
+    calls = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in message.calls]
+    return {"reasoning": message.reasoning, "content": message.content, "calls": calls}
+
+
+def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | str) -> Tally:
+    """Return a dialect's disagreements.
+
+    Args:
+        dialect: of the corpus.
+        ours: answer to each output.
+        theirs: answers of vLLM to each, whole and streamed; or why there are none.
+    """
+    outputs = dialect["outputs"]
+    if isinstance(theirs, str):
+        return Tally(len(outputs), theirs)
+    tally = Tally(len(outputs))
+    tools = {tool["function"]["name"] for tool in dialect["tools"]}
+    for output, mine, answers in zip(outputs, ours, theirs, strict=True):
+        about, output = output["about"], {**output, "names": tools}
+        whole, streamed = answers["whole"], answers["streamed"]
+        if mine != {key: output[key] for key in mine}:
+            tally.unexpected.append(about)
+        tally.errors += is_error(whole) or is_error(streamed)
+        if kind := kind_of(WHOLE, output, mine, whole):
+            tally.whole.append((kind, about))
+        if kind := kind_of(STREAMED, output, whole, streamed):
+            tally.streamed.append((kind, about))
+    return tally
+
+
+def rows(tallies: dict[str, Tally]) -> list[str]:
+    """Return the lines of the table."""
+    lines = [
+        "| dialect | outputs | vLLM whole, not as ours | vLLM streamed, not as whole | errors |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, tally in tallies.items():
+        numbers = (tally.outputs, len(tally.whole), len(tally.streamed), tally.errors)
+        cells = [str(number) for number in numbers]
+        if tally.problem:
+            cells[1:] = [tally.problem, "", ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    total = [
+        sum(tally.outputs for tally in tallies.values()),
+        sum(len(tally.whole) for tally in tallies.values()),
+        sum(len(tally.streamed) for tally in tallies.values()),
+        sum(tally.errors for tally in tallies.values()),
+    ]
+    return [*lines, f"| all | {' | '.join(f'{number:,}' for number in total)} |"]
+
+
+def paragraphs(kinds: Iterable[Kind], found: dict[str, list[tuple[str, str]]]) -> list[str]:
+    """Return a paragraph for each kind that was found.
+
+    Args:
+        kinds: in the order of the page.
+        found: by dialect, kind and words of each disagreement.
+    """
+    lines = []
+    for kind in kinds:
+        cases = [
+            (name, words) for name, all_ in found.items() for k, words in all_ if k == kind.title
+        ]
+        if not cases:
+            continue
+        dialects = list(dict.fromkeys(name for name, _ in cases))
+        shown = ", ".join(dialects[:6]) + (" and others" if len(dialects) > 6 else "")
+        name, words = cases[0]
+        text = (
+            f"- **{kind.title}** ({len(cases)}; {shown}). {kind.judgement} "
+            f'For example "{words}" in `{name}`.'
+        )
+        lines.append(fill(text, 118, subsequent_indent="  ", break_on_hyphens=False))
+    return lines
+
+
+def page(tallies: dict[str, Tally], version: str) -> str:
+    """Return the results' page."""
+    parts = [
+        "# vLLM's parsers of calls and thoughts, beside ours",
+        f"`python -m scripts.compare.tool_parsers`; vLLM {version}, its own parsers as its server "
+        "calls them,\nover the outputs of `tests/structured/corpus`, which say what each format's "
+        "documentation means. Streams come token\nby token, from a small tokenizer that has the "
+        "dialect's marks as special tokens (gpt-oss: its own). Ours reads all\noutputs as the "
+        "corpus says, and streams them as it reads them whole: tests compare that.",
+        "\n".join(rows(tallies)),
+        "## vLLM's whole answers that are not ours",
+        "\n".join(paragraphs(WHOLE, {name: tally.whole for name, tally in tallies.items()})),
+        "## vLLM's streams that are not its whole answers",
+        "\n".join(paragraphs(STREAMED, {name: tally.streamed for name, tally in tallies.items()})),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_theirs(python: Path, dialects: dict[str, Any]) -> dict[str, Any]:
+    """Return the worker's answers.
+
+    Raises:
+        CalledProcessError: with its standard error, where it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "outputs.json", Path(folder) / "answers.json"
+        source.write_text(json.dumps(dialects))
+        command = [*module_command(python, "worker_tool_parsers"), str(source), str(target)]
+        subprocess.run(command, check=True, env={**os.environ, **IN_CHECKOUT}, cwd=folder)
+        return json.loads(target.read_text())
+
+
+def main() -> int:
+    """Compare, write the page, print the sums; return the status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--python", type=Path, help="interpreter that has vLLM (default: one is installed, once)"
+    )
+    parser.add_argument("--table", type=writable_file, default=TABLE, help="page (%(default)s)")
+    options = parser.parse_args()
+    if options.python is not None and not options.python.is_file():
+        parser.error(f"--python: {str(options.python)!r} must be a file that exists")
+    given = {} if options.python is None else {PARSERS.name: options.python.absolute()}
+    try:
+        theirs = read_theirs(python_of(PARSERS, given), dialects := load(CORPUS))
+    except (NotInstalled, subprocess.CalledProcessError) as error:
+        print(f"vLLM's parsers cannot be had here: {error}", file=sys.stderr)
+        return 1
+    tallies = {}
+    for name, dialect in dialects.items():
+        ours = [read_ours(dialect, output) for output in dialect["outputs"]]
+        tallies[name] = tally_of(dialect, ours, theirs["answers"][name])
+        for about in tallies[name].unexpected:
+            print(f"{name}: ours is not as the corpus says: {about}", file=sys.stderr)
+    options.table.write_text(page(tallies, theirs["version"]))
+    print("\n".join(rows(tallies)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

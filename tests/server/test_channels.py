@@ -1,0 +1,80 @@
+"""gpt-oss's channels over HTTP: forced calls, schemas and budgets, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import AddedToken
+
+from tests.server.test_tools import CHAT, OTHER, SCHEMA, TOOL, USER, fits, streamed
+from tests.support.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer, save_checkpoint
+from tests.support.live_server import SMALL, Server
+
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>")
+START, CHANNEL, MESSAGE, CALL, RETURN = range(260, 265)
+END = SPECIAL.index("<|end|>")
+# Names the channels and the recipient, so that the format is known; shows the tools.
+TEMPLATE = (
+    "{% if tools %}{{ '<|channel|>analysis to=functions.' }}{% for t in tools %}"
+    "{{ t.function.name + t.function.description }}{% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+MODEL = "channels"
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    tokenizer = byte_tokenizer()
+    tokens = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, MARKS[-1]
+    folder = tmp_path_factory.mktemp("channels")
+    save_checkpoint(folder, tokenizer=tokenizer, positions=1024, end=RETURN)
+    with Server([f"{MODEL}={folder}", *SMALL]) as server:
+        yield server
+
+
+def ask(server: Server, **fields: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The choice, the same streamed, and the usage."""
+    asked = {"model": MODEL, "messages": USER, "max_tokens": 500, "return_token_ids": True}
+    asked |= {"temperature": 1.0, "seed": 5} | fields
+    answer = server.request(CHAT, asked)
+    assert answer.status == 200, answer.body
+    [found] = answer.json()["choices"]
+    return found, streamed(server, asked), answer.json()["usage"]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_forced_calls_are_messages_of_their_channel(channels: Server, seed: int) -> None:
+    # Random thoughts would never end.
+    bias = {str(END): 100.0}
+    found, said, _ = ask(
+        channels, tools=[TOOL, OTHER], tool_choice="required", seed=seed, logit_bias=bias
+    )
+    assert found["message"].get("tool_calls"), found
+    [call] = found["message"]["tool_calls"]
+    assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+    if call["function"]["name"] == "plan":
+        fits(call["function"]["arguments"])
+    assert found["token_ids"][0] == CHANNEL and said["arguments"] == call["function"]["arguments"]
+
+
+def test_a_schema_holds_in_the_channel_of_answers(channels: Server) -> None:
+    closed = SCHEMA | {"additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": closed}}
+    found, said, usage = ask(channels, response_format=form, thinking_token_budget=0)
+    jsonschema.validate(json.loads(found["message"]["content"]), closed)
+    assert said["content"] == found["message"]["content"] and found["finish_reason"] == "stop"
+    tokens = found["token_ids"]
+    assert tokens[:2] == [END, START] and tokens.index(CHANNEL) < tokens.index(MESSAGE)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize("stop", [CALL, RETURN])
+def test_a_call_and_a_return_end_an_answer(channels: Server, stop: int) -> None:
+    found, said, _ = ask(channels, logit_bias={str(stop): 100.0})
+    assert found["finish_reason"] == "stop" and len(found["token_ids"]) == 1
+    assert not found["message"]["content"] and not said["content"]
