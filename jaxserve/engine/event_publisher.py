@@ -200,9 +200,11 @@ class EventPublisher:
             else:
                 found.connect(endpoint)
         except zmq.ZMQError as error:
-            hint = "; another process or model has it" if error.errno == errno.EADDRINUSE else ""
+            reason = zmq.strerror(error.errno or 0)
+            if error.errno == errno.EADDRINUSE:
+                reason += "; another process or model has it"
             raise InvalidRequest(
-                f"{NAME}.{field}: {endpoint} cannot be opened ({error.strerror}){hint}", NAME
+                f"{NAME}.{field}: {endpoint} cannot be opened ({reason})", NAME
             ) from None
         return found, found.getsockopt_string(zmq.LAST_ENDPOINT)
 
