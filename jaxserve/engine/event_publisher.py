@@ -168,8 +168,9 @@ class EventPublisher:
         try:
             self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", config.hwm)
             if config.replay_endpoint is not None:
-                # For a whole replay and its end; ZeroMQ counts up to half of it late.
-                most = 2 * (config.buffer_steps + 1)
+                # For a whole replay and its end. ZeroMQ learns that half of it left only when all
+                # of that half did, and looks for such news after a hundred requests in a row.
+                most = 2 * (config.buffer_steps + 1) + 1000
                 self._router, self.replay_endpoint = self._open(zmq.ROUTER, "replay_endpoint", most)
                 threads.append(
                     threading.Thread(target=self._replay, name="kv-events-replay", daemon=True)
