@@ -20,7 +20,8 @@ _MOST_BYTES = 255
 class KVEventsConfig:
     """Settings of the events that tell others which pages the prefix cache holds.
 
-    Names, defaults and meanings are those of vLLM 0.33's class.
+    Names, defaults and meanings are those of vLLM 0.33's class. Events hold the token ids of
+    prompts and answers, and whoever reaches an endpoint can read them.
 
     Args:
         enable_kv_cache_events: publish at all.

@@ -224,7 +224,8 @@ class EventPublisher:
                 self._send(changes)
             except Exception:
                 _log.exception("events of the prefix cache were not published")
-            time.sleep(_PAUSE)
+            if not self._closing:
+                time.sleep(_PAUSE)
         self._pub.close()
 
     def _take(self) -> list[Change] | None:
