@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxserve.kv_events import KVEventsConfig, events_config
 from jaxserve.machine import (
     VisibleCard,
     allocate_from_heap,
@@ -39,7 +40,6 @@ VARIABLE_PREFIX = "JAXSERVE_"
 _OF_KUBERNETES = re.compile(r"(\w+_)?SERVICE_(HOST|PORT)|PORT_\d+_|\w+=(tcp|udp|sctp)://")
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
-CPU_KV_BYTES = 1 << 30
 # The part of a card's memory that XLA takes, by its newer and its older name.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -92,6 +92,10 @@ class EngineConfig:
         memory_share: this engine's, of several, of the GPU's memory, or of the KV cache on CPU.
         num_gpu_blocks_override: number of pages, instead of either of the above.
         enable_prefix_caching: reuse the pages of equal prefixes.
+        prefix_caching_secret: file of at least 32 random bytes, from which keys of prefixes are
+            made: equal ones in all engines that share it, and otherwise in no two processes.
+        kv_events_config: where changes of the prefix cache are published, as a JSON object of
+            vLLM's fields, like {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         scheduling_policy: "fcfs" or "priority" (lower value first, then arrival).
         async_scheduling: submit step n+1 before step n is read.
         num_scheduler_steps: most decode steps of one launch, taken where nobody waits, or only
@@ -138,6 +142,8 @@ class EngineConfig:
     memory_share: float = 1.0
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    prefix_caching_secret: str | Path | None = None
+    kv_events_config: dict[str, Any] | str | KVEventsConfig | None = None
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True
     num_scheduler_steps: int | None = None
@@ -186,6 +192,7 @@ class EngineConfig:
                 names = ", ".join(map(str, allowed))
                 raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
         object.__setattr__(self, "hf_overrides", json_object(self.hf_overrides, "hf_overrides"))
+        object.__setattr__(self, "kv_events_config", events_config(self.kv_events_config))
         if self.language_model_only is not True:
             raise ValueError("language_model_only must be true: only text is served")
         if self.max_num_seqs and self.max_num_batched_tokens:
@@ -228,22 +235,6 @@ class EngineConfig:
         )
         resolved._check_budget()
         return resolved
-
-    def cpu_page_budget(self, page_bytes: int) -> int:
-        """Return the number of pages of KV cache on CPU, the null page included.
-
-        The default stops at what all slots can hold at once, with the page to spare that admission
-        leaves each, and with prefix caching at twice that.
-        """
-        assert self.max_num_seqs and self.max_model_len
-        if self.kv_cache_memory_bytes is not None:
-            return int(self.kv_cache_memory_bytes * self.memory_share) // page_bytes
-        pages_a_sequence = -(-self.max_model_len // self.block_size)
-        times = 2 if self.enable_prefix_caching else 1
-        useful = times * self.max_num_seqs * (pages_a_sequence + 1) + 1
-        return max(
-            min(int(CPU_KV_BYTES * self.memory_share) // page_bytes, useful), pages_a_sequence + 1
-        )
 
 
 def bundled_model() -> Path:

@@ -301,7 +301,6 @@ UNSERVED: dict[str, Unserved] = {
         enable_mfu_metrics=(False,),
         enable_logging_iteration_details=(False,),
         aggregate_engine_logging=(False,),
-        kv_events_config=({},),
         profiler_config=({},),
         enable_trace_replay=(False,),
     ),

@@ -25,6 +25,7 @@ FLOORS = {
     "jaxserve.config": 1,
     "jaxserve.model_name": 1,
     "jaxserve.overrides": 1,
+    "jaxserve.kv_events": 1,
     "jaxserve.machine": 1,
     "jaxserve.unserved": 1,
     "jaxserve": 1,  # names resolved on first use, so that it imports nothing itself
@@ -40,7 +41,7 @@ FLOORS = {
 BASE = (
     *("jaxserve.errors", "jaxserve.structured", "jaxserve.request", "jaxserve.outputs"),
     *("jaxserve.config", "jaxserve.machine", "jaxserve.unserved", "jaxserve"),
-    *("jaxserve.model_name", "jaxserve.overrides"),
+    *("jaxserve.model_name", "jaxserve.overrides", "jaxserve.kv_events"),
 )
 # All that crosses from the host half to the device half.
 SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slot_table"))
@@ -56,8 +57,9 @@ HOMES = {
     "h11": ("jaxserve.server.http",),
     "msgspec": (
         *("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
-        "jaxserve.commands.bench",
+        *("jaxserve.commands.bench", "jaxserve.engine.event_publisher"),
     ),
+    "zmq": ("jaxserve.engine.event_publisher",),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
     "httpx2": (
@@ -87,6 +89,7 @@ ONLY = {
     "jaxserve.config": set(),
     "jaxserve.machine": set(),
     "jaxserve.unserved": set(),
+    "jaxserve.kv_events": set(),
 }
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Mixin")
 MOST_LINES = {"jaxserve": 400, "pallas_kernels": 600}

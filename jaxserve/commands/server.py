@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import secrets
 import socket
 import sys
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from collections.abc import Iterable
 from jaxserve.commands.start_summary import at_length, summary
 from jaxserve.engine.async_llm import AsyncLLM
 from jaxserve.engine.loading import load
+from jaxserve.engine.sharing import check_sharing, salt_secret
 from jaxserve.server import page
 from jaxserve.server.http.app import App
 from jaxserve.server.http.logs import log_json
@@ -35,7 +35,10 @@ def load_models(specs: Iterable[ModelSpec], config: ServerConfig, report: StartR
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `engine.loading.load`.
     """
-    secret = secrets.token_bytes(32)
+    specs = list(specs)
+    for spec in specs:
+        check_sharing(spec.config)
+    secret = salt_secret(specs[0].config)
     served: list[ServedModel] = []
     try:
         for spec in specs:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from jaxserve.config import EngineConfig
+from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.execution.start.memory_plan import MemoryPlan
 from jaxserve.models import ModelConfig
 from jaxserve.scheduling.window_pages import longest_held
@@ -31,7 +32,7 @@ def settle_cache(
     assert declared is not None
     if context is None:
         config = replace(config, max_model_len=held_tokens(config, model_config, plan.pages))
-    if config.cpu_page_budget(plan.page_bytes) != plan.pages:
+    if cpu_page_budget(config, plan.page_bytes) != plan.pages:
         config = replace(config, num_gpu_blocks_override=plan.pages)
     size = plan.pages * plan.page_bytes / GIB
     is_short = plan.pages < plan.full_pages

@@ -17,6 +17,7 @@ from jaxserve.engine.loading import Loaded, load
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, Histogram
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
+from jaxserve.engine.sharing import check_sharing, open_events, read_secret
 from jaxserve.engine.text.detokenizer import Detokenizer
 from jaxserve.engine.text.grammars import grammars_of
 from jaxserve.errors import InvalidRequest
@@ -44,6 +45,7 @@ def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Sc
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
+        prefix_secret=read_secret(config.prefix_caching_secret),
     )
 
 
@@ -67,6 +69,8 @@ class Engine:
         on_progress: OnProgress | None = None,
         scheduler: MakeScheduler = make_scheduler,
     ) -> None:
+        if not isinstance(config, Loaded):
+            check_sharing(config)
         loaded = config if isinstance(config, Loaded) else load(config, on_progress)
         self.loaded = loaded
         self.config = loaded.config
@@ -94,6 +98,9 @@ class Engine:
         self._prompt_tokens = 0
         self.step_tokens = Histogram(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
+        self._events = open_events(self.config, self.slots.window)
+        if self._events is not None:
+            self.pool.on_change = self._events.add
 
     def add(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` is called with every Delta of each of its completions.
@@ -268,6 +275,8 @@ class Engine:
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)
         self._in_flight = None
+        if self._events is not None:
+            self._events.close()
         if self.loaded.behind is not None:
             self.loaded.behind.close()
         self.runner.close()

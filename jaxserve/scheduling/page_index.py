@@ -109,6 +109,10 @@ class PageIndex:
             kept.append(position)
         return pages[kept]
 
+    def keys(self, pages: np.ndarray) -> np.ndarray:
+        """Return the keys, u64[n, WORDS], of pages that are kept."""
+        return np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
+
     def remove(self, pages: np.ndarray) -> None:
         """Forget pages that are kept."""
         self._tags[self._cell_of.take(pages)] = 0
@@ -120,5 +124,4 @@ class PageIndex:
     def pages(self) -> np.ndarray:
         """Return every page that is kept and found by its key, ascending."""
         pages = np.sort(self._page_of[self._tags > 0])
-        keys = np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
-        return pages[self.find(keys) == pages]
+        return pages[self.find(self.keys(pages)) == pages]

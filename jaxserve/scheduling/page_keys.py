@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,10 @@ import numpy as np
 LANES = 4
 # A key is two words: u64[WORDS].
 WORDS = 2
+# What the numbers are derived under; another derivation takes another version.
+_LABEL = b"jaxserve page keys, version 1"
+SECRET_BYTES = 32
+"""Fewest bytes of a secret."""
 
 
 class PrefixKeys(NamedTuple):
@@ -30,27 +34,37 @@ class PageKeys:
     token, that token times its position's random number, modulo 2**64; the key is the high
     halves of the lanes. The family is strongly universal (Lemire and Kaser, "Strongly universal
     string hashing is fast", The Computer Journal 2014): two given prefixes share a key with
-    probability 2**-128. The numbers come from the system's randomness and stay in the process, so
-    nobody can search for two that do. A sum extends page by page, and a whole prompt is a
-    handful of array operations, where a digest a page would cost a microsecond each.
+    probability 2**-128. A sum extends page by page, and a whole prompt is a handful of array
+    operations, where a digest a page would cost a microsecond each.
+
+    The numbers are the output of SHAKE-256 (FIPS 202) for a secret, by default 32 bytes of the
+    system's randomness. Neither leaves the process, so nobody can search for prefixes that share a
+    key. Engines of one secret give equal prefixes equal keys, whatever their longest sequence. The
+    page size enters, since pages of 16 and of 32 tokens hold different content for one prefix. The
+    model does not: its files have other paths on other machines, and keys only ever find pages of
+    the engine that made them. Whatever shares pages between engines has to name the model itself.
 
     Args:
         max_tokens: longest sequence.
         page_size: tokens of a page.
+        secret: at least SECRET_BYTES; None for one that no other process has.
     """
 
-    def __init__(self, max_tokens: int, page_size: int) -> None:
+    def __init__(self, max_tokens: int, page_size: int, secret: bytes | None = None) -> None:
         self._page_size = page_size
         pages = -(-max_tokens // page_size)
-        self._of_tokens = _random(pages, LANES, page_size)
-        self._of_salt = _random(LANES, LANES)
-        self._start = _random(LANES)
+        fixed = LANES * LANES + LANES
+        secret = os.urandom(SECRET_BYTES) if secret is None else secret
+        numbers = _numbers(secret, page_size, fixed + pages * LANES * page_size)
+        self._start, self._of_salt = numbers[:LANES], numbers[LANES:fixed].reshape(LANES, LANES)
+        # Last, and page by page: a longer sequence changes none of those before.
+        self._of_tokens = numbers[fixed:].reshape(pages, LANES, page_size)
 
     def prefix(self, salt: str, tokens: np.ndarray) -> PrefixKeys:
         """Return the keys of all full pages of a sequence; tokens: i32[n]."""
         start = self._start
         if salt:
-            words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), np.uint32)
+            words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), "<u4")
             start = start + (self._of_salt * words).sum(axis=1)
         pages = len(tokens) // self._page_size
         if not pages:
@@ -75,9 +89,10 @@ class PageKeys:
         return _keys(states), states
 
 
-def _random(*shape: int) -> np.ndarray:
-    """Return u64 of this shape, from the system's randomness."""
-    return np.frombuffer(os.urandom(8 * int(np.prod(shape))), np.uint64).reshape(shape)
+def _numbers(secret: bytes, page_size: int, count: int) -> np.ndarray:
+    """Return u64[count], derived from a secret; a larger count begins with the same numbers."""
+    source = shake_256(_LABEL + page_size.to_bytes(4, "little") + secret)
+    return np.frombuffer(source.digest(8 * count), "<u8").astype(np.uint64, copy=False)
 
 
 def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:

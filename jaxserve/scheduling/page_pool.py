@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from jaxserve.scheduling.page_changes import Change, ClearedPages, RemovedPages
 from jaxserve.scheduling.page_index import PageIndex
 
 NULL_PAGE = 0
@@ -22,6 +25,8 @@ class PagePool:
         ref_count: int32[P], sequences holding each page.
         is_cached: bool[P], whether the page's content can be found by its key.
         index: the cached pages by their keys.
+        on_change: receives every change of what can be found, but for new pages, which `Publisher`
+            tells of; None where nobody keeps account.
         num_changes: grows whenever what did not fit may fit: pages became free, or are cached now.
     """
 
@@ -32,6 +37,7 @@ class PagePool:
         self.page_size = page_size
         self.num_changes = 0
         self.num_evictions = 0
+        self.on_change: Callable[[Change], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -48,6 +54,7 @@ class PagePool:
         self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
         self._head = self._tail = self._num_evictable = 0
         self.num_changes += 1
+        self._tell_cleared()
 
     @property
     def num_free(self) -> int:
@@ -78,6 +85,8 @@ class PagePool:
         pages = self._next_evictable(count)
         self._place_of[pages] = _NOWHERE
         self._num_evictable -= count
+        if self.on_change is not None:
+            self.on_change(RemovedPages(self.index.keys(pages)))
         self.index.remove(pages)
         self.is_cached[pages] = False
         self.num_evictions += count
@@ -165,13 +174,15 @@ class PagePool:
         self._add_blank(idle[~cached])
         self._make_evictable(idle[cached][::-1])
 
-    def publish(self, pages: np.ndarray, keys: np.ndarray) -> None:
+    def publish(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Offer full, computed pages, i32[n], to later prefixes under their keys, u64[n, WORDS].
 
-        A key that is cached already stays with its page.
+        A key that is cached already stays with its page. Return those that are found now, intp[m].
         """
-        self.is_cached[self.index.add(pages.astype(np.intp), keys)] = True
+        kept = self.index.add(pages.astype(np.intp), keys)
+        self.is_cached[kept] = True
         self.num_changes += 1
+        return kept
 
     def clear_cache(self) -> None:
         """Forget what unheld pages cache, and every key; held pages stay held."""
@@ -182,6 +193,11 @@ class PagePool:
         self.index.clear()
         self.is_cached[:] = False
         self.num_changes += 1
+        self._tell_cleared()
+
+    def _tell_cleared(self) -> None:
+        if self.on_change is not None:
+            self.on_change(ClearedPages())
 
     def check(self, held: np.ndarray) -> None:
         """Verify the pool against `held`, int32[P]: how many sequences list each page.

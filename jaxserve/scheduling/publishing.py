@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.scheduling.page_changes import StoredPages
 from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
@@ -23,13 +24,16 @@ class Publisher:
         pool: where pages are found by their keys.
         slots: the slot table; pages full of committed tokens may be published.
         enabled: publish at all.
+        secret: keys are made of it; see PageKeys.
     """
 
-    def __init__(self, pool: PagePool, slots: SlotTable, enabled: bool = True) -> None:
+    def __init__(
+        self, pool: PagePool, slots: SlotTable, enabled: bool = True, secret: bytes | None = None
+    ) -> None:
         self.enabled = enabled
         self.pool = pool
         self.slots = slots
-        self.page_keys = PageKeys(slots.max_model_len, pool.page_size)
+        self.page_keys = PageKeys(slots.max_model_len, pool.page_size, secret)
         self._steps = 0
 
     def keys_of(self, sequence: Sequence) -> PrefixKeys:
@@ -89,7 +93,35 @@ class Publisher:
             owner, nth = slots[0], slice(first[0], full[0])
         else:
             owner, nth = flat_ranges(slots, first, full)
-        self.pool.publish(table.page_table[owner, nth], table.page_keys[owner, nth])
+        pages = table.page_table[owner, nth]
+        kept = self.pool.publish(pages, table.page_keys[owner, nth])
+        if self.pool.on_change is not None and len(kept):
+            owner, nth = flat_ranges(slots, first, full)
+            self.pool.on_change(self._stored(owner, nth, pages, kept))
+
+    def _stored(
+        self, owner: np.ndarray, nth: np.ndarray, pages: np.ndarray, kept: np.ndarray
+    ) -> StoredPages:
+        """Describe those of the pages just published that are found now.
+
+        Args:
+            owner, nth: intp[n], the slot of each page, and its number there.
+            pages: i32[n]; a slot that was named twice has its pages in it twice.
+            kept: the pages that are found now.
+        """
+        table, size = self.slots, self.pool.page_size
+        rows = np.sort(np.unique(pages, return_index=True)[1])
+        rows = rows[np.isin(pages[rows], kept)]
+        owner, nth = owner[rows], nth[rows]
+        columns = nth[:, None] * size + np.arange(size)
+        return StoredPages(
+            table.page_keys[owner, nth],
+            owner,
+            nth,
+            table.page_keys[owner, nth - 1],
+            table.tokens[owner[:, None], columns],
+            [s.request.cache_salt for s in table.sequences[owner[nth == 0]]],
+        )
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
         """Make the keys of each slot's first `full` pages, as far as they are missing.

@@ -40,6 +40,7 @@ class Scheduler:
         long_prefill_token_threshold: most tokens of one row; 0 for no bound.
         enable_prefix_caching: match and publish full pages.
         policy: order of the waiting sequences.
+        prefix_secret: keys of pages are made of it; None for one of this process.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        prefix_secret: bytes | None = None,
     ) -> None:
         if max_num_batched_tokens < slots.num_slots:
             raise ValueError("max_num_batched_tokens must be at least the number of slots")
         self.pool = pool
         self.slots = slots
-        self.publisher = Publisher(pool, slots, enable_prefix_caching)
+        self.publisher = Publisher(pool, slots, enable_prefix_caching, prefix_secret)
         self.waiting = WaitingQueue(policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
@@ -247,7 +249,6 @@ class Scheduler:
     def _preempt(self, slot: int) -> None:
         """Send a running sequence back to wait; it will recompute, or hit its own pages."""
         sequence = self.slots.sequences[slot]
-        assert sequence is not None
         self._vacate([slot])
         self.waiting.push(sequence)
         sequence.num_preemptions += 1
@@ -372,8 +373,7 @@ class Scheduler:
             finished.append(sequence)
         if finished:
             # `note` has published the pages of all that ended well.
-            published = draws.failed is None
-            self._vacate([sequence.slot for sequence in finished], published)
+            self._vacate([sequence.slot for sequence in finished], draws.failed is None)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from jaxserve.engine import loading
 from jaxserve.engine.loading import load
 from jaxserve.engine.planning import ModelPlan, plan_model
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.execution.start.memory_plan import HOST_RESERVE
 from tests.models.test_published_configs import LLAMA_3, LLAMA_32_ROPE, MISTRAL, QWEN_3, shape
 from tests.support.host_files import MIB, limited_host, write_host
@@ -175,7 +176,7 @@ def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
         config = EngineConfig()
         [plan, *_] = plan_model(config, None, root).plans
         resolved = config.resolve("cpu", 1024)
-        assert plan.pages == plan.full_pages == resolved.cpu_page_budget(plan.page_bytes) == 4161
+        assert plan.pages == plan.full_pages == cpu_page_budget(resolved, plan.page_bytes) == 4161
         assert (plan.dtype, plan.longest) == ("float32", 1024)
         source = loading.find_source(config)
         settled = loading.settle_cache(resolved, None, source.model_config, plan)

@@ -19,6 +19,7 @@ from jaxserve.engine import loading
 from jaxserve.engine.source import Source, find_source
 from jaxserve.execution.start import compilation, programs
 from jaxserve.execution.start.compilation import fingerprint, prepare_cache
+from jaxserve.execution.start.host_cache import cpu_page_budget
 from jaxserve.models import read_model_config
 from jaxserve.weights.expected import expected_model
 from tests.support.checkpoint import save_checkpoint
@@ -161,9 +162,9 @@ def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
     plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
     cached = EngineConfig(**settings).resolve("cpu", 64)
     slots = 3 * (64 // 16 + 1)  # each with the page to spare that admission asks for
-    assert plain.cpu_page_budget(1 << 10) == slots + 1
-    assert cached.cpu_page_budget(1 << 10) == 2 * slots + 1
-    assert cached.cpu_page_budget(1 << 27) == 8
+    assert cpu_page_budget(plain, 1 << 10) == slots + 1
+    assert cpu_page_budget(cached, 1 << 10) == 2 * slots + 1
+    assert cpu_page_budget(cached, 1 << 27) == 8
 
 
 def test_importing_loads_no_heavy_library() -> None:

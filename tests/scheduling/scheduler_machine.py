@@ -2,7 +2,8 @@
 
 Every rule may come at any moment, with one step in flight as in the engine. Every position that
 a step reads is compared with the sequence's own prefix (see ghost_runner), every sequence that
-ends with the same request served alone, and after each rule every invariant is verified.
+ends with the same request served alone, and after each rule every invariant is verified, and
+that a subscriber of the prefix cache's events knows all that it holds.
 
 The short form runs with the other tests. The long form, with fresh random examples:
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
@@ -35,6 +37,7 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from tests.scheduling.ghost_runner import GhostRunner, GhostStep, oracle
 from tests.scheduling.scheduler_setups import MAX_MODEL_LEN, SETUPS, Setup
+from tests.scheduling.subscriber import Subscriber
 
 # Prompts are cut from these, so that exact repeats and common prefixes are frequent.
 TAPES = tuple(np.random.default_rng(n).integers(0, 2, MAX_MODEL_LEN, np.int32) for n in range(2))
@@ -50,6 +53,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, setup: Setup) -> None:
         self.setup = setup
         self.pool = PagePool(setup.num_pages, setup.page_size)
+        self.subscriber = Subscriber()
+        self.pool.on_change = partial(self.subscriber.take, block_size=setup.page_size)
         self.slots = SlotTable(setup.num_slots, MAX_MODEL_LEN, setup.page_size, setup.window)
         self.scheduler = setup.scheduler(self.pool, self.slots)
         buckets = BucketSet(setup.num_slots, setup.budget, num_steps=setup.num_steps)
@@ -360,6 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check(self) -> None:
         self.scheduler.check()
+        self.subscriber.check(self.pool, self.scheduler.publisher.page_keys)
         running = self.scheduler.running_sequences()
         assert len(running) == self.scheduler.num_running
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)

@@ -32,8 +32,57 @@ WAITING = "jaxserve/scheduling/waiting.py"
 STATIC = "scripts/lib/static_scheduler.py"
 BATCH = "jaxserve/execution/batch.py"
 PAGE_TABLE = "jaxserve/execution/page_table.py"
+EVENTS = "jaxserve/engine/event_publisher.py"
 
 POOL_BUGS = (
+    Bug(
+        "events: evicted pages are not told of",
+        POOL,
+        "            self.on_change(RemovedPages(self.index.keys(pages)))\n",
+        "            pass\n",
+    ),
+    Bug(
+        "events: a cache that is cleared is not told of",
+        POOL,
+        "            self.on_change(ClearedPages())\n",
+        "            pass\n",
+    ),
+    Bug(
+        "events: pages whose key another page has are told of too",
+        PUBLISHING,
+        "        rows = rows[np.isin(pages[rows], kept)]\n",
+        "",
+    ),
+    Bug(
+        "events: a slot that is named twice is told of twice",
+        PUBLISHING,
+        "np.sort(np.unique(pages, return_index=True)[1])",
+        "np.arange(len(pages))",
+    ),
+    Bug(
+        "events: a page is its own parent",
+        PUBLISHING,
+        "table.page_keys[owner, nth - 1]",
+        "table.page_keys[owner, nth]",
+    ),
+    Bug(
+        "events: tokens of the first page stand for all",
+        PUBLISHING,
+        "columns = nth[:, None] * size + np.arange(size)",
+        "columns = np.arange(size) + 0 * nth[:, None]",
+    ),
+    Bug(
+        "events: pages of several sequences count as one prefix",
+        EVENTS,
+        "(np.diff(change.slots) == 0) & (np.diff(change.nth) == 1)",
+        "np.diff(change.nth) >= 1",
+    ),
+    Bug(
+        "events: salts are left out",
+        PUBLISHING,
+        "s.request.cache_salt for s in",
+        '"" for s in',
+    ),
     Bug(
         "new pages: those of the slot's last sequence count as sent",
         SLOTS,

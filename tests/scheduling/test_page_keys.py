@@ -1,5 +1,10 @@
 """PageKeys: equal prefixes under one salt share keys, and nothing else does."""
 
+import subprocess
+import sys
+from hashlib import blake2b, shake_256
+from pathlib import Path
+
 import numpy as np
 
 from jaxserve.scheduling.page_keys import LANES, PageKeys
@@ -57,3 +62,59 @@ def test_extending_page_by_page_is_the_same_as_all_at_once():
 def test_two_processes_do_not_share_keys():
     other = PageKeys(64, 4).prefix("", np.arange(4, dtype=np.int32)).keys
     assert other[0].tobytes() != prefix([0, 1, 2, 3])[0]
+
+
+SECRET = bytes(range(32))
+MAKE_KEYS = """
+import sys
+import numpy as np
+from jaxserve.scheduling.page_keys import PageKeys
+secret = bytes.fromhex(sys.argv[1]) or None
+keys = PageKeys(int(sys.argv[2]), 4, secret).prefix("salt", np.arange(9, dtype=np.int32)).keys
+print(keys.tobytes().hex())
+"""
+
+
+def keys_of_a_process(secret: bytes = b"", max_tokens: int = 64) -> str:
+    command = [sys.executable, "-c", MAKE_KEYS, secret.hex(), str(max_tokens)]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def test_processes_share_keys_where_they_share_a_secret() -> None:
+    shared = keys_of_a_process(SECRET)
+    assert keys_of_a_process(SECRET, max_tokens=1000) == shared
+    assert keys_of_a_process(SECRET[::-1]) != shared
+    assert keys_of_a_process() != keys_of_a_process()
+
+
+def test_keys_of_a_secret_are_those_that_version_1_made() -> None:
+    """Computed once more, number by number: engines of two versions may share a secret."""
+    page_size, tokens, salt = 4, [5, 0, 2**31 - 1, 7, 1, 2, 3, 4], "a"
+    pages = len(tokens) // page_size
+    label = b"jaxserve page keys, version 1" + bytes([page_size, 0, 0, 0])
+    count = LANES + LANES * LANES + pages * LANES * page_size
+    data = shake_256(label + SECRET).digest(8 * count)
+    numbers = [int.from_bytes(data[8 * i : 8 * i + 8], "little") for i in range(count)]
+    words = blake2b(salt.encode(), digest_size=16).digest()
+    keys = [b""] * pages
+    for lane in range(LANES):
+        total = numbers[lane]
+        for i in range(LANES):
+            word = int.from_bytes(words[4 * i : 4 * i + 4], "little")
+            total += numbers[LANES + lane * LANES + i] * word
+        for i, token in enumerate(tokens):
+            page, place = divmod(i, page_size)
+            where = LANES + LANES * LANES + (page * LANES + lane) * page_size + place
+            total += numbers[where] * (token + 1)
+            if place == page_size - 1:
+                keys[page] += (total % 2**64 >> 32).to_bytes(4, "little")
+    made = PageKeys(64, page_size, SECRET).prefix(salt, np.array(tokens, np.int32)).keys
+    assert [key.tobytes() for key in made] == keys
+
+
+def test_the_page_size_keeps_keys_apart() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    assert PageKeys(64, 4, SECRET).prefix("", tokens).keys[-1].tobytes() not in [
+        key.tobytes() for key in PageKeys(64, 8, SECRET).prefix("", tokens).keys
+    ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.config import CPU_KV_BYTES, EngineConfig
+from jaxserve.config import EngineConfig
 
 LEAST_TOKENS = 2048
 """Tokens below which the cache is not made smaller, if a sequence may have as many."""
+CPU_KV_BYTES = 1 << 30  # by default
 # Eighths of the cache, of half of it, of a quarter, and so on. Programs are compiled for a number
 # of pages: what is free differs from start to start, and where sizes are few, those of an earlier
 # start are likely to fit.
@@ -37,17 +38,33 @@ def host_pages(
         pages = config.num_gpu_blocks_override
         return pages, pages, pages
     if config.kv_cache_memory_bytes is not None:
-        pages = resolved.cpu_page_budget(page)
+        pages = cpu_page_budget(resolved, page)
         return pages, pages, max(2, pages)
     size, context = config.block_size, resolved.max_model_len
     if config.max_model_len is not None:
-        full, least = resolved.cpu_page_budget(page), -(-context // size) + 1
+        full, least = cpu_page_budget(resolved, page), -(-context // size) + 1
     else:
         held = (int(CPU_KV_BYTES * config.memory_share) // page - 1) * size
         resolved = replace(resolved, max_model_len=max(2, min(context, held)))
-        full = resolved.cpu_page_budget(page)
+        full = cpu_page_budget(resolved, page)
         least = min(full, -(-min(context, LEAST_TOKENS) // size) + 1)
     halves = (full >> halving for halving in range(full.bit_length()))
     parts = (half * eighths // 8 for half in halves for eighths in _EIGHTHS)
     fitting = (pages for pages in parts if least <= pages and pages * page <= room)
     return next(fitting, least), full, least
+
+
+def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
+    """Return the number of pages of KV cache on CPU, the null page included.
+
+    The default stops at what all slots can hold at once, with the page to spare that admission
+    leaves each, and with prefix caching at twice that.
+    """
+    assert config.max_num_seqs and config.max_model_len
+    if config.kv_cache_memory_bytes is not None:
+        return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
+    pages_a_sequence = -(-config.max_model_len // config.block_size)
+    times = 2 if config.enable_prefix_caching else 1
+    useful = times * config.max_num_seqs * (pages_a_sequence + 1) + 1
+    held = int(CPU_KV_BYTES * config.memory_share) // page_bytes
+    return max(min(held, useful), pages_a_sequence + 1)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.start.device import DeviceMemory
-from jaxserve.execution.start.host_cache import host_pages
+from jaxserve.execution.start.host_cache import cpu_page_budget, host_pages
 from jaxserve.execution.state import addressable_pages, kv_dtype, page_bytes
 from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.config.quantization import StoredQuantization
@@ -278,7 +278,7 @@ def cache_pages(
     if config.num_gpu_blocks_override is not None:
         pages = config.num_gpu_blocks_override
     elif platform == "cpu" or config.kv_cache_memory_bytes is not None:
-        pages = config.cpu_page_budget(page)
+        pages = cpu_page_budget(config, page)
     else:
         pages = max(0, room) // page
     pages = min(pages, _most_pages(config))

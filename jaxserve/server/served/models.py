@@ -39,7 +39,7 @@ class ServedModel:
         root: where its checkpoint was read from, as it was given.
         llm: serves it.
         config: the server's settings.
-        secret: of this process; salts of API keys are derived from it.
+        secret: of this process or its fleet; salts of API keys are derived from it.
 
     Attributes:
         request_metrics: measurements of its requests.

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.kv_events import events_config
 from jaxserve.model_name import NO_MODEL, kind_of_model
 from jaxserve.server.settings import ServerConfig
 
@@ -54,9 +55,11 @@ def plan_models(
             raise InvalidRequest(f"two models are named {name!r}", "models")
     shares = memory_shares(names, config.model_weights)
     whole = EngineConfig(**settings)
+    events = events_config(whole.kv_events_config)
     specs = []
-    for name, folder in folders:
-        settled = replace(whole, model=folder, memory_share=shares[name])
+    for rank, (name, folder) in enumerate(folders):
+        own = None if events is None else events.for_rank(rank)
+        settled = replace(whole, model=folder, memory_share=shares[name], kv_events_config=own)
         specs.append(ModelSpec([name], folder or BUNDLED, settled))
     if config.served_model_name:
         if len(specs) > 1:
