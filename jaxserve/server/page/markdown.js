@@ -200,8 +200,8 @@ export class Markdown {
 
   // Whatever stands before the last two blocks is done.
   #settle(tokens) {
-    const last = tokens.findLastIndex((token) => token.type !== "space");
-    const done = tokens.slice(0, tokens.findLastIndex((t, i) => t.type !== "space" && i < last));
+    const places = [...tokens.keys()].filter((index) => tokens[index].type !== "space");
+    const done = tokens.slice(0, places.at(-2) ?? 0);
     const source = done.map((token) => token.raw).join("");
     if (!source || !this.#rest.startsWith(source)) return;
     setLevels(done, this.#outline);
