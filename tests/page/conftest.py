@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.page.browser import open_browser
 from tests.support.live_server import Server
@@ -20,6 +20,7 @@ SMALL = (
 KEY = "a-key-for-the-page"
 
 OpenPage = Callable[..., Page]
+expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="package")

@@ -1,7 +1,7 @@
 """The playground at `/`: its files, which lie beside this module, and the events that they read.
 
 The page has no build step and loads nothing from elsewhere: the policy below lets it load and call
-this server alone, and lets no text become markup or script.
+this server alone, and lets no text become markup or script. Libraries of others lie in `vendor`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ class _File:
 
 def _paths() -> dict[str, Path]:
     """Return each file by the path that it is served at."""
-    files = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _MEDIA)
-    return {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in files}
+    folder = Path(__file__).parent
+    files = sorted(path for path in folder.rglob("*") if path.suffix in _MEDIA)
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return {"/" if name == "index.html" else f"/page/{name}": names[name] for name in names}
 
 
 # The page itself needs no key: its user enters one, which it sends with all its requests.

@@ -1,5 +1,7 @@
 // The API key, requests that carry it, and events read through fetch: an EventSource cannot send it.
 
+import { session } from "./storage.js";
+
 const KEY = "jaxserve.key";
 const $ = (id) => document.getElementById(id);
 let asking = null;
@@ -19,7 +21,13 @@ export const duration = (seconds) =>
   seconds >= 1 ? `${seconds.toFixed(1)} s`
     : `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+// A model's name where there is little room: a path's last part.
+export const shortName = (id) => {
+  const parts = id.split("/").filter(Boolean);
+  return parts.length > 2 || id.startsWith("/") ? parts.at(-1) : id;
+};
+
+export const hasKey = () => session.getItem(KEY) !== null;
 
 // Ask for a key, once for all that wait for it; resolves to whether one was given.
 export function askForKey(problem = "") {
@@ -31,7 +39,7 @@ export function askForKey(problem = "") {
     dialog.querySelector("form").onsubmit = (event) => {
       const key = input.value.trim();
       if (/^[\x21-\x7e]+$/.test(key)) {
-        sessionStorage.setItem(KEY, key);
+        session.setItem(KEY, key);
         dialog.returnValue = "given";
       } else {
         event.preventDefault();
@@ -54,14 +62,14 @@ export function askForKey(problem = "") {
 // A response that is not an error. Raises Refused, or TypeError where there is no server.
 export async function call(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = session.getItem(KEY);
     const headers = { ...options.headers };
     if (key) headers.authorization = `Bearer ${key}`;
     const response = await fetch(`.${path}`, { ...options, headers });
     if (response.ok) return response;
     const body = await response.json().catch(() => null);
     if (response.status !== 401) throw new Refused(response.status, body);
-    if (key && key === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
+    if (key && key === session.getItem(KEY)) session.removeItem(KEY);
     const other = hasKey(); // given meanwhile to another request
     if (!other && !(await askForKey(key ? "The server does not know that key." : "")))
       throw new Refused(401, { error: { message: "An API key is needed." } });

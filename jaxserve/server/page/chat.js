@@ -1,99 +1,75 @@
-// The conversation: send, stream, stop.
+// The conversation: send, stream, stop; edit, regenerate, copy; other conversations.
 
-import { Answer } from "./answer.js";
-import { Refused, call, duration, events } from "./api.js";
+import { Refused, call, events } from "./api.js";
+import * as chats from "./chats.js";
+import { Clock, Message, change, copy } from "./message.js";
+import * as settings from "./settings.js";
+import { isKept, put as store, session } from "./storage.js";
 
 const $ = (id) => document.getElementById(id);
-const WHOLE = new Set(["top_k", "max_tokens", "seed"]);
-const ENDINGS = { stop: "", length: "cut off" };
-const conversation = []; // { role, content }
-let running = null; // an AbortController, while an answer streams
+const ENDINGS = { stop: "", tool_calls: "", length: "cut off" };
+const OPEN = "jaxserve.open"; // the chat that a reload shows again
+let chat = chats.fresh();
+let shown = []; // a Message for each of the chat's
+let running = null; // { controller, done }, while an answer streams
 let model = null;
-
-const fields = () => [...$("settings").querySelectorAll("input:not([type=checkbox])")];
-
-// The sampler's fields that are filled in. Raises Refused.
-function sampling() {
-  const chosen = {};
-  for (const { name, value } of fields()) {
-    if (!value.trim()) continue;
-    const number = Number(value);
-    if (WHOLE.has(name) ? !Number.isSafeInteger(number) : !Number.isFinite(number)) {
-      const kind = WHOLE.has(name) ? "a whole number" : "a number";
-      throw new Refused(400, { error: { message: `${name} must be ${kind}`, param: name } });
-    }
-    chosen[name] = number;
-  }
-  const tick = $("probabilities");
-  if (!tick.hidden && tick.querySelector("input").checked) {
-    Object.assign(chosen, { logprobs: true, top_logprobs: 5 });
-  }
-  return chosen;
-}
-
-function showChosen() {
-  const set = fields().filter((field) => field.value.trim());
-  const text = set.map((field) => `${field.name} ${field.value.trim()}`).join(" · ");
-  $("chosen").textContent = text || "as the model recommends";
-}
-
-function complain(error) {
-  const field = error?.param && fields().find((one) => one.name === error.param);
-  $("problem").textContent = error ? error.message : "";
-  for (const one of fields()) one.removeAttribute("aria-invalid");
-  if (!field) return;
-  $("settings").open = true;
-  field.setAttribute("aria-invalid", "true");
-  field.focus();
-}
-
-// A message on the page: its head holds all that changes, so that nothing lies below the text.
-function addMessage(role, text = "") {
-  const message = $("message").content.firstChild.cloneNode(true);
-  const [head, body] = message.children, [name, figures] = head.children;
-  message.className = role;
-  name.textContent = role === "user" ? "You" : model.id;
-  body.textContent = text;
-  $("empty").hidden = true;
-  $("messages").append(message);
-  return { message, figures, body };
-}
+let choose = () => {}; // the model of a name
 
 // Keeps the end in sight, unless scrolled up.
 let pinned = true, frame = 0;
+function stay() {
+  if (pinned) $("scroller").scrollTop = $("scroller").scrollHeight;
+}
 function follow() {
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (pinned) $("scroller").scrollTop = $("scroller").scrollHeight;
+    stay();
   });
 }
 
-// Tokens, speed and delay of an answer, shown beside its name.
-class Clock {
-  began = performance.now();
-  tokens = 0;
-
-  constructor(figures) {
-    this.figures = figures;
-    figures.textContent = "waiting";
-  }
-
-  show(tokens, ending = "") {
-    if (tokens) {
-      this.last = performance.now();
-      this.first ??= this.last;
-      this.tokens = tokens;
-    }
-    const parts = [`${this.tokens} token${this.tokens === 1 ? "" : "s"}`];
-    const seconds = (this.last - this.first) / 1000, delay = (this.first - this.began) / 1000;
-    if (ending) parts.unshift(ending);
-    if (seconds > 0) parts.push(`${((this.tokens - 1) / seconds).toFixed(0)}/s`);
-    if (this.first) parts.push(`first after ${duration(delay)}`);
-    this.figures.textContent = parts.join(" · ");
-  }
+// A message as requests carry it. Thoughts go back with calls alone, whose models expect them.
+function asSent({ role, content, calls, thoughts, id, name }) {
+  if (role === "tool") return { role, content, name, tool_call_id: id };
+  if (!calls) return { role, content };
+  const tool_calls = calls.map((part) => {
+    return { id: part.id, type: "function", function: { name: part.name, arguments: part.arguments } };
+  });
+  return { role, content: content || null, tool_calls, reasoning_content: thoughts };
 }
 
-async function stream(body, signal, answer, clock) {
+// The request for the next answer. Raises Refused.
+function request() {
+  const system = settings.system();
+  const messages = chat.messages.map(asSent);
+  if (system) messages.unshift({ role: "system", content: system });
+  const stream_options = { include_usage: true, continuous_usage_stats: true };
+  const chosen = { ...settings.tools(), ...settings.sampling() };
+  return { model: model.id, messages, stream: true, ...chosen, stream_options };
+}
+
+function put(data, options) {
+  const message = new Message(data, options);
+  $("empty").hidden = true;
+  $("messages").append(message.element);
+  return message;
+}
+
+// Show the chat as it is.
+function draw() {
+  for (const message of shown) message.element.remove();
+  shown = chat.messages.map((data) => put(data).show());
+  $("empty").hidden = shown.length > 0;
+  offerResults();
+}
+
+function keep() {
+  store(session, OPEN, chat.id);
+  chat.system = settings.system();
+  const problem = chats.save(chat);
+  if (problem) settings.complain(new Error(problem));
+}
+
+async function stream(body, signal, reply, clock) {
   const options = { method: "POST", signal, body: JSON.stringify(body) };
   options.headers = { "content-type": "application/json" };
   const response = await call("/v1/chat/completions", options);
@@ -103,62 +79,63 @@ async function stream(body, signal, answer, clock) {
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Refused(response.status, chunk);
     const choice = chunk.choices[0];
-    if (choice?.delta.content) answer.add(choice.delta.content, choice.logprobs?.content ?? []);
+    if (choice) reply.grow(choice.delta, choice.logprobs?.content ?? []);
     reason = choice?.finish_reason ?? reason;
-    clock.show(chunk.usage?.completion_tokens);
+    reply.figures.textContent = clock.show(chunk.usage?.completion_tokens);
     follow();
   }
   throw new Error("The connection was closed before the end of the answer.");
 }
 
-async function answer(text) {
-  let settings;
+// Let the model answer these messages. Returns whether anything came; if not, all is as it was.
+async function answer(messages) {
+  const before = chat.messages;
+  chat.messages = messages;
+  let body;
   try {
-    settings = sampling();
+    body = request();
   } catch (error) {
-    complain(error);
-    return;
+    chat.messages = before;
+    settings.complain(error);
+    return false;
   }
-  complain(null);
-  const asked = addMessage("user", text), reply = addMessage("assistant");
-  conversation.push({ role: "user", content: text });
-  $("text").value = "";
-  running = new AbortController();
+  settings.complain(null);
+  draw();
+  keep();
+  const data = { role: "assistant", model: model.id, content: "" };
+  const reply = put(data, { drawn: stay, marked: settings.marksTokens() }), clock = new Clock();
+  shown.push(reply);
+  reply.figures.textContent = "waiting";
+  reply.element.setAttribute("aria-busy", "true");
+  const controller = new AbortController(), { signal } = controller;
+  let finish;
+  running = { controller, data, done: new Promise((resolve) => (finish = resolve)) };
   setBusy(true);
-  reply.message.setAttribute("aria-busy", "true");
   pinned = true;
   follow();
-  const grown = new Answer(reply.body), clock = new Clock(reply.figures), { signal } = running;
-  const options = { include_usage: true, continuous_usage_stats: true };
-  const body = { model: model.id, messages: conversation, stream: true, ...settings };
   let ending = "", problem = null;
   try {
-    const reason = await stream({ ...body, stream_options: options }, signal, grown, clock);
+    const reason = await stream(body, signal, reply, clock);
     ending = ENDINGS[reason] ?? reason ?? "";
   } catch (error) {
     ending = signal.aborted ? "stopped" : "failed";
     problem = signal.aborted ? null : error;
   }
-  if (signal.reason === "cleared") return;
-  grown.end();
-  clock.show(0, ending);
-  reply.message.removeAttribute("aria-busy");
-  if (ending && !grown.text && ending !== ENDINGS.length) withdraw(text, asked, reply);
-  else conversation.push({ role: "assistant", content: grown.text });
-  if (!grown.text) reply.body.textContent = "(no text)";
+  data.figures = reply.figures.textContent = clock.show(0, ending);
+  reply.end();
+  reply.element.removeAttribute("aria-busy");
   running = null;
   setBusy(false);
-  if (problem) complain(problem);
-  $("status").textContent = problem ? "" : `Answer ${ending || "complete"}: ${grown.text}`;
-}
-
-// Nothing came of a message: it goes back.
-function withdraw(text, asked, reply) {
-  conversation.pop();
-  asked.message.remove();
-  reply.message.remove();
-  $("text").value ||= text;
-  $("empty").hidden = conversation.length > 0;
+  const isNothing = reply.isEmpty && ending && ending !== ENDINGS.length;
+  if (isNothing) chat.messages = before;
+  else chat.messages.push(data);
+  if (isNothing) draw();
+  keep();
+  if (problem) settings.complain(problem);
+  offerResults();
+  $("status").textContent = problem ? "" : `Answer ${ending || "complete"}: ${data.content}`;
+  finish();
+  return !isNothing;
 }
 
 function setBusy(busy) {
@@ -166,39 +143,166 @@ function setBusy(busy) {
   $("send").classList.toggle("busy", busy);
 }
 
-function submit(event) {
+async function stop() {
+  running?.controller.abort();
+  await running?.done;
+}
+
+async function submit(event) {
   event.preventDefault();
   if (running) {
-    running.abort("stopped");
+    stop();
     return;
   }
   const text = $("text").value.trim();
-  if (text && model) answer(text);
+  if (!text || !model) return;
+  const { id } = chat, sent = answer([...chat.messages, { role: "user", content: text }]);
+  if (running) $("text").value = "";
+  if (!(await sent) && chat.id === id) $("text").value ||= text; // nothing came of it
 }
 
-function clear() {
-  running?.abort("cleared");
-  running = null;
-  setBusy(false);
-  complain(null);
-  conversation.length = 0;
-  for (const message of $("messages").querySelectorAll("article")) message.remove();
-  $("empty").hidden = false;
+// Fields for the results of the last answer's calls.
+function offerResults() {
+  $("results")?.remove();
+  const last = shown.at(-1);
+  if (!last?.data.calls || running) return;
+  const form = $("ask-results").content.firstChild.cloneNode(true);
+  const fields = last.data.calls.map((part) => {
+    const label = document.createElement("label"), input = document.createElement("textarea");
+    label.append(`Result of ${part.name}`, input);
+    form.lastElementChild.before(label);
+    return [part, input];
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const results = fields.map(([{ id, name }, { value }]) => ({ role: "tool", id, name, content: value }));
+    if (!running) answer([...chat.messages, ...results]);
+  });
+  last.calls.after(form);
+}
+
+const ACTS = {
+  copy: (message, button) => tellCopied(message.data.content, button),
+  "copy-code": (_, button) =>
+    tellCopied(button.closest(".code").querySelector("code").textContent, button),
+  regenerate: (message) => answer(chat.messages.slice(0, shown.indexOf(message))),
+  edit: async (message) => {
+    const { role } = message.data, isAnswer = role === "assistant";
+    const text = await change(message, isAnswer ? "Keep" : "Send edited");
+    const index = shown.indexOf(message);
+    if (running || index < 0) return;
+    if (text !== null) {
+      const { calls, ...data } = message.data;
+      const messages = [...chat.messages.slice(0, index), { ...data, content: text }];
+      if (!isAnswer) {
+        await answer(messages);
+        return;
+      }
+      chat.messages = messages;
+      draw();
+      keep();
+    }
+    shown[index].element.querySelector("[data-act=edit]").focus();
+  },
+};
+
+async function tellCopied(text, button) {
+  try {
+    await copy(text);
+  } catch (error) {
+    settings.complain(error);
+    return;
+  }
+  $("status").textContent = "Copied";
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+function act({ target }) {
+  const button = target.closest("[data-act]");
+  if (!button) return;
+  const article = button.closest("article");
+  const message = shown.find((one) => one.element === article);
+  if (!running || button.dataset.act === "copy-code") ACTS[button.dataset.act](message, button);
+}
+
+// Go to another chat; what streams in this one is stopped, and kept.
+async function open(other) {
+  await stop();
+  settings.complain(null);
+  chat = other;
+  store(session, OPEN, chat.id);
+  $("system").value = chat.system ?? "";
+  settings.showChosen();
+  choose(lastModel());
+  pinned = true;
+  draw();
+  follow();
   $("text").focus();
 }
 
-// Talk to this model, a card of /v1/models. What a user has typed stays.
-export function talkTo(card) {
-  model = card;
-  for (const field of fields()) field.defaultValue = card.chat_sampling?.[field.name] ?? "";
-  showChosen();
-  $("probabilities").hidden = !card.capabilities?.logprobs;
+function listChats() {
+  const rows = chats.all().map((other) => {
+    const row = $("kept-chat").content.firstChild.cloneNode(true);
+    const [show, drop] = row.children;
+    show.textContent = other.title || "(no text)";
+    if (other.id === chat.id) show.setAttribute("aria-current", "true");
+    drop.ariaLabel = `Delete: ${show.textContent}`;
+    show.addEventListener("click", () => {
+      $("chats").close();
+      open(chats.load(other.id) ?? chats.fresh());
+    });
+    drop.addEventListener("click", () => forget([other.id]));
+    return row;
+  });
+  $("kept").replaceChildren(...rows);
+  $("no-chats").hidden = rows.length > 0;
+  $("delete-all").hidden = !rows.length;
+  $("delete-all").textContent = "Delete all";
 }
 
-export function start() {
+// Delete chats, or all.
+async function forget(ids) {
+  const isOpen = !ids || ids.includes(chat.id);
+  if (isOpen) await stop();
+  if (ids) ids.forEach(chats.remove);
+  else chats.removeAll();
+  if (isOpen) await open(chats.fresh(settings.system()));
+  listChats();
+  $("close-chats").focus();
+}
+
+function startChats() {
+  $("where").textContent = isKept
+    ? "They are kept in this browser, and nowhere else."
+    : "This browser forbids pages to keep anything: they last until this tab is closed.";
+  $("show-chats").addEventListener("click", () => {
+    listChats();
+    $("chats").showModal();
+  });
+  $("close-chats").addEventListener("click", () => $("chats").close());
+  $("delete-all").addEventListener("click", ({ target }) => {
+    if (target.textContent === "Delete all") target.textContent = "Really delete all";
+    else forget(null);
+  });
+}
+
+// Name of the model that the chat was with.
+export const lastModel = () => chat.messages.findLast((message) => message.model)?.model;
+
+// Talk to this model, a card of /v1/models.
+export function talkTo(card) {
+  model = card;
+  settings.setDefaults(card);
+}
+
+// Show the chat that this tab had open. `chooseModel` makes the model of a name that of the page.
+export function start(chooseModel) {
+  choose = chooseModel;
   $("composer").addEventListener("submit", submit);
-  $("clear").addEventListener("click", clear);
-  $("settings").addEventListener("input", showChosen);
+  $("messages").addEventListener("click", act);
+  $("clear").addEventListener("click", () => open(chats.fresh(settings.system())));
+  $("settings").addEventListener("input", settings.showChosen);
   new ResizeObserver(follow).observe($("scroller"));
   $("scroller").addEventListener("scroll", ({ target }) => {
     pinned = target.scrollTop + target.clientHeight > target.scrollHeight - 48;
@@ -209,6 +313,17 @@ export function start() {
     if (!running) $("composer").requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !$("ask").open) running.abort("stopped");
+    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
   });
+  addEventListener("pagehide", () => {
+    if (running?.data.content) chats.save({ ...chat, messages: [...chat.messages, running.data] });
+  });
+  startChats();
+  const last = chats.load(session.getItem(OPEN));
+  if (!last) return;
+  chat = last;
+  $("system").value = chat.system ?? "";
+  settings.showChosen();
+  draw();
+  follow();
 }

@@ -35,7 +35,7 @@ function showFigures({ stats, pages }) {
   put($("waiting"), whole(stats.num_waiting));
   put($("hits"), `${Math.round(100 * hits)}%`);
   const missing = stats.num_programs_missing;
-  put($("coming"), missing ? `; ${missing} programs to come` : "");
+  put($("coming"), missing ? `${missing} programs to come` : "");
   for (const name of ["held", "shared", "cached"]) put($(name), whole(pages[name]));
   put($("blank"), whole(pages.total - pages.held - pages.cached));
   put($("scale"), pages.per_cell > 1 ? `one cell is ${pages.per_cell} pages` : "");

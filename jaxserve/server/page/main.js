@@ -1,8 +1,9 @@
 // Start: theme, views, key and models; then chat and engine.
 
-import { askForKey, call, hasKey } from "./api.js";
+import { askForKey, call, hasKey, shortName } from "./api.js";
 import * as chat from "./chat.js";
 import * as engine from "./engine.js";
+import { local, put } from "./storage.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"];
@@ -18,7 +19,7 @@ function showTheme() {
 function nextTheme() {
   const root = document.documentElement;
   root.dataset.theme = THEMES[(THEMES.indexOf(root.dataset.theme) + 1) % THEMES.length];
-  localStorage.setItem("jaxserve.theme", root.dataset.theme);
+  put(local, "jaxserve.theme", root.dataset.theme);
   showTheme();
 }
 
@@ -29,14 +30,17 @@ function showView(view) {
   }
 }
 
+// Make this model, if it is served, that of the page.
 function choose(id) {
-  const card = cards.find((one) => one.id === id) ?? cards[0];
+  const card = cards.find((one) => one.id === id);
+  if (!card) return;
+  $("model").value = id;
   chat.talkTo(card);
   engine.watch(card.id);
   const examples = EXAMPLES[card.id] ?? [];
   $("hint").textContent = examples.length
     ? "This is a tiny model that knows a few small tasks. Try one:"
-    : `Write a message to ${card.id}.`;
+    : `Write a message to ${shortName(card.id)}.`;
   $("examples").replaceChildren(
     ...examples.map((text) => {
       const button = document.createElement("button");
@@ -62,13 +66,14 @@ async function load() {
   }
   $("problem").textContent = "";
   $("key").hidden = !hasKey();
-  $("model").replaceChildren(...cards.map((card) => new Option(card.id, card.id)));
+  $("model").replaceChildren(...cards.map((card) => new Option(shortName(card.id), card.id)));
   $("model").disabled = cards.length < 2;
   choose(cards[0].id);
+  choose(chat.lastModel());
 }
 
 showTheme();
-chat.start();
+chat.start(choose);
 engine.start();
 $("theme").addEventListener("click", nextTheme);
 $("show-chat").addEventListener("click", () => showView("chat"));

@@ -1,2 +1,6 @@
 // Runs before the page is drawn, so that a chosen theme shows from the first frame.
-document.documentElement.dataset.theme = localStorage.getItem("jaxserve.theme") ?? "auto";
+let theme = "auto";
+try {
+  theme = localStorage.getItem("jaxserve.theme") ?? theme;
+} catch {} // a browser may forbid storage
+document.documentElement.dataset.theme = theme;
