@@ -26,11 +26,19 @@ from jaxserve.server.api.info import (
 )
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
-from jaxserve.server.api.responses import responses
+from jaxserve.server.api.responses import (
+    cancel_response,
+    count_input_tokens,
+    delete_response,
+    get_response,
+    list_input_items,
+    responses,
+)
 from jaxserve.server.api.streaming import error_response
 from jaxserve.server.api.tokens import detokenize, tokenize
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
 from jaxserve.server.http.guard import Guard
+from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.served.models import Models
@@ -43,6 +51,7 @@ _ALIASES = {
     "/completions": "/v1/completions",
     "/chat/completions": "/v1/chat/completions",
     "/responses": "/v1/responses",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
     "/models": "/v1/models",
     "/v1/health": "/health",
     "/ping": "/health",
@@ -54,6 +63,11 @@ def routes() -> list[BaseRoute]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+        Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -78,7 +92,7 @@ def routes() -> list[BaseRoute]:
 
 def _reads_no_body(path: str) -> bool:
     """Return whether the kind of a path's body does not matter."""
-    return path == "/ping" or is_unserved(path)
+    return path == "/ping" or path.endswith("/cancel") or is_unserved(path)
 
 
 class App:
@@ -103,6 +117,11 @@ class App:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
+        self.responses = ResponseStore(
+            config.max_stored_responses,
+            config.max_stored_response_bytes,
+            config.stored_response_seconds,
+        )
         door = Middleware(
             Guard,
             config=config,
