@@ -51,7 +51,8 @@ HOMES = {
         # They name platform and dtype.
         *(f"jaxserve.engine.{name}" for name in ("loading", "conversion", "weight_forms")),
     ),
-    "starlette": ("jaxserve.server", "jaxserve.commands.batch_file"),
+    "starlette": ("jaxserve.server",),
+    "python_multipart": ("jaxserve.server.api.upload",),
     "uvicorn": ("jaxserve.server",),
     "h11": ("jaxserve.server.http",),
     "msgspec": (
@@ -60,10 +61,7 @@ HOMES = {
     ),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
-    "httpx2": (
-        *("jaxserve.engine.hub", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
-        "jaxserve.commands.bench",
-    ),
+    "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.terminal", "jaxserve.commands.bench"),
     "transformers": ("jaxserve.engine.text",),
     "tokenizers": ("jaxserve.engine.text",),
     "huggingface_hub": ("jaxserve.engine.hub",),

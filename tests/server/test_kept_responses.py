@@ -257,6 +257,30 @@ def test_custom_tools_take_a_text(client: openai.OpenAI) -> None:
     assert answer.output[0].type == "message"
 
 
+def test_functions_of_a_namespace(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    function: Any = {"type": "function", "name": "plan", "parameters": schema}
+    tools: Any = [
+        {"type": "web_search"},
+        {"type": "namespace", "name": "mcp", "description": "d", "tools": [function]},
+    ]
+    asked: Any = {**GREEDY, "input": "Yes?", "tools": tools, "max_output_tokens": 300}
+    whole = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False)
+    [item] = whole.output
+    assert item.type == "function_call" and (item.namespace, item.name) == ("mcp", "plan")
+    turn: Any = [{"type": "function_call_output", "call_id": item.call_id, "output": "ok"}]
+    more: Any = {"max_output_tokens": 4, "extra_body": {"enable_response_messages": True}}
+    answer = client.responses.create(**GREEDY, input=turn, previous_response_id=whole.id, **more)
+    flat = {"type": "function_call", "name": "mcp__plan", "call_id": item.call_id}
+    said: Any = [
+        {"role": "user", "content": "Yes?"},
+        {**flat, "arguments": item.arguments},
+        *turn,
+    ]
+    assert seen(answer) == seen(client.responses.create(**GREEDY, input=said, **more))
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": 7}, "previous_response_id"),
     ({"store": "yes"}, "store"),
@@ -273,7 +297,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"a": "x" * 513}}, "metadata"),
     ({"metadata": {"a" * 65: "x"}}, "metadata"),
     ({"metadata": {"a": 1}}, "metadata"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "code_interpreter", "container": "a"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "tools": []}]}, "tools"),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"input": [{"type": "local_shell_call", "call_id": "a"}]}, "input"),
@@ -375,20 +401,9 @@ def test_what_others_continue_still_counts() -> None:
     total = store.num_bytes
     assert total > 3 * OVERHEAD_BYTES
     store.remove(first)
-    assert store.num_bytes == total and store.find_item("i-first", None) is None
+    assert store.num_bytes == total and not store.find_items(["i-first"], None, 10**9)
     store.remove(second)
     assert store.num_bytes == first.num_bytes + third.num_bytes
     assert third.lineage() == [first, third]
     store.remove(third)
     assert store.num_bytes == 0 and len(store) == 0
-
-
-def test_a_server_may_keep_none() -> None:
-    arguments = "--max-num-seqs 1 --decode-sizes 1 --token-sizes 128 --max-num-batched-tokens 128"
-    with Server([*arguments.split(), "--port", "0", "--max-stored-responses", "0"]) as server:
-        made = server.request(PATH, {"input": "a", "max_output_tokens": 1}).json()
-        assert made["store"] is False
-        answer = server.request(f"{PATH}/{made['id']}")
-        assert answer.status == 404 and "--max-stored-responses" in answer.error["message"]
-        body = {"input": "a", "background": True}
-        assert server.request(PATH, body).error["param"] == "background"

@@ -26,16 +26,16 @@ POST /v1/load_lora_adapter /v1/unload_lora_adapter /wake_up /weight_checker
 POST /inference/v1/abort_requests /pooling /v1/embeddings /score /v1/score /rerank /v1/rerank
 POST /v2/rerank /v2/embed /v1/chat/completions/derender /v1/completions/derender
 POST /inference/v1/generate /v1/chat/completions/render /v1/messages/render /v1/completions/render
-POST /v1/responses/render /v1/responses/compact /fault_tolerance/apply /invocations /tokenize /detokenize
+POST /v1/responses/render /fault_tolerance/apply /invocations /tokenize /detokenize
 POST /scale_elastic_ep /v1/systemone /generative_scoring /v1/messages /v1/messages/count_tokens
 POST /v1/chat/completions /v1/chat/completions/batch /v1/completions /v1/decisions /v1/responses
 POST /cohere/v2/chat /cohere/v2/chat/render /v1/audio/translations /v1/audio/transcriptions
 """
 OPENAI = """
-POST /v1/audio/speech /v1/images/generations /v1/images/edits /v1/moderations /v1/files /v1/batches
+POST /v1/audio/speech /v1/images/generations /v1/images/edits /v1/moderations
 POST /v1/fine_tuning/jobs /v1/threads /v1/threads/a/runs /v1/assistants /v1/vector_stores
-POST /v1/uploads /v1/conversations
-GET /v1/files /v1/files/a/content /v1/batches /v1/batches/a /v1/assistants /v1/realtime
+POST /v1/uploads /v1/conversations /v1/responses/compact
+GET /v1/uploads /v1/vector_stores /v1/assistants /v1/conversations/a /v1/realtime
 DELETE /v1/uploads/a /v1/assistants/a
 """
 LLAMA = """

@@ -30,6 +30,14 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
+from jaxserve.server.schema.files import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
 from jaxserve.server.schema.openai import (
     ChatRequest,
     ChatResponse,
@@ -51,6 +59,7 @@ POSTS: dict[str, tuple[type, type]] = {
     "/v1/chat/completions": (ChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
     "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
+    "/v1/batches": (BatchRequest, Batch),
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
@@ -83,7 +92,20 @@ KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     ("delete", "/v1/responses/{response_id}", DeletedResponse, {}),
     ("post", "/v1/responses/{response_id}/cancel", ResponsesResponse, {}),
     ("get", "/v1/responses/{response_id}/input_items", InputItems, _PAGE),
+    ("post", "/v1/files", FileObject, {}),
+    ("get", "/v1/files", FileList, _PAGE | {"purpose": {"enum": ["batch", "batch_output"]}}),
+    ("get", "/v1/files/{file_id}", FileObject, {}),
+    ("delete", "/v1/files/{file_id}", DeletedFile, {}),
+    ("get", "/v1/files/{file_id}/content", bytes, {}),
+    ("get", "/v1/batches", BatchList, _PAGE),
+    ("get", "/v1/batches/{batch_id}", Batch, {}),
+    ("post", "/v1/batches/{batch_id}/cancel", Batch, {}),
 )
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
+}
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
@@ -131,19 +153,8 @@ def document() -> dict[str, Any]:
             good = _answer("The answer.", by_type[answered])
         paths[path] = {"get": {"operationId": _name(path), "responses": {"200": good, **refusals}}}
     paths["/v1/models/{model}"]["get"]["parameters"] = [_argument("model", {"type": "string"})]
-    for method, path, answered, query in KEPT:
-        good = _answer("The answer.", by_type[answered])
-        if "stream" in query:
-            good["content"]["text/event-stream"] = {}
-        parameters = [_argument(name, schema, "query") for name, schema in query.items()]
-        if "{" in path:
-            name = path.partition("{")[2].partition("}")[0]
-            parameters.insert(0, _argument(name, {"type": "string"}))
-        paths.setdefault(path, {})[method] = {
-            "operationId": f"{method}_{_name(path)}",
-            "parameters": parameters,
-            "responses": {"200": good, **refusals},
-        }
+    for operation in KEPT:
+        _add_kept(paths, operation, by_type[operation[2]], refusals)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": jaxserve.__version__},
@@ -157,6 +168,34 @@ def document() -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}, {"key": []}],
     }
+
+
+def _add_kept(
+    paths: dict[str, Any],
+    operation: tuple[str, str, type, dict[str, Any]],
+    schema: dict[str, Any],
+    refusals: dict[str, Any],
+) -> None:
+    """Add one of the operations on what is kept."""
+    method, path, answered, query = operation
+    good = _answer("The answer.", schema)
+    if "stream" in query:
+        good["content"]["text/event-stream"] = {}
+    if answered is bytes:
+        good["content"] = {"application/octet-stream": {}}
+    parameters = [_argument(name, values, "query") for name, values in query.items()]
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        parameters.insert(0, _argument(name, {"type": "string"}))
+    made: dict[str, Any] = {
+        "operationId": f"{method}_{_name(path)}",
+        "parameters": parameters,
+        "responses": {"200": good, **refusals},
+    }
+    if answered is FileObject and method == "post":
+        content = {"multipart/form-data": {"schema": _FORM}}
+        made["requestBody"] = {"required": True, "content": content}
+    paths.setdefault(path, {})[method] = made
 
 
 def _argument(name: str, schema: dict[str, Any], place: str = "path") -> dict[str, Any]:

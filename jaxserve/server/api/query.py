@@ -68,6 +68,7 @@ class Query:
         id_of: Callable[[T], Any],
         order: Literal["asc", "desc"],
         most: int = MAX_LIMIT,
+        default: int = DEFAULT_LIMIT,
     ) -> tuple[list[T], bool]:
         """Return one page of a list, and whether there are more: limit, order and after say which.
 
@@ -76,11 +77,12 @@ class Query:
             id_of: returns an entry's id.
             order: where the client names none.
             most: the largest limit.
+            default: the limit where the client names none.
 
         Raises:
             InvalidRequest: an argument is wrong, or after names no entry.
         """
-        limit = self.integer("limit", DEFAULT_LIMIT, 1, most)
+        limit = self.integer("limit", default, 1, most)
         order_given = self.choice("order", ("asc", "desc")) or order
         if order_given == "desc":
             entries = entries[::-1]

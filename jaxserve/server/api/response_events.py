@@ -28,7 +28,12 @@ from jaxserve.server.schema.response_items import (
     ResponsesUsage,
     input_text,
 )
-from jaxserve.server.schema.responses import ResponsesRequest, wants_logprobs
+from jaxserve.server.schema.responses import (
+    ResponsesRequest,
+    flat_name,
+    seen_tools,
+    wants_logprobs,
+)
 from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
 
 # OpenAI's codes of failed responses, by status; other failures are the server's.
@@ -59,7 +64,10 @@ class ResponsesFormatter:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
         self._on_end = on_end
-        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
+        tools = seen_tools(body.tools)
+        self._custom = {tool.name for _, tool in tools if tool.type == "custom"}
+        # Names that clients have for functions of a group, by those that the model has.
+        self._grouped = {flat_name(n, t.name or ""): (n, t.name or "") for n, t in tools if n}
         self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
         self.id = f"resp_{uuid4().hex}"
         self._number = 0
@@ -234,12 +242,14 @@ class ResponsesFormatter:
                 status="in_progress",
             )
         if isinstance(piece, CallPart):
+            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
             return FunctionCallItem(
                 id=f"fc_{name}",
                 call_id=piece.id or "",
-                name=piece.name or "",
+                name=own,
                 arguments="",
                 status="in_progress",
+                namespace=namespace or msgspec.UNSET,
             )
         if isinstance(piece, Thought):
             content = [ReasoningText(text="")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 
 from starlette.requests import Request
@@ -46,6 +47,7 @@ UNSUPPORTED = {
 }
 # Statuses of responses that can be continued.
 _ENDED = ("completed", "incomplete")
+REFERENCE = "item_reference"
 _CANCELLED = ApiError(400, "the response was cancelled", code="cancelled")
 
 
@@ -77,7 +79,12 @@ class _Input:
     ) -> None:
         name, before = "previous_response_id", body.previous_response_id
         self.parent: Turn | None = None
-        self.own = [_resolved(item, store, owner) for item in items_of(body)]
+        self.own = items_of(body)
+        references = [item.id or "" for item in self.own if item.type == REFERENCE]
+        if references:
+            most = request.config.max_body_bytes
+            found = store.find_items(references, owner, most)
+            self.own = [_resolved(item, found) for item in self.own]
         self.items = self.own
         if before is None:
             return
@@ -94,14 +101,14 @@ class _Input:
         self.items = [*(item for turn in turns for item in turn.own_items()), *self.own]
 
 
-def _resolved(item: InputItem, store: ResponseStore, owner: str | None) -> InputItem:
+def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
     """Return an item, or the kept one that it refers to."""
-    if item.type != "item_reference":
+    if item.type != REFERENCE:
         return item
-    found = store.find_item(item.id or "", owner)
-    if found is None:
-        raise InvalidRequest(f"input: there is no item with id {(item.id or '')[:60]!r}", "input")
-    return found
+    name = item.id or ""
+    if name not in found:
+        raise InvalidRequest(f"input: there is no item with id {name[:60]!r}", "input")
+    return found[name]
 
 
 def _request(http_request: Request) -> EndpointRequest:
@@ -152,6 +159,8 @@ async def responses(http_request: Request) -> Response:
     request.renamed["prompt"] = "input"  # the engine's, while the request's own is refused above
     if body.structured_outputs is None:
         request.renamed["structured_outputs"] = "text"
+    if http_request.scope.get("jaxserve.behind"):
+        body.store = False  # the answers of a batch stand in its file
     _check(body, store)
     owner: str | None = http_request.scope["jaxserve.key"]
     given = _Input(request, body, store, owner)

@@ -13,8 +13,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.behind import BatchService
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
+from jaxserve.server.api.files import (
+    cancel_batch,
+    create_batch,
+    delete_file,
+    get_batch,
+    get_content,
+    get_file,
+    list_batches,
+    list_files,
+    upload_file,
+)
 from jaxserve.server.api.info import (
     get_model,
     health,
@@ -24,6 +36,7 @@ from jaxserve.server.api.info import (
     server_info,
     version,
 )
+from jaxserve.server.api.inner import InnerClient
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
 from jaxserve.server.api.responses import (
@@ -37,7 +50,9 @@ from jaxserve.server.api.responses import (
 from jaxserve.server.api.streaming import error_response
 from jaxserve.server.api.tokens import detokenize, tokenize
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
-from jaxserve.server.http.guard import Guard
+from jaxserve.server.http.guard import FILES, Guard
+from jaxserve.server.kept.batches import Batches
+from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
@@ -70,6 +85,15 @@ def routes() -> list[BaseRoute]:
         Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route(FILES, upload_file, methods=["POST"]),
+        Route(FILES, list_files, methods=["GET"]),
+        Route("/v1/files/{file_id}", get_file, methods=["GET"]),
+        Route("/v1/files/{file_id}", delete_file, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", get_content, methods=["GET"]),
+        Route("/v1/batches", create_batch, methods=["POST"]),
+        Route("/v1/batches", list_batches, methods=["GET"]),
+        Route("/v1/batches/{batch_id}", get_batch, methods=["GET"]),
+        Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
@@ -105,6 +129,7 @@ class App:
         config: the limits.
         more_routes: of pages and the like.
         open_paths: paths that need no API key.
+        files: of clients; None where the server keeps none.
     """
 
     def __init__(
@@ -113,6 +138,7 @@ class App:
         config: ServerConfig,
         more_routes: Iterable[BaseRoute] = (),
         open_paths: frozenset[str] = frozenset(),
+        files: FileStore | None = None,
     ) -> None:
         self.models = models
         self.config = config
@@ -149,6 +175,11 @@ class App:
         )
         self.asgi.router.redirect_slashes = False
         self.asgi.state.served = self
+        self.files = files
+        self.batches: Batches | None = None
+        if files is not None:
+            client = InnerClient(self.asgi, config, is_behind=True)
+            self.batches = Batches(files, BatchService(models, client))
 
     def check_room(self, path: str) -> None:
         """Refuse requests that could not be admitted now, whatever their bodies.

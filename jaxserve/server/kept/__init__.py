@@ -1,1 +1,1 @@
-"""What outlives a request: responses in memory, files and batches on disk."""
+"""Things that outlive a request: responses in memory, files and batches on disk."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import InputItem
 
@@ -179,12 +180,22 @@ class ResponseStore:
         if turn.cancel is not None:
             turn.cancel()
 
-    def find_item(self, item_id: str, owner: str | None) -> InputItem | None:
-        """Return an item of a turn that this client may see."""
-        turn = self._by_item.get(item_id)
-        if turn is None or turn.owner != owner:
-            return None
-        return next((item for item in turn.own_items() if item.id == item_id), None)
+    def find_items(
+        self, item_ids: Iterable[str], owner: str | None, most: int
+    ) -> dict[str, InputItem]:
+        """Return those items, by id, that are kept and that this client may see.
+
+        Raises:
+            InvalidRequest: the responses that hold them take more than `most` bytes.
+        """
+        found = [self._by_item.get(name) for name in item_ids]
+        turns = {turn.id: turn for turn in found if turn is not None and turn.owner == owner}
+        if sum(turn.num_bytes for turn in turns.values()) > most:
+            raise InvalidRequest(
+                f"input refers to items of responses that take more than {most} bytes", "input"
+            )
+        items = (item for turn in turns.values() for item in turn.own_items())
+        return {item.id: item for item in items if item.id is not None}
 
     def _forget(self, turn: Turn) -> None:
         del self._turns[turn.id]

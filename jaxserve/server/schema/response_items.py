@@ -31,6 +31,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
@@ -39,7 +40,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A tool that may be called: a function, or a custom one, which takes a text."""
+    """A tool that may be called: a function, a custom one, which takes a text, or a group."""
 
     type: str
     name: str | None = None
@@ -47,6 +48,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[ResponseTool] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -92,6 +94,7 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
     name: str
     arguments: str
     status: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
@@ -221,7 +224,7 @@ def shown_item(item: InputItem) -> dict[str, Any]:
             "content": [{"type": part.type, "text": part.text or ""} for part in thoughts],
             "summary": [{"type": p.type, "text": p.text or ""} for p in item.summary or ()],
         }
-    fields = ("call_id", "name", "arguments", "input")
+    fields = ("call_id", "name", "namespace", "arguments", "input")
     shown |= {field: getattr(item, field) for field in fields if getattr(item, field) is not None}
     if isinstance(item.output, list):
         shown["output"] = [_shown_part(part) for part in item.output]

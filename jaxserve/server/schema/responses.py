@@ -32,6 +32,8 @@ _CUSTOM_PARAMETERS = {
     "required": ["input"],
     "additionalProperties": False,
 }
+# Tools of OpenAI's servers that are never shown to the model: it answers without them.
+_UNSEEN = frozenset({"web_search", "web_search_preview"})
 # What may be included. Tools that the server would have to run have no outputs to include.
 Included = Literal[
     "message.output_text.logprobs",
@@ -195,7 +197,7 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.tools:
-        chat.tools = [_tool(tool) for tool in body.tools]
+        chat.tools = [_tool(*seen) for seen in seen_tools(body.tools)] or None
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
         chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
@@ -209,15 +211,41 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
-def _tool(tool: ResponseTool) -> Tool:
-    if tool.type not in ("function", "custom"):
-        raise InvalidRequest(
-            f"tools of type {tool.type[:40]!r} are not served: no tool is run by the server; type "
-            "function and custom are those that clients run",
-            "tools",
-        )
-    if tool.name is None:
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool of a group, as vLLM forms it."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
+    """Return the tools that the model is shown, each with its group's name.
+
+    Raises:
+        InvalidRequest: a tool is not served, or has no name.
+    """
+    found: list[tuple[str | None, ResponseTool]] = []
+    for tool in tools or ():
+        if tool.type == "namespace":
+            members = tool.tools or []
+            if any(member.type != "function" for member in members):
+                raise InvalidRequest("tools: a namespace can only hold functions", "tools")
+            found += [(tool.name, member) for member in members]
+        elif tool.type not in _UNSEEN:
+            found.append((None, tool))
+    for _, tool in found:
+        if tool.type not in ("function", "custom"):
+            raise InvalidRequest(
+                f"tools of type {tool.type[:40]!r} are not served: no tool is run by the server; "
+                "types function, custom and namespace are those that clients run",
+                "tools",
+            )
+    if any(tool.name is None for tool in tools or () if tool.type not in _UNSEEN) or any(
+        tool.name is None for _, tool in found
+    ):
         raise InvalidRequest("tools: a tool needs a name", "tools")
+    return found
+
+
+def _tool(namespace: str | None, tool: ResponseTool) -> Tool:
     parameters = tool.parameters
     if tool.type == "custom":
         form = tool.format or {}
@@ -226,7 +254,7 @@ def _tool(tool: ResponseTool) -> Tool:
         parameters = _CUSTOM_PARAMETERS
     return Tool(
         function=FunctionDefinition(
-            name=tool.name,
+            name=flat_name(namespace, tool.name or ""),
             description=tool.description,
             parameters=parameters,
             strict=tool.strict,
