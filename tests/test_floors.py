@@ -340,7 +340,9 @@ def test_blocking_an_import_is_noticed() -> None:
         loads("import jaxserve.models", ("jax",))
 
 
-SERVER_LIBRARIES = ("starlette", "uvicorn", "h11", "msgspec", "prometheus_client")
+SERVER_LIBRARIES = (
+    *("starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "python_multipart"),
+)
 ANSWER = """
 import jaxserve
 small = dict(max_num_seqs=1, max_num_batched_tokens=16, decode_sizes=(1,), token_sizes=(16,))

@@ -305,6 +305,7 @@ def test_a_batch_is_cancelled_gives_way_and_survives_a_crash(tmp_path: Path) -> 
         batch = ended(client, doomed.id)
         assert batch.status == "cancelled" and batch.cancelled_at
         assert len(rows(client, batch.output_file_id)) == batch.request_counts.completed >= 2
+        assert batch.request_counts.completed < len(lines)
         killed = begin(client, file)
         wait_for_some(client, killed.id, 3)
         server.process.kill()
@@ -350,6 +351,7 @@ def test_a_folder_belongs_to_one_server_and_keeps_what_is_whole(tmp_path: Path) 
     for text in (b"one", b"two", b"three"):
         with store.receive() as upload:
             upload.write(text)
+            upload.flush()
             made.append(upload.keep(new_file("a", "batch", 3600), None))
     one, two, three = (file.id for file in made)
     with store.receive() as upload:

@@ -141,6 +141,25 @@ def test_the_items_of_an_input_are_listed(client: openai.OpenAI) -> None:
     )
 
 
+def test_a_part_of_an_answer_is_continued(client: openai.OpenAI) -> None:
+    said: Any = [{"role": "user", "content": STONE}, {"role": "assistant", "content": "e-n"}]
+    chat = client.chat.completions.create(
+        **GREEDY,
+        messages=said,
+        extra_body={
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "return_token_ids": True,
+        },
+    )
+    shown: Any = {**GREEDY, "extra_body": {"enable_response_messages": True}}
+    for status, is_continued in (("incomplete", True), ("completed", False)):
+        said[-1]["status"] = status
+        answer = client.responses.create(**shown, input=said)
+        assert (seen(answer) == chat.prompt_token_ids) is is_continued  # type: ignore
+    assert answer.output_text != chat.choices[0].message.content
+
+
 def test_input_tokens_are_counted(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "name": "f", "parameters": {}, "strict": False}
     for more in ({}, {"instructions": "Be brief."}, {"tools": [tool], "tool_choice": "required"}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from typing import BinaryIO
@@ -70,6 +71,7 @@ async def upload_file(request: Request) -> Response:
         if form.fields.get("purpose") != "batch":
             raise InvalidRequest("purpose must be batch", "purpose")
         file = new_file(form.filename, "batch", _seconds(form))
+        await asyncio.to_thread(upload.flush)
         return json_response(upload.keep(file, _owner(request)))
 
 

@@ -142,8 +142,8 @@ def _check(body: ResponsesRequest, store: ResponseStore) -> None:
         body.store = False
     if body.background and body.store is False:
         raise InvalidRequest(
-            "background needs store, and a server that keeps responses "
-            "(--max-stored-responses, more than 0)",
+            "background can only be used when `store` is true, and where the server keeps "
+            "responses (--max-stored-responses, more than 0)",
             "background",
         )
 

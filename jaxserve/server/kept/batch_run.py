@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -109,6 +110,8 @@ class BatchRun:
                 await self._halt()
                 batch.expired_at = int(time.time())
                 await asyncio.to_thread(self._expire, most)
+            for sink in self._sinks:
+                await asyncio.to_thread(os.fsync, sink.fileno())
         finally:
             await self._halt()
             for sink in self._sinks:

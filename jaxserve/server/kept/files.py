@@ -231,11 +231,14 @@ class Upload:
         self._store.num_bytes += len(data)
         self._file.write(data)
 
-    def keep(self, file: FileObject, owner: str | None) -> FileObject:
-        """Keep the file under its id."""
+    def flush(self) -> None:
+        """Wait until the bytes are on the disk."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def keep(self, file: FileObject, owner: str | None) -> FileObject:
+        """Keep the file, which has been flushed, under its id."""
         self._store.adopt(self._path, file, owner)
         return file
 

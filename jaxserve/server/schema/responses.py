@@ -194,6 +194,8 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
         logprobs=wants_logprobs(body),
         **{name: getattr(body, name) for name in _SAME},
     )
+    if _is_partial(body.input):
+        chat.continue_final_message, chat.add_generation_prompt = True, False
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.tools:
@@ -204,6 +206,15 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     else:
         chat.tool_choice = choice
     return chat
+
+
+def _is_partial(given: str | list[InputItem]) -> bool:
+    """Return whether an input ends with a part of an answer, which the model goes on with."""
+    if isinstance(given, str) or not given:
+        return False
+    last = given[-1]
+    is_answer = last.type == "message" and last.role == "assistant"
+    return is_answer and last.status in ("in_progress", "incomplete")
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
