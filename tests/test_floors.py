@@ -52,7 +52,8 @@ HOMES = {
         # They name platform and dtype.
         *(f"jaxserve.engine.{name}" for name in ("loading", "conversion", "weight_forms")),
     ),
-    "starlette": ("jaxserve.server", "jaxserve.commands.batch_file"),
+    "starlette": ("jaxserve.server",),
+    "python_multipart": ("jaxserve.server.api.upload",),
     "uvicorn": ("jaxserve.server",),
     "h11": ("jaxserve.server.http",),
     "msgspec": (
@@ -62,10 +63,7 @@ HOMES = {
     "zmq": ("jaxserve.engine.event_publisher",),
     "prometheus_client": ("jaxserve.server",),
     "opentelemetry": ("jaxserve.server.served.tracing",),
-    "httpx2": (
-        *("jaxserve.engine.hub", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
-        "jaxserve.commands.bench",
-    ),
+    "httpx2": ("jaxserve.engine.hub", "jaxserve.commands.terminal", "jaxserve.commands.bench"),
     "transformers": ("jaxserve.engine.text",),
     "tokenizers": ("jaxserve.engine.text",),
     "huggingface_hub": ("jaxserve.engine.hub",),
@@ -345,7 +343,9 @@ def test_blocking_an_import_is_noticed() -> None:
         loads("import jaxserve.models", ("jax",))
 
 
-SERVER_LIBRARIES = ("starlette", "uvicorn", "h11", "msgspec", "prometheus_client")
+SERVER_LIBRARIES = (
+    *("starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "python_multipart"),
+)
 ANSWER = """
 import jaxserve
 small = dict(max_num_seqs=1, max_num_batched_tokens=16, decode_sizes=(1,), token_sizes=(16,))

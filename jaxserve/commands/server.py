@@ -18,6 +18,7 @@ from jaxserve.server.http.logs import log_json
 from jaxserve.server.http.open_files import make_room
 from jaxserve.server.http.process import Process
 from jaxserve.server.http.start_report import StartReport, Stop
+from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.served.request_trace import open_tracer
 from jaxserve.server.served.specs import ModelSpec
@@ -82,6 +83,7 @@ def serve(
     stop = Stop()
     report = StartReport(sys.stderr, stop, is_verbose)
     tracer = open_tracer(config.otlp_traces_endpoint)
+    files = None if config.files_dir is None else FileStore(config)
     models = load_models(specs, config, report)
     for model in models.all:
         model.tracer = tracer
@@ -96,7 +98,7 @@ def serve(
             f"{config.max_connections} of --max-connections: the limit of open files is "
             f"{room.limit} (ulimit -n)"
         )
-    process = Process(App(models, config, page.routes(), page.OPEN_PATHS), room)
+    process = Process(App(models, config, page.routes(), page.OPEN_PATHS, files), room)
     # Objects alive now live on. A collection that walked them would hold up every stream.
     gc.collect()
     gc.freeze()

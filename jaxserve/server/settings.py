@@ -23,10 +23,18 @@ _COUNTS = {
     "max_prompts": (1, 4096),
     "max_unread_tokens": (1, 2**20),
     "send_buffer_bytes": (1024, 2**30),
+    "max_stored_responses": (0, 2**20),
+    "max_stored_response_bytes": (0, 2**40),
+    "max_file_bytes": (1, 2**40),
+    "max_files_bytes": (1, 2**50),
+    "max_files": (1, 2**20),
+    "max_batch_lines": (1, 2**24),
+    "max_batches": (1, 4096),
 }
 _SECONDS = (
     *("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"),
     *("queue_timeout", "request_timeout", "drain_timeout", "health_timeout"),
+    "stored_response_seconds",
 )
 # Host and port, by name or number, with or without what stands before and behind them in a URL.
 _ENDPOINT = re.compile(r"((https?|grpc)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[\w./%~-]*)?")
@@ -77,6 +85,18 @@ class ServerConfig:
         reasoning_parser: how the model marks what it thinks before it answers; by default what its
             chat template says.
         max_prompts: completions (prompts times n) of one request.
+        max_stored_responses: responses that are kept in memory, so that requests can continue them
+            (previous_response_id) or draw them in the background; the oldest leave first. 0 keeps
+            none.
+        max_stored_response_bytes: memory that they take together.
+        stored_response_seconds: how long each is kept.
+        files_dir: a folder for files and batches (/v1/files, /v1/batches), which are refused
+            without one. A batch that the server's end interrupts goes on at the next start.
+        max_file_bytes: size of a file in files_dir.
+        max_files_bytes: size of all of them together.
+        max_files: their number.
+        max_batch_lines: requests of a batch.
+        max_batches: batches that have not ended.
         otlp_traces_endpoint: collector of OpenTelemetry's traces, one span for each completion:
             http://HOST:4318/v1/traces, or HOST:4317 for gRPC. Needs the extra `otel`.
         chat_template: instead of the checkpoint's: a file, a template itself, or the name of a
@@ -140,6 +160,15 @@ class ServerConfig:
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = True
     reasoning_parser: str | None = None
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 64 << 20
+    stored_response_seconds: float = 86400.0
+    files_dir: str | None = None
+    max_file_bytes: int = 200 << 20
+    max_files_bytes: int = 4 << 30
+    max_files: int = 10_000
+    max_batch_lines: int = 50_000
+    max_batches: int = 16
     otlp_traces_endpoint: str | None = None
     chat_template: str | None = None
     trust_request_chat_template: bool = False

@@ -24,10 +24,11 @@ QUESTION, ANSWER = "Reverse: s-t-o-n-e", "e-n-o-t-s"
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[Server]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    files = str(tmp_path_factory.mktemp("files"))
     with ExitStack() as stack:
         with in_users_environment():
-            server = stack.enter_context(Server(*ARGUMENTS))
+            server = stack.enter_context(Server(*ARGUMENTS, "--files-dir", files))
         yield server
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 
 from jaxserve.commands.argument_types import positive_integer
 from scripts.lib.paths import ROOT
@@ -37,7 +38,7 @@ def main() -> int:
         print("schemathesis is missing: run scripts/clients, once", file=sys.stderr)
         return 2
     end_at_sigterm()
-    with Server(*ARGUMENTS) as server:
+    with tempfile.TemporaryDirectory() as files, Server(*ARGUMENTS, "--files-dir", files) as server:
         command = [SCHEMATHESIS, "--config-file", "fuzz/schemathesis.toml", "run"]
         where = server.url + "/openapi.json"
         status = subprocess.run([*command, where, *sys.argv[1:]], cwd=FOLDER, check=False)

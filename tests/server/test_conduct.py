@@ -202,6 +202,11 @@ def test_what_takes_too_long_is_answered() -> None:
         assert answer.status == 200
         *_, error, done = answer.events()
         assert error["error"]["code"] == "request_timeout" and done == "[DONE]"
+        body = {"input": "a", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
+        *_, failed = server.request("/v1/responses", body).events()
+        assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+        assert failed["response"]["error"]["code"] == "server_error"
+        assert "took longer" in failed["response"]["error"]["message"]
 
 
 def test_keys_do_not_share_prefixes(narrow: Server) -> None:

@@ -232,7 +232,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     *((path, "prompt_logprobs", {"prompt_logprobs": v}) for path in (TEXT, CHAT) for v in (-1, 21)),
     *((path, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}) for path in (TEXT, CHAT)),
     ("/v1/responses", "top_logprobs", {"top_logprobs": 21}),
-    ("/v1/responses", "include", {"include": ["file_search_call.results"]}),
+    ("/v1/responses", "include", {"include": ["file_search_call.colour"]}),
 ]
 
 

@@ -16,13 +16,13 @@ from tests.support.live_server import Server
 
 VLLM = """
 GET /fault_tolerance/status /get_world_size /health /is_paused /is_sleeping /kv_event_sources /ping
-GET /tokenizer_info /v1/models /v1/responses/a /version /weight_info /docs /metrics
+GET /tokenizer_info /v1/models /version /weight_info /docs /metrics
 POST /ping /abort_requests /classify /collective_rpc /finish_weight_update
 POST /init_weight_transfer_engine /is_scaling_elastic_ep /pause /release_kv_cache_memory
 POST /reset_encoder_cache /reset_mm_cache /reset_prefix_cache /resume
 POST /shutdown_weight_transfer_engine /sleep /start_draft_weight_update /start_profile
 POST /start_weight_update /stop_profile /update_weight_version /update_weights
-POST /v1/load_lora_adapter /v1/unload_lora_adapter /v1/responses/a/cancel /wake_up /weight_checker
+POST /v1/load_lora_adapter /v1/unload_lora_adapter /wake_up /weight_checker
 POST /inference/v1/abort_requests /pooling /v1/embeddings /score /v1/score /rerank /v1/rerank
 POST /v2/rerank /v2/embed /v1/chat/completions/derender /v1/completions/derender
 POST /inference/v1/generate /v1/chat/completions/render /v1/messages/render /v1/completions/render
@@ -32,11 +32,11 @@ POST /v1/chat/completions /v1/chat/completions/batch /v1/completions /v1/decisio
 POST /cohere/v2/chat /cohere/v2/chat/render /v1/audio/translations /v1/audio/transcriptions
 """
 OPENAI = """
-POST /v1/audio/speech /v1/images/generations /v1/images/edits /v1/moderations /v1/files /v1/batches
+POST /v1/audio/speech /v1/images/generations /v1/images/edits /v1/moderations
 POST /v1/fine_tuning/jobs /v1/threads /v1/threads/a/runs /v1/assistants /v1/vector_stores
-POST /v1/uploads /v1/conversations
-GET /v1/files /v1/files/a/content /v1/batches /v1/batches/a /v1/assistants /v1/realtime
-DELETE /v1/files/a /v1/responses/a /v1/assistants/a
+POST /v1/uploads /v1/conversations /v1/responses/compact
+GET /v1/uploads /v1/vector_stores /v1/assistants /v1/conversations/a /v1/realtime
+DELETE /v1/uploads/a /v1/assistants/a
 """
 LLAMA = """
 GET /v1/health /models /props /slots /lora-adapters /models/sse /tools /v1/stream
@@ -100,7 +100,7 @@ def test_other_methods_and_keys(server: Server, narrow: Server) -> None:
     for path in ("/health", "/v1/health", "/ping"):
         assert narrow.request(path).status == 200
     assert narrow.request("/ping", method="POST").status == 200
-    for path in ("/api/tags", "/v1/responses/a", "/props", "/models"):
+    for path in ("/api/tags", "/v1/threads/a", "/props", "/models"):
         assert narrow.request(path, headers={"authorization": "Bearer x"}).status == 401
         assert narrow.request(path, headers={"authorization": f"Bearer {KEYS[0]}"}).status != 401
     assert server.request("/nothing").error["code"] == "not_found"

@@ -86,7 +86,8 @@ class EndpointRequest:
         Raises:
             ApiError: 404, the name is not served.
         """
-        return self.models.find(name)
+        model = self.models.find(name)
+        return model.behind() if self._http_request.scope.get("jaxserve.behind") else model
 
     def admit(self, model: ServedModel, completions: int) -> None:
         """Check the number of completions before anything is made for each of them.

@@ -30,6 +30,14 @@ from jaxserve.server.schema.anthropic import (
     MessagesRequest,
     MessagesResponse,
 )
+from jaxserve.server.schema.files import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
 from jaxserve.server.schema.openai import (
     ChatRequest,
     ChatResponse,
@@ -37,13 +45,21 @@ from jaxserve.server.schema.openai import (
     CompletionResponse,
     ErrorResponse,
 )
-from jaxserve.server.schema.responses import ResponsesRequest, ResponsesResponse
+from jaxserve.server.schema.response_items import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponsesResponse,
+)
+from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
 # Types of request and answer of every endpoint that takes a body; those with `stream` can stream.
 POSTS: dict[str, tuple[type, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatRequest, ChatResponse),
     "/v1/responses": (ResponsesRequest, ResponsesResponse),
+    "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
+    "/v1/batches": (BatchRequest, Batch),
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountRequest, CountResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
@@ -58,6 +74,37 @@ GETS: dict[str, type | None] = {
     "/load": LoadResponse,
     "/server_info": ServerInfo,
     "/metrics": None,
+}
+_INTEGER, _FLAG = {"type": "integer"}, {"type": "boolean"}
+_PAGE: dict[str, Any] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+# Operations on what is kept: method, path, type of the answer, arguments behind the path.
+KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
+    (
+        "get",
+        "/v1/responses/{response_id}",
+        ResponsesResponse,
+        {"stream": _FLAG, "starting_after": _INTEGER},
+    ),
+    ("delete", "/v1/responses/{response_id}", DeletedResponse, {}),
+    ("post", "/v1/responses/{response_id}/cancel", ResponsesResponse, {}),
+    ("get", "/v1/responses/{response_id}/input_items", InputItems, _PAGE),
+    ("post", "/v1/files", FileObject, {}),
+    ("get", "/v1/files", FileList, _PAGE | {"purpose": {"enum": ["batch", "batch_output"]}}),
+    ("get", "/v1/files/{file_id}", FileObject, {}),
+    ("delete", "/v1/files/{file_id}", DeletedFile, {}),
+    ("get", "/v1/files/{file_id}/content", bytes, {}),
+    ("get", "/v1/batches", BatchList, _PAGE),
+    ("get", "/v1/batches/{batch_id}", Batch, {}),
+    ("post", "/v1/batches/{batch_id}/cancel", Batch, {}),
+)
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
 }
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
@@ -79,7 +126,7 @@ def document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     types = [kind for pair in POSTS.values() for kind in pair]
     types += [kind for kind in GETS.values() if kind is not None]
-    types.append(ErrorResponse)
+    types += [answered for _, _, answered, _ in KEPT] + [ErrorResponse]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -105,9 +152,9 @@ def document() -> dict[str, Any]:
         if answered is not None:
             good = _answer("The answer.", by_type[answered])
         paths[path] = {"get": {"operationId": _name(path), "responses": {"200": good, **refusals}}}
-    paths["/v1/models/{model}"]["get"]["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    paths["/v1/models/{model}"]["get"]["parameters"] = [_argument("model", {"type": "string"})]
+    for operation in KEPT:
+        _add_kept(paths, operation, by_type[operation[2]], refusals)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": jaxserve.__version__},
@@ -121,6 +168,38 @@ def document() -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}, {"key": []}],
     }
+
+
+def _add_kept(
+    paths: dict[str, Any],
+    operation: tuple[str, str, type, dict[str, Any]],
+    schema: dict[str, Any],
+    refusals: dict[str, Any],
+) -> None:
+    """Add one of the operations on what is kept."""
+    method, path, answered, query = operation
+    good = _answer("The answer.", schema)
+    if "stream" in query:
+        good["content"]["text/event-stream"] = {}
+    if answered is bytes:
+        good["content"] = {"application/octet-stream": {}}
+    parameters = [_argument(name, values, "query") for name, values in query.items()]
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        parameters.insert(0, _argument(name, {"type": "string"}))
+    made: dict[str, Any] = {
+        "operationId": f"{method}_{_name(path)}",
+        "parameters": parameters,
+        "responses": {"200": good, **refusals},
+    }
+    if answered is FileObject and method == "post":
+        content = {"multipart/form-data": {"schema": _FORM}}
+        made["requestBody"] = {"required": True, "content": content}
+    paths.setdefault(path, {})[method] = made
+
+
+def _argument(name: str, schema: dict[str, Any], place: str = "path") -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
 def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:

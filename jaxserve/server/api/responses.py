@@ -1,264 +1,312 @@
-"""Endpoint POST /v1/responses: OpenAI's newer one, translated to a chat. Nothing is stored."""
+"""Endpoints of OpenAI's responses, which are translated to chats, and kept for later ones."""
 
 from __future__ import annotations
 
-from typing import Any
-from uuid import uuid4
+import asyncio
+from collections.abc import Mapping
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.api.chat import prepare
+from jaxserve.errors import InvalidRequest, PromptTooLong
+from jaxserve.server.api.chat import as_template_messages, prepare, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
-from jaxserve.server.api.generation import Choice, Generation, Part
-from jaxserve.server.api.streaming import event, respond
+from jaxserve.server.api.generation import Generation
+from jaxserve.server.api.kept_responses import StoredStream, draw
+from jaxserve.server.api.query import Query
+from jaxserve.server.api.response_events import ResponsesFormatter
+from jaxserve.server.api.streaming import JSON, encode, json_response, respond
+from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
-from jaxserve.server.schema.responses import (
-    FunctionCallItem,
-    InputTokensDetails,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningItem,
-    ReasoningText,
-    ResponsesRequest,
+from jaxserve.server.schema.response_items import (
+    DeletedResponse,
+    InputItem,
+    InputItems,
+    InputTokens,
     ResponsesResponse,
-    ResponsesUsage,
+    shown_item,
+)
+from jaxserve.server.schema.responses import (
+    CountInputRequest,
+    ResponsesRequest,
     as_chat,
-    wants_logprobs,
+    check_metadata,
+    items_of,
 )
 from jaxserve.server.schema.sampling import NO_TEMPLATE_FIELDS
-from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
+from jaxserve.server.tool_calls.tools import check_tools, described
 
 # Fields of this endpoint alone that are not supported, with their neutral values.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED = {
     **NO_TEMPLATE_FIELDS,
-    "previous_response_id": (None,),
     "conversation": (None,),
-    "background": (None, False),
     "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
+    "previous_input_messages": (None, []),
+    "context_management": (None, []),
 }
+# Statuses of responses that can be continued.
+_ENDED = ("completed", "incomplete")
+REFERENCE = "item_reference"
+_CANCELLED = ApiError(400, "the response was cancelled", code="cancelled")
+
+
+class _Input:
+    """Input of a request, and the conversation that it continues.
+
+    Args:
+        request: of the endpoint.
+        body: what was sent.
+        store: of earlier responses.
+        owner: the client's key.
+
+    Attributes:
+        parent: the turn that is continued.
+        own: items of the input.
+        items: of the whole conversation.
+
+    Raises:
+        ApiError: 404, there is no such response.
+        InvalidRequest: naming the field.
+    """
+
+    def __init__(
+        self,
+        request: EndpointRequest,
+        body: ResponsesRequest | CountInputRequest,
+        store: ResponseStore,
+        owner: str | None,
+    ) -> None:
+        name, before = "previous_response_id", body.previous_response_id
+        self.parent: Turn | None = None
+        self.own = items_of(body)
+        references = [item.id or "" for item in self.own if item.type == REFERENCE]
+        if references:
+            most = request.config.max_body_bytes
+            found = store.find_items(references, owner, most)
+            self.own = [_resolved(item, found) for item in self.own]
+        self.items = self.own
+        if before is None:
+            return
+        self.parent = store.get(before, owner, name)
+        if self.parent.status not in _ENDED:
+            raise InvalidRequest(
+                f"{name}: the response is {self.parent.status}; one that is completed or "
+                "incomplete can be continued",
+                name,
+            )
+        turns, most = self.parent.lineage(), request.config.max_body_bytes
+        if sum(turn.num_bytes for turn in turns) > most:
+            raise InvalidRequest(f"{name}: the conversation takes more than {most} bytes", name)
+        self.items = [*(item for turn in turns for item in turn.own_items()), *self.own]
+
+
+def _resolved(item: InputItem, found: Mapping[str, InputItem]) -> InputItem:
+    """Return an item, or the kept one that it refers to."""
+    if item.type != REFERENCE:
+        return item
+    name = item.id or ""
+    if name not in found:
+        raise InvalidRequest(f"input: there is no item with id {name[:60]!r}", "input")
+    return found[name]
+
+
+def _request(http_request: Request) -> EndpointRequest:
+    request = EndpointRequest(http_request)
+    request.renamed |= {"messages": "input", "max_tokens": "max_output_tokens"}
+    request.renamed |= {"response_format": "text", "logprobs": "top_logprobs"}
+    return request
+
+
+def _store(http_request: Request) -> ResponseStore:
+    return http_request.app.state.served.responses
+
+
+def _turn(http_request: Request) -> Turn:
+    """Return the response that the path names.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    owner: str | None = http_request.scope["jaxserve.key"]
+    return _store(http_request).get(http_request.path_params["response_id"], owner)
+
+
+def _check(body: ResponsesRequest, store: ResponseStore) -> None:
+    check_metadata(body.metadata)
+    for name in ("max_tool_calls", "max_output_tokens"):
+        value = getattr(body, name)
+        if value is not None and value < 1:
+            raise InvalidRequest(f"{name} must be at least 1, got {value}", name)
+    if not store.most:
+        body.store = False
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "background can only be used when `store` is true, and where the server keeps "
+            "responses (--max-stored-responses, more than 0)",
+            "background",
+        )
 
 
 async def responses(http_request: Request) -> Response:
     """Answer an input.
 
     Raises:
-        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse` and `prepare`.
+        ApiError, InvalidRequest, Overloaded: see `EndpointRequest.parse`, `_Input`, `prepare`.
     """
-    request = EndpointRequest(http_request)
-    request.renamed |= {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-    request.renamed |= {"response_format": "text", "structured_outputs": "text"}
-    request.renamed["logprobs"] = "top_logprobs"
+    request, store = _request(http_request), _store(http_request)
     body = request.parse(ResponsesRequest, UNSUPPORTED)
-    generation = await prepare(request, as_chat(body))
-    formatter = ResponsesFormatter(body, generation.model.llm.get_tokenizer())
-    return await respond(http_request, generation, formatter, bool(body.stream))
+    request.renamed["prompt"] = "input"  # the engine's, while the request's own is refused above
+    if body.structured_outputs is None:
+        request.renamed["structured_outputs"] = "text"
+    if http_request.scope.get("jaxserve.behind"):
+        body.store = False  # the answers of a batch stand in its file
+    _check(body, store)
+    owner: str | None = http_request.scope["jaxserve.key"]
+    given = _Input(request, body, store, owner)
+    generation = await _prepare(request, body, given.items)
+    tokenizer = generation.model.llm.get_tokenizer()
+    if body.store is False:
+        formatter = ResponsesFormatter(body, tokenizer)
+        return await respond(http_request, generation, formatter, bool(body.stream))
+    loop = asyncio.get_running_loop()
+
+    def keep(response: ResponsesResponse) -> None:
+        # Called on another thread where the answer has many logprobs.
+        turn.response, turn.status = encode(response), response.status
+        turn.item_ids += [item.id for item in response.output]
+        if not body.background:
+            loop.call_soon_threadsafe(store.add, turn)
+
+    formatter = ResponsesFormatter(body, tokenizer, keep)
+    turn = Turn(formatter.id, owner, given.parent, [shown_item(item) for item in given.own], b"")
+    if not body.background:
+        return await respond(http_request, generation, formatter, bool(body.stream))
+    generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
+    generation.__enter__()  # a full queue refuses the request; `draw` leaves it
+    turn.response, turn.status = encode(formatter.queued(generation)), "queued"
+    turn.cancel = partial(generation.fail, _CANCELLED)
+    if body.stream:
+        turn.events = []
+    queued = turn.response
+    store.add(turn)
+    task = asyncio.ensure_future(draw(generation, formatter, turn, store, dict(request.renamed)))
+    turn.task = task
+    if body.stream:
+        return StoredStream(turn)
+    return Response(queued, media_type=JSON)
 
 
-class ResponsesFormatter:
-    """Formatter of response objects, and of the events that build one.
+async def _prepare(
+    request: EndpointRequest, body: ResponsesRequest, items: list[InputItem]
+) -> Generation:
+    """Prepare a conversation; with truncation, without its oldest turns where it is too long.
 
-    Items of the output are made from the pieces that were read, in their order, streamed or not.
+    Messages of the system and of developers stay.
 
-    Args:
-        body: the request.
-        tokenizer: spells tokens.
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `chat.prepare`.
     """
+    try:
+        return await prepare(request, as_chat(body, items))
+    except PromptTooLong as error:
+        starts = [n for n, item in enumerate(items) if n and item.role == "user"]
+        if body.truncation != "auto" or not starts:
+            raise
+        problem = error
+    found: Generation | None = None
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        kept = [item for item in items[: starts[middle]] if item.role in ("system", "developer")]
+        try:
+            found = await prepare(request, as_chat(body, [*kept, *items[starts[middle] :]]))
+            high = middle
+        except PromptTooLong:
+            low = middle + 1
+    if found is None:
+        raise problem
+    return found
 
-    def __init__(self, body: ResponsesRequest, tokenizer: Any) -> None:
-        self._body = body
-        self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
-        self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
-        self._id = f"resp_{uuid4().hex}"
-        self._number = 0
-        self._items: list[OutputItem] = []
-        self._is_open = False
 
-    def _response(self, generation: Generation, status: str) -> ResponsesResponse:
-        body = self._body
-        return ResponsesResponse(
-            id=self._id,
-            created_at=generation.created,
-            model=generation.model.name,
-            status=status,
-            output=[],
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            temperature=body.temperature,
-            top_p=body.top_p,
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+async def get_response(http_request: Request) -> Response:
+    """Answer with a kept response, or with the rest of its stream.
+
+    Raises:
+        ApiError: 404, there is none.
+        InvalidRequest: its stream is not kept, or an argument is wrong.
+    """
+    query = Query(http_request)
+    is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
+    turn = _turn(http_request)
+    if not is_stream:
+        return Response(turn.response, media_type=JSON)
+    if turn.events is None:
+        raise InvalidRequest(
+            "stream is only kept of a response that had background and stream", "stream"
         )
-
-    def whole(self, generation: Generation) -> ResponsesResponse:
-        choice = generation.choices[0]
-        if not self._items:
-            self._pending = self._logprobs(choice)
-            for piece in _pieces(choice.message):
-                self._piece(piece)
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        self._close(status)
-        usage = generation.usage()
-        response = self._response(generation, status)
-        if status == "incomplete":
-            response.incomplete_details = {"reason": "max_output_tokens"}
-        response.output = self._items
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-        details = usage.completion_tokens_details
-        response.usage = ResponsesUsage(
-            usage.prompt_tokens,
-            InputTokensDetails(cached),
-            usage.completion_tokens,
-            OutputTokensDetails(details.reasoning_tokens if details else 0),
-            usage.total_tokens,
-        )
-        return response
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        self._number += 1
-        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
-
-    def _in_item(self, kind: str, **fields: Any) -> bytes:
-        index = len(self._items) - 1
-        item = self._items[index]
-        if not isinstance(item, FunctionCallItem):
-            fields["content_index"] = 0
-        return self._event(kind, output_index=index, item_id=item.id, **fields)
-
-    def opening(self, generation: Generation) -> bytes:
-        response = self._response(generation, "in_progress")
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
-
-    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
-        return b"".join([self._part(generation, part) for part in parts])
-
-    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
-        return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
-
-    def _part(self, generation: Generation, part: Part) -> bytes:
-        pieces = part.pieces
-        self._pending += self._logprobs(part)
-        if not pieces and self._pending and generation.choices[0].reader is None:
-            pieces = [Content("")]
-        return b"".join([self._piece(piece) for piece in pieces])
-
-    def _piece(self, piece: Piece) -> bytes:
-        """Return the events of a piece, and add it to the items."""
-        opened = self._open(piece)
-        item = self._items[-1]
-        if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
-            item.arguments += piece.arguments
-            delta = self._in_item("response.function_call_arguments.delta", delta=piece.arguments)
-        elif isinstance(item, ReasoningItem) and isinstance(piece, Thought):
-            item.content[0].text += piece.text
-            delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
-        elif isinstance(item, OutputMessage) and isinstance(piece, Content):
-            item.content[0].text += piece.text
-            logprobs, self._pending = self._pending, []
-            item.content[0].logprobs += logprobs
-            delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
-        else:
-            raise AssertionError("a piece beside its item")
-        return opened + delta
-
-    def _open(self, piece: Piece) -> bytes:
-        """Begin an item, unless the piece continues the open one. Return the events."""
-        last = self._items[-1] if self._items and self._is_open else None
-        if isinstance(piece, CallPart):
-            if piece.id is None:
-                return b""
-        elif isinstance(last, ReasoningItem if isinstance(piece, Thought) else OutputMessage):
-            return b""
-        closed = self._close("completed")
-        item = _new_item(piece)
-        self._items.append(item)
-        self._is_open = True
-        shown, part = _blank(item)
-        index = len(self._items) - 1
-        added = self._event("response.output_item.added", output_index=index, item=shown)
-        if part is None:
-            return closed + added
-        return closed + added + self._in_item("response.content_part.added", part=part)
-
-    def _close(self, status: str) -> bytes:
-        """End the open item, if there is one. Return the events."""
-        if not self._is_open:
-            return b""
-        self._is_open = False
-        item = self._items[-1]
-        item.status = status
-        index = len(self._items) - 1
-        if isinstance(item, FunctionCallItem):
-            done = self._in_item(
-                "response.function_call_arguments.done", arguments=item.arguments, name=item.name
-            )
-        elif isinstance(item, ReasoningItem):
-            done = self._in_item("response.reasoning_text.done", text=item.content[0].text)
-            done += self._in_item("response.content_part.done", part=item.content[0])
-        else:
-            text = item.content[0]
-            logprobs = text.logprobs
-            done = self._in_item("response.output_text.done", text=text.text, logprobs=logprobs)
-            done += self._in_item("response.content_part.done", part=text)
-        return done + self._event("response.output_item.done", output_index=index, item=item)
-
-    def closing(self, generation: Generation) -> bytes:
-        choice = generation.choices[0]
-        # An empty answer is a message without text.
-        empty = b"" if self._answers else self._open(Content(""))
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        closed = self._close(status)
-        response = self.whole(generation)
-        return empty + closed + self._event(f"response.{response.status}", response=response)
-
-    @property
-    def _answers(self) -> bool:
-        return any(not isinstance(item, ReasoningItem) for item in self._items)
-
-    def failure(self, error: ApiError) -> bytes:
-        return self._event(
-            "error", code=error.code, message=error.message, param=error.param, **error.body()
-        )
+    return StoredStream(turn, after + 1)
 
 
-def _pieces(message: Message) -> list[Piece]:
-    """Split a whole message into pieces."""
-    pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
-    if message.content or not message.calls:
-        pieces.append(Content(message.content))
-    for index, call in enumerate(message.calls):
-        pieces.append(CallPart(index, call.arguments, call.id, call.name))
-    return pieces
+async def cancel_response(http_request: Request) -> Response:
+    """End the work on a response in the background.
+
+    Raises:
+        ApiError: 404, there is none.
+        InvalidRequest: its client waits for it.
+    """
+    turn = _turn(http_request)
+    if turn.task is None:
+        raise InvalidRequest("Cannot cancel a synchronous response.", "response_id")
+    if turn.cancel is not None:
+        turn.cancel()
+    while turn.is_running:
+        await turn.wait()
+    return Response(turn.response, media_type=JSON)
 
 
-def _new_item(piece: Piece) -> OutputItem:
-    name = uuid4().hex
-    if isinstance(piece, CallPart):
-        return FunctionCallItem(
-            id=f"fc_{name}",
-            call_id=piece.id or "",
-            name=piece.name or "",
-            arguments="",
-            status="in_progress",
-        )
-    if isinstance(piece, Thought):
-        content = [ReasoningText(text="")]
-        return ReasoningItem(id=f"rs_{name}", content=content, status="in_progress")
-    return OutputMessage(id=f"msg_{name}", content=[OutputText(text="")], status="in_progress")
+async def delete_response(http_request: Request) -> Response:
+    """Forget a response.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    turn = _turn(http_request)
+    _store(http_request).remove(turn)
+    return json_response(DeletedResponse(turn.id))
 
 
-def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
-    """Return an item as its announcement shows it, and the part that is announced after it."""
-    if isinstance(item, FunctionCallItem):
-        return item, None
-    if isinstance(item, ReasoningItem):
-        return ReasoningItem(id=item.id, content=[], status=item.status), ReasoningText(text="")
-    return OutputMessage(id=item.id, content=[], status=item.status), OutputText(text="")
+async def list_input_items(http_request: Request) -> Response:
+    """List the items of a kept response's input.
+
+    Raises:
+        ApiError: 404, there is no such response.
+        InvalidRequest: an argument is wrong.
+    """
+    query = Query(http_request)
+    turn = _turn(http_request)
+    page, has_more = query.page(turn.input_items(), lambda item: item["id"], "desc")
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(InputItems(page, first, last, has_more))
+
+
+async def count_input_tokens(http_request: Request) -> Response:
+    """Count the tokens that an input would take of the context.
+
+    Raises:
+        ApiError, InvalidRequest: see `EndpointRequest.parse` and `_Input`.
+    """
+    request, store = _request(http_request), _store(http_request)
+    body = request.parse(CountInputRequest, UNSUPPORTED)
+    request.renamed["prompt"] = "input"
+    given = _Input(request, body, store, http_request.scope["jaxserve.key"])
+    fields = ("model", "instructions", "text", "chat_template_kwargs", "tools", "tool_choice")
+    asked = ResponsesRequest(input=[], **{name: getattr(body, name) for name in fields})
+    asked.reasoning = body.reasoning
+    chat = as_chat(asked, given.items)
+    model = request.find_model(chat.model)
+    messages, options = as_template_messages(chat.messages), await template_options(chat, model)
+    if chat.tools and chat.tool_choice != "none":
+        check_tools(chat.tools)
+        options["tools"] = described(chat.tools)
+    return json_response(InputTokens(len(await model.render(messages, **options))))

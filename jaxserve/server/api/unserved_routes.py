@@ -31,9 +31,9 @@ _ONE_PROCESS = "one process serves its models, and needs no other beside it"
 _PROFILE = "--profile-start records the start, and /metrics has the times of requests"
 _RENDER = "POST /tokenize takes messages, and answers with their token ids"
 _COUNT = "POST /tokenize and POST /v1/messages/count_tokens count tokens"
-_STATELESS = "nothing is kept of a request: send the whole conversation"
+_NO_CONVERSATIONS = "continue a response by previous_response_id, or send the whole conversation"
 _TEXT_ONLY = "only text is served"
-_NO_FILES = "files are answered by the command jaxserve run-batch"
+_NO_UPLOADS = "files are those of batches, and come whole: POST /v1/files"
 _NO_TOOLS = "no tool is run by the server: clients run what the model calls"
 
 # Paths by method and reason; a name in braces stands for a part, one with `:path` for any more.
@@ -60,22 +60,18 @@ _OPENAI: dict[str, str] = {
     "POST /start_profile /stop_profile": _PROFILE,
     "POST /v1/chat/completions/render /v1/completions/render /v1/messages/render "
     "/v1/responses/render /v1/chat/completions/derender /v1/completions/derender": _RENDER,
-    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens "
-    "/v1/responses/input_tokens /responses/input_tokens": _COUNT,
+    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": _COUNT,
     "POST /inference/v1/generate": "POST /v1/completions takes token ids as its prompt",
     "POST /invocations": f"{_CHAT}, or /v1/completions",
     "POST /v1/chat/completions/batch": "send each conversation to POST /v1/chat/completions",
     "POST /cohere/v2/chat /cohere/v2/chat/render": _CHAT,
     "GET /tokenizer_info": "POST /tokenize and POST /detokenize are served",
     "GET /docs /redoc": "the API's one document is GET /openapi.json",
-    "GET DELETE /v1/responses/{id}": _STATELESS,
-    "POST /v1/responses/{id}/cancel": "a request ends when its client closes the connection",
     "GET POST DELETE /v1/conversations /v1/conversations/{more:path} /v1/threads "
-    "/v1/threads/{more:path} /v1/assistants /v1/assistants/{more:path}": _STATELESS,
-    "GET POST DELETE /v1/files /v1/files/{more:path} /v1/uploads /v1/uploads/{more:path} "
-    "/v1/batches /v1/batches/{more:path} /v1/vector_stores /v1/vector_stores/{more:path}": (
-        _NO_FILES
-    ),
+    "/v1/threads/{more:path} /v1/assistants /v1/assistants/{more:path}": _NO_CONVERSATIONS,
+    "POST /v1/responses/compact": _NO_CONVERSATIONS,
+    "GET POST DELETE /v1/uploads /v1/uploads/{more:path} /v1/vector_stores "
+    "/v1/vector_stores/{more:path}": _NO_UPLOADS,
     "GET POST /v1/fine_tuning/{more:path}": _WEIGHTS,
 }
 _LLAMA: dict[str, str] = {

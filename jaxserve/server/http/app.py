@@ -13,8 +13,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.behind import BatchService
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
+from jaxserve.server.api.files import (
+    cancel_batch,
+    create_batch,
+    delete_file,
+    get_batch,
+    get_content,
+    get_file,
+    list_batches,
+    list_files,
+    upload_file,
+)
 from jaxserve.server.api.info import (
     get_model,
     health,
@@ -24,13 +36,24 @@ from jaxserve.server.api.info import (
     server_info,
     version,
 )
+from jaxserve.server.api.inner import InnerClient
 from jaxserve.server.api.metrics import metrics
 from jaxserve.server.api.openapi import openapi
-from jaxserve.server.api.responses import responses
+from jaxserve.server.api.responses import (
+    cancel_response,
+    count_input_tokens,
+    delete_response,
+    get_response,
+    list_input_items,
+    responses,
+)
 from jaxserve.server.api.streaming import error_response
 from jaxserve.server.api.tokens import detokenize, tokenize
 from jaxserve.server.api.unserved_routes import UNSERVED_ROUTES, is_unserved
-from jaxserve.server.http.guard import Guard
+from jaxserve.server.http.guard import FILES, Guard
+from jaxserve.server.kept.batches import Batches
+from jaxserve.server.kept.files import FileStore
+from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.served.models import Models
@@ -43,6 +66,7 @@ _ALIASES = {
     "/completions": "/v1/completions",
     "/chat/completions": "/v1/chat/completions",
     "/responses": "/v1/responses",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
     "/models": "/v1/models",
     "/v1/health": "/health",
     "/ping": "/health",
@@ -54,8 +78,22 @@ def routes() -> list[BaseRoute]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+        Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route(FILES, upload_file, methods=["POST"]),
+        Route(FILES, list_files, methods=["GET"]),
+        Route("/v1/files/{file_id}", get_file, methods=["GET"]),
+        Route("/v1/files/{file_id}", delete_file, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", get_content, methods=["GET"]),
+        Route("/v1/batches", create_batch, methods=["POST"]),
+        Route("/v1/batches", list_batches, methods=["GET"]),
+        Route("/v1/batches/{batch_id}", get_batch, methods=["GET"]),
+        Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
@@ -78,7 +116,7 @@ def routes() -> list[BaseRoute]:
 
 def _reads_no_body(path: str) -> bool:
     """Return whether the kind of a path's body does not matter."""
-    return path == "/ping" or is_unserved(path)
+    return path == "/ping" or path.endswith("/cancel") or is_unserved(path)
 
 
 class App:
@@ -91,6 +129,7 @@ class App:
         config: the limits.
         more_routes: of pages and the like.
         open_paths: paths that need no API key.
+        files: of clients; None where the server keeps none.
     """
 
     def __init__(
@@ -99,10 +138,16 @@ class App:
         config: ServerConfig,
         more_routes: Iterable[BaseRoute] = (),
         open_paths: frozenset[str] = frozenset(),
+        files: FileStore | None = None,
     ) -> None:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
+        self.responses = ResponseStore(
+            config.max_stored_responses,
+            config.max_stored_response_bytes,
+            config.stored_response_seconds,
+        )
         door = Middleware(
             Guard,
             config=config,
@@ -130,6 +175,11 @@ class App:
         )
         self.asgi.router.redirect_slashes = False
         self.asgi.state.served = self
+        self.files = files
+        self.batches: Batches | None = None
+        if files is not None:
+            client = InnerClient(self.asgi, config, is_behind=True)
+            self.batches = Batches(files, BatchService(models, client))
 
     def check_room(self, path: str) -> None:
         """Refuse requests that could not be admitted now, whatever their bodies.

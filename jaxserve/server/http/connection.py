@@ -14,7 +14,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from jaxserve.server.http.guard import MAX_HEADER_BYTES
+from jaxserve.server.http.guard import FILES, FORM_BYTES, MAX_HEADER_BYTES
 from jaxserve.server.schema.errors import ApiError, too_many_connections
 from jaxserve.server.settings import ServerConfig
 
@@ -32,11 +32,13 @@ class Parser(h11.Connection):
 
     Args:
         max_body_bytes: size of a body.
+        max_form_bytes: size of a form with a file.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = self._most_bytes = max_body_bytes
+        self._max_form_bytes = max_form_bytes
         self._pieces = self._bytes = 0
 
     def next_event(self) -> Any:
@@ -56,9 +58,11 @@ class Parser(h11.Connection):
             if event.http_version not in (b"1.0", b"1.1"):
                 raise h11.RemoteProtocolError("this version of HTTP is not served")
             event = _with_path(event)
+            is_form = event.method == b"POST" and event.target.endswith(FILES.encode())
+            self._most_bytes = self._max_form_bytes if is_form else self._max_body_bytes
         # Bytes of the open chunk that are still to come, which h11 holds in a private field.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
-        if self._bytes + announced > self._max_body_bytes:
+        if self._bytes + announced > self._most_bytes:
             raise _too_large(f"The body is larger than {self._max_body_bytes} bytes.")
         return event
 
@@ -141,7 +145,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
         super().__init__(**named)
-        self.conn = Parser(limits.max_body_bytes)
+        form = 0 if limits.files_dir is None else limits.max_file_bytes + FORM_BYTES
+        self.conn = Parser(limits.max_body_bytes, max(limits.max_body_bytes, form))
         self._limits = limits
         self._crowd = crowd
         self._header_timer: asyncio.TimerHandle | None = None

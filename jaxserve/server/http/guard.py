@@ -32,6 +32,10 @@ MAX_REQUEST_ID = 128
 # A body up to this size is read even where the answer is a refusal, so that the connection stays.
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
+# The path whose endpoint reads its body itself, a form with a file.
+FILES = "/v1/files"
+# Fields and boundaries of such a form, besides its file.
+FORM_BYTES = 64 << 10
 # Paths without a key: an orchestrator, which has none, checks whether the process lives.
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping"})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -101,9 +105,12 @@ class Guard:
             self._check_origin(headers)
             scope["jaxserve.key"] = self._check_key(scope, headers)
             body = b""
-            if scope["method"] == "POST":
-                body = await self._take_body(scope, headers, receive)
-            scope["jaxserve.body"] = body
+            if scope["method"] == "POST" and scope["path"] == FILES:
+                self._check_form(headers)
+            else:
+                if scope["method"] == "POST":
+                    body = await self._take_body(scope, headers, receive)
+                scope["jaxserve.body"] = body
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
@@ -190,6 +197,15 @@ class Guard:
             self._check_room(scope["path"])
         return body
 
+    def _check_form(self, headers: Mapping[bytes, bytes]) -> None:
+        """Check the head of a form before anything of it is read."""
+        most = self._config.max_file_bytes + FORM_BYTES
+        if self._config.files_dir is None:
+            return
+        _check_media(headers, b"multipart/form-data")
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise ApiError(413, f"the body is larger than {most} bytes", "file", "too_large")
+
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         most, seconds = self._config.max_body_bytes, self._config.body_timeout
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
@@ -263,10 +279,11 @@ def _printable(text: bytes) -> bytes:
     return bytes(byte for byte in text[:MAX_REQUEST_ID] if 32 < byte < 127)
 
 
-def _check_media(headers: Mapping[bytes, bytes]) -> None:
+def _check_media(headers: Mapping[bytes, bytes], wanted: bytes = b"application/json") -> None:
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media != b"application/json":
-        raise ApiError(415, "Content-Type must be application/json", code="unsupported_media")
+    if media != wanted:
+        text = f"Content-Type must be {wanted.decode()}"
+        raise ApiError(415, text, code="unsupported_media")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
 

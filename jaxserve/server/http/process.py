@@ -85,6 +85,8 @@ class Process(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)
+        if self._served.batches is not None:
+            self._served.batches.start()
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Close idle connections where no file is left for a new one.
@@ -113,6 +115,8 @@ class Process(uvicorn.Server):
             return True
         if not self._num_signals:
             return False
+        if self._served.batches is not None:
+            await self._served.batches.stop()
         self._close_idle()
         active = [generation for model in self._served.models.all for generation in model.active]
         is_late = self._num_signals > 1 or time.monotonic() > self._deadline

@@ -1,13 +1,14 @@
-"""Schemas of OpenAI's responses endpoint, and the chat that a request stands for."""
+"""Schema of requests of OpenAI's responses endpoint, and the chat that a request stands for."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import (
     ChatMessage,
     ChatRequest,
@@ -18,38 +19,32 @@ from jaxserve.server.schema.openai import (
     JsonSchemaFormat,
     NamedTool,
     ResponseFormat,
+    StructuredOutputs,
     Tool,
     ToolCall,
 )
+from jaxserve.server.schema.response_items import Choice, InputItem, ResponseTool, ToolChoice
 
-
-class InputItem(msgspec.Struct, kw_only=True):
-    """A message, function_call, function_call_output or reasoning; no others are served."""
-
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
-    id: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
-    status: str | None = None
-
-
-class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function that may be called."""
-
-    name: str
-    type: Literal["function"] = "function"
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(msgspec.Struct, kw_only=True):
-    name: str
-    type: Literal["function"] = "function"
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+# Tools of OpenAI's servers that are never shown to the model: it answers without them.
+_UNSEEN = frozenset({"web_search", "web_search_preview"})
+# What may be included. Tools that the server would have to run have no outputs to include.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class TextFormat(JsonSchemaFormat, kw_only=True):
@@ -58,14 +53,13 @@ class TextFormat(JsonSchemaFormat, kw_only=True):
 
 class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: str | None = None
     summary: str | None = None
-
-
-Choice = Literal["none", "auto", "required"] | FunctionChoice
+    generate_summary: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -74,157 +68,153 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     text: TextOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    structured_outputs: StructuredOutputs | None = None
+    include: list[Included] | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
-    store: bool | None = None
     metadata: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     user: str | None = None
+    enable_response_messages: bool | None = None
 
 
-class OutputText(msgspec.Struct, kw_only=True):
-    text: str
-    type: str = "output_text"
-    annotations: list[str] = []
-    logprobs: list[TokenLogprob] = []
+class CountInputRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens: the fields of a request that its prompt shows."""
 
-
-class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
-    id: str
-    content: list[OutputText]
-    status: str
-    role: str = "assistant"
-
-
-class ReasoningText(msgspec.Struct, kw_only=True):
-    text: str
-    type: str = "reasoning_text"
-
-
-class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    id: str
-    content: list[ReasoningText]
-    status: str
-    summary: list[str] = []
-
-
-class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: str
-
-
-class InputTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class ResponsesUsage(msgspec.Struct):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
-
-
-class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses."""
-
-    id: str
-    created_at: int
-    model: str
-    status: str
-    output: list[OutputItem]
-    object: str = "response"
-    error: dict[str, str] | None = None
-    incomplete_details: dict[str, str] | None = None
+    model: str | None = None
+    input: str | list[InputItem] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tool_choice: Choice = "auto"
-    tools: list[FunctionTool] = []
-    usage: ResponsesUsage | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """Return the conversation that a request stands for.
+# Fields that a chat has under the same name.
+_SAME = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "top_logprobs"),
+    *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
+    *("parallel_tool_calls", "include_reasoning"),
+)
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Check the size of metadata, which are kept.
 
     Raises:
-        InvalidRequest: an item that is not served.
+        InvalidRequest: there are too many, or too long ones.
+    """
+    if metadata is None:
+        return
+    sizes = [(len(key), len(value)) for key, value in metadata.items()]
+    is_small = all(key <= MAX_METADATA_KEY and text <= MAX_METADATA_VALUE for key, text in sizes)
+    if len(sizes) > MAX_METADATA or not is_small:
+        raise InvalidRequest(
+            f"metadata takes at most {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with "
+            f"values of {MAX_METADATA_VALUE}",
+            "metadata",
+        )
+
+
+def items_of(body: ResponsesRequest | CountInputRequest) -> list[InputItem]:
+    """Return the input as items.
+
+    Raises:
+        InvalidRequest: it is empty.
+    """
+    if not body.input:
+        raise InvalidRequest("input is empty", "input")
+    return body.input if isinstance(body.input, list) else [InputItem(content=body.input)]
+
+
+def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
+    """Return the conversation that a request stands for.
+
+    Args:
+        body: the request.
+        items: of the whole conversation, those of earlier responses included.
+
+    Raises:
+        InvalidRequest: an item or a tool that is not served.
     """
     messages: list[ChatMessage] = []
     if body.instructions is not None:
         messages.append(ChatMessage(role="system", content=body.instructions))
-    items = body.input if isinstance(body.input, list) else [InputItem(content=body.input)]
-    if not items or body.input == "":
-        raise InvalidRequest("input is empty", "input")
     thoughts: str | None = None
     for item in items:
         if item.type == "reasoning":
-            thoughts = _text(item.content)
+            thoughts = _text(item.content) or _text(item.summary)
             continue
         _append(messages, item)
         if thoughts and messages[-1].role == "assistant":
             messages[-1].reasoning_content = thoughts
         thoughts = None
     chat = ChatRequest(
-        model=body.model,
         messages=messages,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        chat_template_kwargs=body.chat_template_kwargs,
         response_format=_response_format(body.text),
         logprobs=wants_logprobs(body),
-        top_logprobs=body.top_logprobs,
-        thinking_token_budget=body.thinking_token_budget,
-        parallel_tool_calls=body.parallel_tool_calls,
+        **{name: getattr(body, name) for name in _SAME},
     )
+    if _is_partial(body.input):
+        chat.continue_final_message, chat.add_generation_prompt = True, False
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.tools:
-        chat.tools = [_tool(tool) for tool in body.tools]
+        chat.tools = [_tool(*seen) for seen in seen_tools(body.tools)] or None
     choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
+    if isinstance(choice, ToolChoice):
         chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
     else:
         chat.tool_choice = choice
     return chat
+
+
+def _is_partial(given: str | list[InputItem]) -> bool:
+    """Return whether an input ends with a part of an answer, which the model goes on with."""
+    if isinstance(given, str) or not given:
+        return False
+    last = given[-1]
+    is_answer = last.type == "message" and last.role == "assistant"
+    return is_answer and last.status in ("in_progress", "incomplete")
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
@@ -232,12 +222,52 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
-def _tool(tool: FunctionTool) -> Tool:
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool of a group, as vLLM forms it."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
+    """Return the tools that the model is shown, each with its group's name.
+
+    Raises:
+        InvalidRequest: a tool is not served, or has no name.
+    """
+    found: list[tuple[str | None, ResponseTool]] = []
+    for tool in tools or ():
+        if tool.type == "namespace":
+            members = tool.tools or []
+            if any(member.type != "function" for member in members):
+                raise InvalidRequest("tools: a namespace can only hold functions", "tools")
+            found += [(tool.name, member) for member in members]
+        elif tool.type not in _UNSEEN:
+            found.append((None, tool))
+    for _, tool in found:
+        if tool.type not in ("function", "custom"):
+            raise InvalidRequest(
+                f"tools of type {tool.type[:40]!r} are not served: no tool is run by the server; "
+                "types function, custom and namespace are those that clients run",
+                "tools",
+            )
+    if any(tool.name is None for tool in tools or () if tool.type not in _UNSEEN) or any(
+        tool.name is None for _, tool in found
+    ):
+        raise InvalidRequest("tools: a tool needs a name", "tools")
+    return found
+
+
+def _tool(namespace: str | None, tool: ResponseTool) -> Tool:
+    parameters = tool.parameters
+    if tool.type == "custom":
+        form = tool.format or {}
+        if form.get("type", "text") != "text":
+            raise InvalidRequest("tools: the format of a custom tool can only be text", "tools")
+        parameters = _CUSTOM_PARAMETERS
     return Tool(
         function=FunctionDefinition(
-            name=tool.name,
+            name=flat_name(namespace, tool.name or ""),
             description=tool.description,
-            parameters=tool.parameters,
+            parameters=parameters,
             strict=tool.strict,
         )
     )
@@ -245,30 +275,34 @@ def _tool(tool: FunctionTool) -> Tool:
 
 def _append(messages: list[ChatMessage], item: InputItem) -> None:
     """Append an item; a call joins the assistant's message before it, or becomes a new one."""
-    if item.type == "message":
+    kind = item.type
+    if kind == "message":
         messages.append(ChatMessage(role=item.role or "user", content=item.content))
-    elif item.type == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
-            raise InvalidRequest("input: a function_call needs name and call_id", "input")
-        function = FunctionCall(name=item.name, arguments=item.arguments or "")
-        call = ToolCall(id=item.call_id, function=function)
+            raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
+        arguments = item.arguments or ""
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
+        call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
         if not messages or messages[-1].role != "assistant":
             messages.append(ChatMessage(role="assistant", content=""))
         messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
-    elif item.type == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None:
-            raise InvalidRequest("input: a function_call_output needs a call_id", "input")
+            raise InvalidRequest(f"input: a {kind} needs a call_id", "input")
         messages.append(
             ChatMessage(role="tool", content=item.output or "", tool_call_id=item.call_id)
         )
     else:
-        raise InvalidRequest(f"items of type {item.type[:40]!r} are not supported", "input")
+        raise InvalidRequest(f"items of type {kind[:40]!r} are not supported", "input")
 
 
 def _text(content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.words or "" for part in content)
+    # Parts of thoughts have types of their own.
+    return "".join(part.words or part.text or "" for part in content)
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

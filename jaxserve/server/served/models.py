@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hmac
 import time
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from jaxserve.engine.text.tokenizer import NO_TEMPLATE
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import make_admission
+from jaxserve.server.served.admission import Admission, make_admission
 from jaxserve.server.served.chat_template import RequestTemplates, server_template
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
@@ -27,6 +28,8 @@ from jaxserve.server.tool_calls.tools import introduce
 
 # Text of up to this many characters is tokenized on the event loop, longer text on another thread.
 INLINE_CHARS = 8192
+# Limits of requests that come behind all others: the queue and the clock are not theirs.
+NO_LIMIT, NO_SECONDS, LAST_PRIORITY = 2**31 - 1, 1e9, 2**31 - 1
 # A chat template that takes longer than this is rendered again on that thread.
 INLINE_SECONDS = 0.02
 
@@ -81,11 +84,25 @@ class ServedModel:
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.admission = make_admission(llm.config, config)
         self.tracer: Any = None
+        self._behind: ServedModel | None = None
+        self._is_behind = False
 
     @property
     def name(self) -> str:
         """The name that answers carry."""
         return self.names[0]
+
+    def behind(self) -> ServedModel:
+        """Return the model for requests that come behind all others, those of batches.
+
+        They take no place in the queue of the others, have no deadline and the last priority.
+        """
+        if self._behind is None:
+            last = self._behind = copy.copy(self)
+            last.admission = Admission(self.admission.num_slots, NO_LIMIT, NO_LIMIT)
+            last.config = replace(self.config, queue_timeout=NO_SECONDS, request_timeout=NO_SECONDS)
+            last._is_behind = True
+        return self._behind
 
     def max_tokens(self, requested: int | None) -> int | None:
         """Return the most tokens of an answer, None for as many as the context holds.
@@ -188,6 +205,8 @@ class ServedModel:
 
     def salted(self, request: Request, api_key: str | None) -> Request:
         """Return the request with a salt that keeps its prefixes apart from those of other keys."""
+        if self._is_behind:
+            request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
             return request
         mark = f"{api_key}\0{request.cache_salt}".encode()

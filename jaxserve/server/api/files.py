@@ -1,0 +1,198 @@
+"""Endpoints /v1/files and /v1/batches: files of requests, and the batches that answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import BinaryIO
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.endpoint_request import EndpointRequest
+from jaxserve.server.api.query import Query
+from jaxserve.server.api.streaming import json_response
+from jaxserve.server.api.upload import Form, read_form
+from jaxserve.server.kept.batches import Batches
+from jaxserve.server.kept.files import FileStore, new_file
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.files import (
+    BatchList,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    page_of,
+)
+from jaxserve.server.schema.responses import check_metadata
+
+MOST_LISTED = 10_000
+LEAST_SECONDS, MOST_SECONDS = 3600, 30 * 24 * 3600
+# Bytes that are read of a file at once.
+PIECE = 64 << 10
+_OFF = "files and batches are off: start the server with --files-dir FOLDER, or use run-batch"
+
+
+def _owner(request: Request) -> str | None:
+    """Return a mark of the client's key, which may stand on disk."""
+    key: str | None = request.scope["jaxserve.key"]
+    return None if key is None else hashlib.sha256(f"files\0{key}".encode()).hexdigest()[:32]
+
+
+def _files(request: Request) -> FileStore:
+    """Return the store of files.
+
+    Raises:
+        ApiError: 404, the server keeps none.
+    """
+    files: FileStore | None = request.app.state.served.files
+    if files is None:
+        raise ApiError(404, _OFF, code="not_supported")
+    return files
+
+
+def _batches(request: Request) -> Batches:
+    _files(request)
+    return request.app.state.served.batches
+
+
+async def upload_file(request: Request) -> Response:
+    """Receive a file.
+
+    Raises:
+        ApiError, InvalidRequest: files are off, or the form is wrong or too large.
+    """
+    files = _files(request)
+    with files.receive() as upload:
+        form = await read_form(request, upload, files.config.body_timeout)
+        if form.filename is None:
+            raise InvalidRequest("file is missing", "file")
+        if form.fields.get("purpose") != "batch":
+            raise InvalidRequest("purpose must be batch", "purpose")
+        file = new_file(form.filename, "batch", _seconds(form))
+        await asyncio.to_thread(upload.flush)
+        return json_response(upload.keep(file, _owner(request)))
+
+
+def _seconds(form: Form) -> int | None:
+    """Return after how many seconds a file expires."""
+    name = "expires_after"
+    anchor, text = (form.fields.get(f"{name}[{part}]") for part in ("anchor", "seconds"))
+    if anchor is None and text is None:
+        return None
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 10
+    if anchor != "created_at" or text is None or not is_number:
+        raise InvalidRequest(f"{name} must have anchor created_at, and seconds", name)
+    return _checked_seconds(int(text), name)
+
+
+def _checked_seconds(seconds: int, name: str) -> int:
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise InvalidRequest(
+            f"{name}: seconds must be from {LEAST_SECONDS} to {MOST_SECONDS}, got {seconds}", name
+        )
+    return seconds
+
+
+async def list_files(request: Request) -> Response:
+    """List files.
+
+    Raises:
+        ApiError, InvalidRequest: files are off, or an argument is wrong.
+    """
+    query = Query(request)
+    purpose = query.choice("purpose", ("batch", "batch_output"))
+    found = _files(request).list(_owner(request), purpose)
+    page = query.page(found, lambda file: file.id, "desc", MOST_LISTED, MOST_LISTED)
+    return json_response(FileList(*page_of(*page)))
+
+
+async def get_file(request: Request) -> Response:
+    """Describe a file.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    record = _files(request).get(request.path_params["file_id"], _owner(request))
+    return json_response(record.file)
+
+
+async def delete_file(request: Request) -> Response:
+    """Delete a file.
+
+    Raises:
+        ApiError: 404, there is none.
+        InvalidRequest: a batch reads it.
+    """
+    files = _files(request)
+    name = files.get(request.path_params["file_id"], _owner(request)).file.id
+    reader = _batches(request).reader_of(name)
+    if reader is not None:
+        raise InvalidRequest(f"the file is read by {reader}: cancel it first", "file_id")
+    files.remove(name)
+    return json_response(DeletedFile(name))
+
+
+async def get_content(request: Request) -> Response:
+    """Send what a file holds.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    files = _files(request)
+    record = files.get(request.path_params["file_id"], _owner(request))
+    headers = {"content-length": str(record.file.bytes), "x-content-type-options": "nosniff"}
+    source = files.path(record.file.id).open("rb")  # deleted meanwhile, it is read on
+    return StreamingResponse(_pieces(source), 200, headers, "application/octet-stream")
+
+
+async def _pieces(source: BinaryIO) -> AsyncIterator[bytes]:
+    with source:
+        while piece := source.read(PIECE):
+            yield piece
+
+
+async def create_batch(request: Request) -> Response:
+    """Begin a batch.
+
+    Raises:
+        ApiError, InvalidRequest: batches are off, or the body is wrong.
+    """
+    batches = _batches(request)
+    body = EndpointRequest(request).parse(BatchRequest)
+    check_metadata(body.metadata)
+    if body.output_expires_after is not None:
+        _checked_seconds(body.output_expires_after.seconds, "output_expires_after")
+    return json_response(batches.create(body, _owner(request)))
+
+
+async def list_batches(request: Request) -> Response:
+    """List batches, the newest first.
+
+    Raises:
+        ApiError, InvalidRequest: batches are off, or an argument is wrong.
+    """
+    found = _batches(request).list(_owner(request))
+    page = Query(request).page(found, lambda batch: batch.id, "desc")
+    return json_response(BatchList(*page_of(*page)))
+
+
+async def get_batch(request: Request) -> Response:
+    """Describe a batch.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    return json_response(_batches(request).get(request.path_params["batch_id"], _owner(request)))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """Begin to cancel a batch.
+
+    Raises:
+        ApiError: 404, there is none.
+        InvalidRequest: it has ended.
+    """
+    name = request.path_params["batch_id"]
+    return json_response(_batches(request).cancel(name, _owner(request)))

@@ -1,0 +1,118 @@
+"""Responses that are drawn in the background, and their streams, which clients may join later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.api.generation import Generation
+from jaxserve.server.api.response_events import ResponsesFormatter
+from jaxserve.server.api.streaming import encode, while_connected
+from jaxserve.server.kept.response_store import ResponseStore, Turn
+from jaxserve.server.schema.errors import ApiError, as_api_error
+
+_log = logging.getLogger(__name__)
+
+
+async def draw(
+    generation: Generation,
+    formatter: ResponsesFormatter,
+    turn: Turn,
+    store: ResponseStore,
+    renamed: Mapping[str, str],
+) -> None:
+    """Draw a response whose client does not wait for it.
+
+    Args:
+        generation: which has been entered.
+        formatter: of the response, which it completes in the turn.
+        turn: receives events and the response.
+        store: of the turn.
+        renamed: see `EndpointRequest`.
+    """
+    error: Exception | asyncio.CancelledError | None = None
+    try:
+        turn.append(formatter.take_events())
+        while not generation.is_finished:
+            parts = await generation.take()
+            if turn.status == "queued":
+                turn.status = "in_progress"
+                turn.response = encode(formatter.started(generation))
+            formatter.parts(generation, parts)
+            turn.append(formatter.take_events())
+            store.resize(turn)
+        formatter.closing(generation)
+    except (Exception, asyncio.CancelledError) as problem:
+        error = problem
+        _fail(as_failure(problem, renamed), formatter, turn)
+        if turn.status == "failed" and not isinstance(problem, ApiError):
+            _log.error("a response in the background failed: %s", type(problem), exc_info=problem)
+    finally:
+        generation.__exit__(type(error) if error else None, error, None)  # type: ignore[arg-type]
+        turn.cancel = None
+        turn.append(formatter.take_events())
+        store.resize(turn)
+
+
+def as_failure(error: BaseException, renamed: Mapping[str, str]) -> ApiError:
+    """Return the answer for an exception; the loop's end is one too."""
+    if isinstance(error, Exception):
+        return as_api_error(error, renamed)
+    return ApiError(503, "the server is stopping", code="shutting_down")
+
+
+def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
+    if error.code == "cancelled":
+        turn.status, turn.response = "cancelled", encode(formatter.cancelled())
+    else:
+        turn.status, turn.response = "failed", encode(formatter.failed(error))
+        formatter.failure(error)
+
+
+class StoredStream(Response):
+    """Stream of a response that is drawn, or was drawn, in the background.
+
+    Args:
+        turn: of the response.
+        first: sequence number of the first event that is sent.
+    """
+
+    def __init__(self, turn: Turn, first: int = 0) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self._turn = turn
+        self._next = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events.
+
+        Raises:
+            ClientGone: the client went away; the response is drawn all the same.
+        """
+        await while_connected(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        turn = self._turn
+        while True:
+            events = (turn.events or [])[self._next :]
+            self._next += len(events)
+            if events:
+                body = {"type": "http.response.body", "body": b"".join(events), "more_body": True}
+                await send(body)
+            elif not turn.is_running:
+                break
+            else:
+                await turn.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,95 @@
+"""Query: arguments in a request's path, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from starlette.requests import Request
+
+from jaxserve.errors import InvalidRequest
+
+T = TypeVar("T")
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Query:
+    """Arguments behind a path.
+
+    Args:
+        request: the HTTP request.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._given = request.query_params
+
+    def flag(self, name: str) -> bool:
+        """Return whether an argument is set.
+
+        Raises:
+            InvalidRequest: it is neither true nor false.
+        """
+        text = self._given.get(name, "false").lower()
+        if text not in _FLAGS:
+            raise InvalidRequest(f"{name} must be true or false, got {text[:40]!r}", name)
+        return _FLAGS[text]
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        """Return a number.
+
+        Raises:
+            InvalidRequest: it is none, or out of range.
+        """
+        text = self._given.get(name)
+        if text is None:
+            return default
+        is_number = text.isascii() and text.isdecimal() and len(text) < 12
+        if not is_number or not low <= int(text) <= high:
+            raise InvalidRequest(
+                f"{name} must be an integer from {low} to {high}, got {text[:40]!r}", name
+            )
+        return int(text)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
+        """Return a word, None where it is not given.
+
+        Raises:
+            InvalidRequest: it is not one of the choices.
+        """
+        text = self._given.get(name)
+        if text is not None and text not in choices:
+            raise InvalidRequest(f"{name} must be {' or '.join(choices)}", name)
+        return text
+
+    def page(
+        self,
+        entries: list[T],
+        id_of: Callable[[T], Any],
+        order: Literal["asc", "desc"],
+        most: int = MAX_LIMIT,
+        default: int = DEFAULT_LIMIT,
+    ) -> tuple[list[T], bool]:
+        """Return one page of a list, and whether there are more: limit, order and after say which.
+
+        Args:
+            entries: the oldest first.
+            id_of: returns an entry's id.
+            order: where the client names none.
+            most: the largest limit.
+            default: the limit where the client names none.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or after names no entry.
+        """
+        limit = self.integer("limit", default, 1, most)
+        order_given = self.choice("order", ("asc", "desc")) or order
+        if order_given == "desc":
+            entries = entries[::-1]
+        after, first = self._given.get("after"), 0
+        if after is not None:
+            ids = [id_of(entry) for entry in entries]
+            if after not in ids:
+                raise InvalidRequest(f"after: there is no {after[:60]!r} in the list", "after")
+            first = ids.index(after) + 1
+        return entries[first : first + limit], len(entries) > first + limit

@@ -1,0 +1,355 @@
+"""Formatter of response objects, and of the events of their streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from jaxserve.server.api.generation import Choice, Generation, Part
+from jaxserve.server.api.streaming import event
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
+from jaxserve.server.schema.response_items import (
+    CustomCallItem,
+    FunctionCallItem,
+    InputTokensDetails,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    RawMessage,
+    ReasoningItem,
+    ReasoningText,
+    ResponsesResponse,
+    ResponsesUsage,
+    input_text,
+)
+from jaxserve.server.schema.responses import (
+    ResponsesRequest,
+    flat_name,
+    seen_tools,
+    wants_logprobs,
+)
+from jaxserve.server.tool_calls.pieces import CallPart, Content, Message, Piece, Thought
+
+# OpenAI's codes of failed responses, by status; other failures are the server's.
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class ResponsesFormatter:
+    """Formatter of response objects, and of the events that build one.
+
+    Items of the output are made from the pieces that were read, in their order, streamed or not.
+
+    Args:
+        body: the request.
+        tokenizer: spells tokens.
+        on_end: receives a response once it is complete.
+
+    Attributes:
+        id: of the response.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        tokenizer: Any,
+        on_end: Callable[[ResponsesResponse], None] = lambda response: None,
+    ) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer, False) if wants_logprobs(body) else None
+        self._on_end = on_end
+        tools = seen_tools(body.tools)
+        self._custom = {tool.name for _, tool in tools if tool.type == "custom"}
+        # Names that clients have for functions of a group, by those that the model has.
+        self._grouped = {flat_name(n, t.name or ""): (n, t.name or "") for n, t in tools if n}
+        self._pending: list[TokenLogprob] = []  # logprobs of tokens since the last text
+        self.id = f"resp_{uuid4().hex}"
+        self._number = 0
+        self._events: list[bytes] = []
+        self._generation: Generation | None = None
+        self._items: list[OutputItem] = []
+        self._is_open = False
+        self._arguments = ""  # of the open call of a custom tool
+
+    def response(self, generation: Generation, status: str) -> ResponsesResponse:
+        """Return the response without its output."""
+        body, sampling = self._body, generation.requests[0].sampling
+        reasoning, text = body.reasoning, body.text
+        shown = msgspec.to_builtins(text) if text is not None else {}
+        shown["format"] = shown.get("format") or {"type": "text"}
+        return ResponsesResponse(
+            id=self.id,
+            created_at=generation.created,
+            model=generation.model.name,
+            status=status,
+            output=[],
+            background=bool(body.background),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning={
+                "effort": reasoning.effort if reasoning else None,
+                "summary": reasoning.summary if reasoning else None,
+            },
+            safety_identifier=body.safety_identifier,
+            service_tier=body.service_tier or "auto",
+            store=body.store is not False,
+            temperature=sampling.temperature,
+            text=shown,
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+        )
+
+    def whole(self, generation: Generation) -> ResponsesResponse:
+        choice = generation.choices[0]
+        if not self._items:
+            self._pending = self._logprobs(choice)
+            for piece in _pieces(choice.message):
+                self._piece(piece)
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        self._close(status)
+        response = self.response(generation, status)
+        if status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            response.completed_at = int(time.time())
+        response.output = self._items
+        response.usage = _usage(generation)
+        if self._body.enable_response_messages:
+            ids = choice.prompt_token_ids
+            response.input_messages = [RawMessage(_spell(self._tokenizer, ids), ids)]
+            ids = choice.token_ids
+            response.output_messages = [RawMessage(_spell(self._tokenizer, ids), ids)]
+        self._on_end(response)
+        return response
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        made = event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+        if self._body.background:
+            self._events.append(made)
+        return made
+
+    def _in_item(self, kind: str, **fields: Any) -> bytes:
+        index = len(self._items) - 1
+        item = self._items[index]
+        if not isinstance(item, FunctionCallItem | CustomCallItem):
+            fields["content_index"] = 0
+        return self._event(kind, output_index=index, item_id=item.id, **fields)
+
+    def opening(self, generation: Generation) -> bytes:
+        self._generation = generation
+        response = self.response(generation, "in_progress")
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def queued(self, generation: Generation) -> ResponsesResponse:
+        """Begin a response that is drawn in the background."""
+        self._generation = generation
+        response = self.response(generation, "queued")
+        self._event("response.created", response=response)
+        self._event("response.queued", response=response)
+        return response
+
+    def started(self, generation: Generation) -> ResponsesResponse:
+        """Go on with a response that was queued, once its first tokens are there."""
+        response = self.response(generation, "in_progress")
+        self._event("response.in_progress", response=response)
+        return response
+
+    def take_events(self) -> list[bytes]:
+        """Return the events since the last call, one by one."""
+        events, self._events = self._events, []
+        return events
+
+    def parts(self, generation: Generation, parts: list[Part]) -> bytes:
+        return b"".join([self._part(generation, part) for part in parts])
+
+    def _logprobs(self, part: Part | Choice) -> list[TokenLogprob]:
+        return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
+
+    def _part(self, generation: Generation, part: Part) -> bytes:
+        pieces = part.pieces
+        self._pending += self._logprobs(part)
+        if not pieces and self._pending and generation.choices[0].reader is None:
+            pieces = [Content("")]
+        return b"".join([self._piece(piece) for piece in pieces])
+
+    def _piece(self, piece: Piece) -> bytes:
+        """Return the events of a piece, and add it to the items."""
+        opened = self._open(piece)
+        item = self._items[-1]
+        if isinstance(item, CustomCallItem) and isinstance(piece, CallPart):
+            self._arguments += piece.arguments
+            return opened
+        if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
+            item.arguments += piece.arguments
+            delta = self._in_item("response.function_call_arguments.delta", delta=piece.arguments)
+        elif isinstance(item, ReasoningItem) and isinstance(piece, Thought):
+            item.content[0].text += piece.text
+            delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
+        elif isinstance(item, OutputMessage) and isinstance(piece, Content):
+            item.content[0].text += piece.text
+            logprobs, self._pending = self._pending, []
+            item.content[0].logprobs += logprobs
+            delta = self._in_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
+        else:
+            raise AssertionError("a piece beside its item")
+        return opened + delta
+
+    def _open(self, piece: Piece) -> bytes:
+        """Begin an item, unless the piece continues the open one. Return the events."""
+        last = self._items[-1] if self._items and self._is_open else None
+        if isinstance(piece, CallPart):
+            if piece.id is None:
+                return b""
+        elif isinstance(last, ReasoningItem if isinstance(piece, Thought) else OutputMessage):
+            return b""
+        closed = self._close("completed")
+        item = self._new_item(piece)
+        self._items.append(item)
+        self._is_open = True
+        shown, part = _blank(item)
+        index = len(self._items) - 1
+        added = self._event("response.output_item.added", output_index=index, item=shown)
+        if part is None:
+            return closed + added
+        return closed + added + self._in_item("response.content_part.added", part=part)
+
+    def _new_item(self, piece: Piece) -> OutputItem:
+        name = uuid4().hex
+        if isinstance(piece, CallPart) and piece.name in self._custom:
+            self._arguments = ""
+            return CustomCallItem(
+                id=f"ctc_{name}",
+                call_id=piece.id or "",
+                name=piece.name or "",
+                input="",
+                status="in_progress",
+            )
+        if isinstance(piece, CallPart):
+            namespace, own = self._grouped.get(piece.name or "", (None, piece.name or ""))
+            return FunctionCallItem(
+                id=f"fc_{name}",
+                call_id=piece.id or "",
+                name=own,
+                arguments="",
+                status="in_progress",
+                namespace=namespace or msgspec.UNSET,
+            )
+        if isinstance(piece, Thought):
+            content = [ReasoningText(text="")]
+            return ReasoningItem(id=f"rs_{name}", content=content, status="in_progress")
+        return OutputMessage(id=f"msg_{name}", content=[OutputText(text="")], status="in_progress")
+
+    def _close(self, status: str) -> bytes:
+        """End the open item, if there is one. Return the events."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._items[-1]
+        item.status = status
+        index = len(self._items) - 1
+        if isinstance(item, CustomCallItem):
+            item.input = input_text(self._arguments)
+            kind = "response.custom_tool_call_input"
+            done = self._in_item(f"{kind}.delta", delta=item.input)
+            done += self._in_item(f"{kind}.done", input=item.input)
+        elif isinstance(item, FunctionCallItem):
+            done = self._in_item(
+                "response.function_call_arguments.done", arguments=item.arguments, name=item.name
+            )
+        elif isinstance(item, ReasoningItem):
+            done = self._in_item("response.reasoning_text.done", text=item.content[0].text)
+            done += self._in_item("response.content_part.done", part=item.content[0])
+        else:
+            text = item.content[0]
+            logprobs = text.logprobs
+            done = self._in_item("response.output_text.done", text=text.text, logprobs=logprobs)
+            done += self._in_item("response.content_part.done", part=text)
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def closing(self, generation: Generation) -> bytes:
+        choice = generation.choices[0]
+        # An empty answer is a message without text.
+        empty = b"" if self._answers else self._open(Content(""))
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        closed = self._close(status)
+        response = self.whole(generation)
+        return empty + closed + self._event(f"response.{response.status}", response=response)
+
+    @property
+    def _answers(self) -> bool:
+        return any(not isinstance(item, ReasoningItem) for item in self._items)
+
+    def failure(self, error: ApiError) -> bytes:
+        return self._event("response.failed", response=self.failed(error))
+
+    def failed(self, error: ApiError) -> ResponsesResponse:
+        """Return a response that failed, with what there is of its output."""
+        assert self._generation is not None
+        response = self.response(self._generation, "failed")
+        self._close("incomplete")
+        response.output = self._items
+        code = _CODES.get(error.status, "server_error")
+        response.error = {"code": code, "message": error.message}
+        return response
+
+    def cancelled(self) -> ResponsesResponse:
+        """Return a response that was cancelled, with what there is of its output."""
+        assert self._generation is not None
+        response = self.response(self._generation, "cancelled")
+        self._close("incomplete")
+        response.output = self._items
+        return response
+
+
+def _pieces(message: Message) -> list[Piece]:
+    """Split a whole message into pieces."""
+    pieces: list[Piece] = [Thought(message.reasoning)] if message.reasoning else []
+    if message.content or not message.calls:
+        pieces.append(Content(message.content))
+    for index, call in enumerate(message.calls):
+        pieces.append(CallPart(index, call.arguments, call.id, call.name))
+    return pieces
+
+
+def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
+    """Return an item as its announcement shows it, and the part that is announced after it."""
+    if isinstance(item, FunctionCallItem | CustomCallItem):
+        return item, None
+    if isinstance(item, ReasoningItem):
+        return ReasoningItem(id=item.id, content=[], status=item.status), ReasoningText(text="")
+    return OutputMessage(id=item.id, content=[], status=item.status), OutputText(text="")
+
+
+def _spell(tokenizer: Any, token_ids: list[int]) -> str:
+    """Return the text of tokens, special ones included."""
+    return b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")
+
+
+def _usage(generation: Generation) -> ResponsesUsage:
+    usage = generation.usage()
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    details = usage.completion_tokens_details
+    return ResponsesUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(cached),
+        usage.completion_tokens,
+        OutputTokensDetails(details.reasoning_tokens if details else 0),
+        usage.total_tokens,
+    )

@@ -1,0 +1,160 @@
+"""Forms with a file (multipart/form-data), read piece by piece onto the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from jaxserve.server.api.streaming import ClientGone
+from jaxserve.server.kept.files import Upload
+from jaxserve.server.schema.errors import ApiError
+
+MAX_PARTS, MAX_FIELD_BYTES, MAX_FILENAME = 16, 1024, 255
+# A client that sends a file more slowly than this gives up its place, in bytes a second.
+MIN_RATE = 64 << 10
+
+
+@dataclass
+class _Part:
+    """Part of a form: a field, or the file."""
+
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    name: str = ""
+    is_file: bool = False
+    value: bytes = b""
+
+
+class Form:
+    """A form that arrives: its fields, and its file, which goes to disk.
+
+    Args:
+        boundary: between parts.
+        upload: receives the file.
+
+    Attributes:
+        fields: by name.
+        filename: the file's label; None where there is no file yet.
+        is_whole: whether the form's end has come.
+    """
+
+    def __init__(self, boundary: bytes, upload: Upload) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.is_whole = False
+        self._upload = upload
+        self._part = _Part()
+        self._num_parts = 0
+        self._header = self._text = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._read_name,
+                "on_header_value": self._read_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._read_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Take more of the form.
+
+        Raises:
+            ApiError: it is malformed, or something in it is too large.
+        """
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise ApiError(400, f"the form is malformed: {error}", code="bad_form") from None
+
+    def _begin(self) -> None:
+        self._part = _Part()
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"the form has more than {MAX_PARTS} parts", code="bad_form")
+
+    def _read_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _read_value(self, data: bytes, start: int, end: int) -> None:
+        self._text += data[start:end]
+
+    def _end_header(self) -> None:
+        self._part.headers[self._header.lower()] = self._text
+        self._header = self._text = b""
+
+    def _end_headers(self) -> None:
+        kind, options = parse_options_header(self._part.headers.get(b"content-disposition"))
+        if kind != b"form-data" or b"name" not in options:
+            raise ApiError(400, "a part of the form has no name", code="bad_form")
+        self._part.name = options[b"name"].decode(errors="replace")
+        self._part.is_file = b"filename" in options or self._part.name == "file"
+        if not self._part.is_file:
+            return
+        if self._part.name != "file" or self.filename is not None:
+            raise ApiError(400, "the form takes one file, named file", "file", "bad_form")
+        label = options.get(b"filename", b"").decode(errors="replace")
+        clean = "".join(letter if letter.isprintable() else "_" for letter in label)
+        self.filename = clean[:MAX_FILENAME] or "file"
+
+    def _read_data(self, data: bytes, start: int, end: int) -> None:
+        part = self._part
+        if part.is_file:
+            self._upload.write(data[start:end])
+            return
+        part.value += data[start:end]
+        if len(part.value) > MAX_FIELD_BYTES:
+            name = part.name[:60]
+            raise ApiError(400, f"{name} is longer than {MAX_FIELD_BYTES} bytes", name, "bad_form")
+
+    def _end_part(self) -> None:
+        if not self._part.is_file:
+            self.fields[self._part.name] = self._part.value.decode(errors="replace")
+
+    def _end(self) -> None:
+        self.is_whole = True
+
+
+async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
+    """Read a form to its end.
+
+    Args:
+        request: whose body has not been read.
+        upload: receives the file.
+        seconds: that a client may take, besides those at `MIN_RATE`.
+
+    Raises:
+        ApiError: it is malformed, too large or too slow.
+        ClientGone: the client went away.
+    """
+    _, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary", b"")
+    if not 1 <= len(boundary) <= 200:
+        raise ApiError(400, "Content-Type needs a boundary", code="bad_form")
+    form, received, began = Form(boundary, upload), 0, time.monotonic()
+    while True:
+        limit = began + seconds + received / MIN_RATE - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, limit)):
+                message = await request.receive()
+        except TimeoutError:
+            raise ApiError(408, "the body comes too slowly", code="body_timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        data: bytes = message.get("body", b"")
+        received += len(data)
+        form.feed(data)
+        if not message.get("more_body", False):
+            break
+    request.scope["jaxserve.body"] = b""  # it has been read, so that the connection may stay
+    if not form.is_whole:
+        raise ApiError(400, "the form has no end", code="bad_form")
+    return form

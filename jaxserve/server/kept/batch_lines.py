@@ -1,0 +1,142 @@
+"""Lines of OpenAI's batch files: requests, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import msgspec
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# The longest line in units of the largest body, whose characters may be written as escapes.
+LINE_FACTOR = 2
+MAX_CUSTOM_ID = 512
+
+
+class Line(msgspec.Struct):
+    """A request of a batch file. Its body is sent as it was written."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class BatchOutput(msgspec.Struct):
+    """A line of the output: the answer, whatever its status, or the reason for none."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None
+    error: BatchError | None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it holds a good answer."""
+        return self.response is not None and self.response.status_code == 200
+
+
+class BadLine(Exception):
+    """A line that is no request.
+
+    Attributes:
+        custom_id: where the line has one.
+        code: short name for programs.
+    """
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
+    """Yield the lines that are not blank, None in place of one of more than `most` bytes."""
+    while line := file.readline(most + 1):
+        if len(line) > most:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(most)
+            yield None
+        elif line.strip():
+            yield line
+
+
+def read_line(text: bytes | None) -> Line:
+    """Read a line as a request.
+
+    Raises:
+        BadLine: naming what is wrong with it.
+    """
+    if text is None:
+        raise BadLine("line_too_long", "the line is too long")
+    try:
+        line = msgspec.json.decode(text, type=Line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        is_json = isinstance(error, msgspec.ValidationError)
+        code, what = ("invalid_line", "") if is_json else ("invalid_json", "not JSON: ")
+        raise BadLine(code, f"{what}{error}", _custom_id(text)) from error
+    if len(line.custom_id) > MAX_CUSTOM_ID:
+        raise BadLine("invalid_line", f"custom_id has more than {MAX_CUSTOM_ID} characters")
+    if line.method != "POST":
+        raise BadLine(
+            "invalid_method", f"method must be POST, got {line.method[:40]!r}", line.custom_id
+        )
+    if line.url not in URLS:
+        allowed = ", ".join(URLS)
+        raise BadLine(
+            "invalid_url", f"url must be one of {allowed}; got {line.url[:80]!r}", line.custom_id
+        )
+    head = _head(line.body)
+    for name in ("stream", "background"):
+        if getattr(head, name) is True:
+            raise BadLine("invalid_request", f"{name} is not possible in a batch", line.custom_id)
+    return line
+
+
+def model_of(line: Line) -> str | None:
+    """Return the name of the model of a request; None where it names none."""
+    name = _head(line.body).model
+    return name if isinstance(name, str) else None
+
+
+def output_of(
+    custom_id: str | None, response: BatchResponse | None, error: BatchError | None
+) -> BatchOutput:
+    """Return a line of the output, with an id of its own."""
+    return BatchOutput(f"batch_req_{uuid4().hex}", custom_id, response, error)
+
+
+def _custom_id(text: bytes) -> str | None:
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    name = found.get("custom_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+class _Head(msgspec.Struct):
+    """The fields of a body that matter before it is sent."""
+
+    model: Any = None
+    stream: Any = None
+    background: Any = None
+
+
+def _head(body: msgspec.Raw) -> _Head:
+    try:
+        return msgspec.json.decode(body, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Head()  # for the server to refuse

@@ -1,0 +1,222 @@
+"""BatchRun: one batch at work. What it has answered stands on disk at once, and is not repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from uuid import uuid4
+
+import msgspec
+
+from jaxserve.server.kept.batch_lines import (
+    BatchError,
+    BatchOutput,
+    BatchResponse,
+    Line,
+    lines,
+    model_of,
+    output_of,
+    read_line,
+)
+from jaxserve.server.kept.files import FileStore, new_file
+from jaxserve.server.schema.files import (
+    Batch,
+    BatchProblem,
+    BatchProblems,
+    BatchUsage,
+    RequestCounts,
+    add_usage,
+)
+
+# Lines that have been answered are skipped in turns of the event loop of this many.
+SKIPPED_A_TURN = 64
+
+
+class Service(Protocol):
+    """Answerer of lines, behind all other clients."""
+
+    async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
+        """Answer a line, whatever the status of the answer."""
+        ...
+
+    async def enter(self, model: str | None) -> None:
+        """Wait for a place that no other client needs, and take it."""
+        ...
+
+    def leave(self, model: str | None) -> None:
+        """Give a place back."""
+        ...
+
+
+def mark_of(custom_id: str) -> bytes:
+    """Return a short mark of a line's name."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class BatchRun:
+    """A batch at work.
+
+    Args:
+        batch: whose counts are kept up to date.
+        owner: the key of its client.
+        folder: where answers are collected, in two files: good ones, and others.
+        store: of its input and its output.
+        service: answers its lines.
+    """
+
+    def __init__(
+        self, batch: Batch, owner: str | None, folder: Path, store: FileStore, service: Service
+    ) -> None:
+        self._batch = batch
+        self._owner = owner
+        self._store = store
+        self._service = service
+        self._paths = [folder / f"{batch.id}.{end}" for end in ("output", "error")]
+        self._sinks: list[BinaryIO] = []
+        self._seen: set[bytes] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drawing: asyncio.Task[None] | None = None
+        self._is_full = False
+
+    def interrupt(self) -> None:
+        """End the drawing now; answers in progress are lost."""
+        if self._drawing is not None:
+            self._drawing.cancel()
+
+    async def draw(self, most: int) -> None:
+        """Answer all lines that have no answer yet, until the batch is cancelled or expires.
+
+        Args:
+            most: bytes of a line.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        await asyncio.to_thread(self._resume)
+        batch = self._batch
+        self._sinks = [path.open("ab", buffering=0) for path in self._paths]
+        try:
+            if batch.status != "cancelling" and self._store.has(batch.input_file_id):
+                self._drawing = asyncio.ensure_future(self._lines(most))
+                seconds = batch.expires_at - time.time()
+                await asyncio.wait({self._drawing}, timeout=max(0.0, seconds))
+                if self._drawing.done() and not self._drawing.cancelled():
+                    self._drawing.result()
+            if batch.status != "cancelling" and time.time() >= batch.expires_at:
+                await self._halt()
+                batch.expired_at = int(time.time())
+                await asyncio.to_thread(self._expire, most)
+            for sink in self._sinks:
+                await asyncio.to_thread(os.fsync, sink.fileno())
+        finally:
+            await self._halt()
+            for sink in self._sinks:
+                sink.close()
+
+    async def _halt(self) -> None:
+        """Cancel what is in progress."""
+        tasks = [*self._tasks] + ([self._drawing] if self._drawing else [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _lines(self, most: int) -> None:
+        with self._store.path(self._batch.input_file_id).open("rb") as source:
+            for number, text in enumerate(lines(source, most)):
+                line = read_line(text)  # which passed when the batch was validated
+                if mark_of(line.custom_id) in self._seen:
+                    if not number % SKIPPED_A_TURN:
+                        await asyncio.sleep(0)
+                    continue
+                model = model_of(line)
+                await self._service.enter(model)
+                if self._is_full:
+                    self._service.leave(model)
+                    break
+                task = asyncio.ensure_future(self._answer(line))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(lambda _, model=model: self._service.leave(model))
+        await asyncio.gather(*self._tasks)
+
+    async def _answer(self, line: Line) -> None:
+        response = await self._service.answer(line, self._owner)
+        if response.status_code == 503:
+            # The server ends, or its engine has: the line is answered after the next start.
+            await asyncio.Event().wait()
+        self._write(output_of(line.custom_id, response, None))
+
+    def _write(self, output: BatchOutput) -> None:
+        data = msgspec.json.encode(output) + b"\n"
+        if len(data) > self._store.room() and not self._is_full:
+            self._is_full = True
+            message = "its output and all files take more than --max-files-bytes"
+            self._batch.errors = BatchProblems([BatchProblem("storage_full", message)])
+        if self._is_full:
+            return
+        self._sinks[0 if output.is_good else 1].write(data)
+        self._count(output)
+
+    def _count(self, output: BatchOutput) -> None:
+        counts = self._batch.request_counts
+        self._seen.add(mark_of(output.custom_id or ""))
+        if output.is_good and output.response is not None:
+            counts.completed += 1
+            usage = self._batch.usage = self._batch.usage or BatchUsage()
+            add_usage(usage, bytes(output.response.body))
+        else:
+            counts.failed += 1
+
+    def _resume(self) -> None:
+        """Read what an earlier server answered, and cut off a line that it did not finish."""
+        batch = self._batch
+        batch.request_counts = RequestCounts(batch.request_counts.total)
+        batch.usage = None
+        for path in self._paths:
+            if not path.exists():
+                continue
+            end = 0
+            with path.open("rb+") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._count(msgspec.json.decode(line, type=BatchOutput))
+                    end += len(line)
+                file.truncate(end)
+
+    def _expire(self, most: int) -> None:
+        """Write an error for each line without an answer."""
+        problem = BatchError(
+            "batch_expired", "This request could not be executed before the window expired."
+        )
+        with self._store.path(self._batch.input_file_id).open("rb") as source:
+            for text in lines(source, most):
+                line = read_line(text)
+                if mark_of(line.custom_id) not in self._seen:
+                    self._write(output_of(line.custom_id, None, problem))
+
+    def name_outputs(self) -> None:
+        """Give the output files their ids, those that hold anything."""
+        named = [
+            f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
+            for path in self._paths
+        ]
+        self._batch.output_file_id, self._batch.error_file_id = named
+
+    def keep_outputs(self, seconds: int | None) -> None:
+        """Make the collected answers files.
+
+        Args:
+            seconds: after which they expire, if they do.
+        """
+        batch = self._batch
+        names = (batch.output_file_id, batch.error_file_id)
+        for path, name in zip(self._paths, names, strict=True):
+            if name is not None and path.exists():
+                label = f"{batch.id}_{path.suffix[1:]}.jsonl"
+                self._store.adopt(path, new_file(label, "batch_output", seconds, name), self._owner)
+            path.unlink(missing_ok=True)

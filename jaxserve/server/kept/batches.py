@@ -1,0 +1,277 @@
+"""Batches: files of requests, answered when nobody else waits; their state stands on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.kept.batch_lines import LINE_FACTOR, BadLine, lines, read_line
+from jaxserve.server.kept.batch_run import BatchRun, Service, mark_of
+from jaxserve.server.kept.files import FileStore, may_see, read_records, write_record
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.files import Batch, BatchProblem, BatchProblems, BatchRequest
+
+_log = logging.getLogger(__name__)
+UNENDED = ("validating", "in_progress", "finalizing", "cancelling")
+WINDOW_SECONDS = 24 * 3600
+# Most lines of a file that are reported as wrong.
+MAX_PROBLEMS = 100
+
+
+class BatchRecord(msgspec.Struct):
+    """A batch, and what else must be remembered of it.
+
+    Attributes:
+        owner: the key of its client.
+        output_seconds: after which its output expires, if it does.
+    """
+
+    batch: Batch
+    owner: str | None
+    output_seconds: int | None
+
+
+class Batches:
+    """Batches by id, bounded by number. Those that an earlier server began go on with `start`.
+
+    Args:
+        files: of their inputs and outputs.
+        service: answers their lines.
+
+    Raises:
+        OSError: their records cannot be read.
+    """
+
+    def __init__(self, files: FileStore, service: Service) -> None:
+        self._store = files
+        self._config = files.config
+        self._service = service
+        self._folder = files.folder / "batches"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._records = read_records(self._folder, BatchRecord)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, BatchRun] = {}
+
+    def start(self) -> None:
+        """Go on with batches that have not ended."""
+        for record in self._sorted():
+            if record.batch.status in UNENDED:
+                self._begin(record)
+
+    async def stop(self) -> None:
+        """Stop all work; the next start goes on with it."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _sorted(self) -> list[BatchRecord]:
+        return sorted(self._records.values(), key=lambda r: (r.batch.created_at, r.batch.id))
+
+    def _begin(self, record: BatchRecord) -> None:
+        name = record.batch.id
+        task = asyncio.ensure_future(self._run(record))
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    def create(self, request: BatchRequest, owner: str | None) -> Batch:
+        """Begin a batch.
+
+        Raises:
+            ApiError: there is no such file, or too many batches have not ended.
+            InvalidRequest: naming the field.
+        """
+        name = "input_file_id"
+        file = self._store.get(request.input_file_id, owner, name).file
+        if file.purpose != "batch":
+            raise InvalidRequest(f"{name}: the purpose of the file must be batch", name)
+        most = self._config.max_batches
+        if len(self._tasks) >= most:
+            raise ApiError(
+                429,
+                f"{most} batches have not ended",
+                code="too_many_batches",
+                headers={"retry-after": "60"},
+            )
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{uuid4().hex}",
+            endpoint=request.endpoint,
+            input_file_id=file.id,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + WINDOW_SECONDS,
+            metadata=request.metadata,
+        )
+        after = request.output_expires_after
+        record = BatchRecord(batch, owner, after.seconds if after else None)
+        self._save(record)
+        self._records[batch.id] = record
+        self._forget_oldest()
+        self._begin(record)
+        return batch
+
+    def get(self, name: str, client: str | None) -> Batch:
+        """Return a batch that a client may see.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        record = self._records.get(name)
+        if record is None or not may_see(record.owner, client):
+            raise ApiError(404, f"No batch found with id {name[:60]!r}", "batch_id", "not_found")
+        return record.batch
+
+    def list(self, client: str | None) -> list[Batch]:
+        """Return the batches that a client may see, the oldest first."""
+        return [r.batch for r in self._sorted() if may_see(r.owner, client)]
+
+    def cancel(self, name: str, client: str | None) -> Batch:
+        """Begin to cancel a batch; what has been answered is kept.
+
+        Raises:
+            ApiError: 404, there is none.
+            InvalidRequest: it has ended.
+        """
+        batch = self.get(name, client)
+        if batch.status not in ("validating", "in_progress", "cancelling"):
+            raise InvalidRequest(f"a batch that is {batch.status} cannot be cancelled", "batch_id")
+        if batch.status != "cancelling":
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            self._save(self._records[name])
+            if name in self._runs:
+                self._runs[name].interrupt()
+        return batch
+
+    def reader_of(self, file_id: str) -> str | None:
+        """Return the id of a batch that still reads a file; None where there is none."""
+        for name in self._tasks:
+            if self._records[name].batch.input_file_id == file_id:
+                return name
+        return None
+
+    def _save(self, record: BatchRecord) -> None:
+        write_record(self._folder / f"{record.batch.id}.json", record)
+
+    def _forget_oldest(self) -> None:
+        ended = [r.batch.id for r in self._sorted() if r.batch.status not in UNENDED]
+        for name in ended[: max(0, len(self._records) - self._config.max_files)]:
+            del self._records[name]
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+    async def _run(self, record: BatchRecord) -> None:
+        """Do all work on a batch that is left, from whatever state it is in."""
+        batch = record.batch
+        try:
+            if batch.status == "validating" and not await self._validate(record):
+                return
+            most = LINE_FACTOR * self._config.max_body_bytes
+            run = BatchRun(record.batch, record.owner, self._folder, self._store, self._service)
+            self._runs[batch.id] = run
+            if batch.status != "finalizing":
+                if not self._store.has(batch.input_file_id):
+                    self._report(record, "no_file", "the input file is no longer there")
+                try:
+                    await run.draw(most)
+                except OSError as error:
+                    self._report(record, "storage", f"the disk refuses: {error.strerror}")
+                batch.status, batch.finalizing_at = "finalizing", int(time.time())
+                run.name_outputs()
+                self._save(record)
+            run.keep_outputs(record.output_seconds)
+            self._end(record)
+        except Exception as error:
+            _log.error("batch %s failed: %s", batch.id, type(error), exc_info=error)
+            self._report(record, "internal_error", "the server failed at this batch")
+            self._end(record)
+        finally:
+            self._runs.pop(batch.id, None)
+
+    def _report(self, record: BatchRecord, code: str, message: str) -> None:
+        problems = record.batch.errors or BatchProblems([])
+        problems.data.append(BatchProblem(code, message))
+        record.batch.errors = problems
+
+    def _end(self, record: BatchRecord) -> None:
+        """Set the last status, which follows from what happened."""
+        batch, now = record.batch, int(time.time())
+        if batch.errors is not None:
+            batch.status, batch.failed_at = "failed", now
+        elif batch.cancelling_at is not None:
+            batch.status, batch.cancelled_at = "cancelled", now
+        elif batch.expired_at is not None:
+            batch.status = "expired"
+        else:
+            batch.status, batch.completed_at = "completed", now
+        try:
+            self._save(record)
+        except OSError as error:
+            _log.error("batch %s: its end cannot be written: %s", batch.id, error)
+
+    async def _validate(self, record: BatchRecord) -> bool:
+        """Check all lines of a batch. Return whether it goes on."""
+        batch = record.batch
+        if not self._store.has(batch.input_file_id):
+            return True
+        path, most = self._store.path(batch.input_file_id), self._config.max_batch_lines
+        size = LINE_FACTOR * self._config.max_body_bytes
+        total, problems = await asyncio.to_thread(scan, path, batch.endpoint, most, size)
+        batch.request_counts.total = total
+        if problems:
+            batch.errors = BatchProblems(problems)
+            self._end(record)
+            return False
+        if batch.status == "validating":  # it may have been cancelled meanwhile
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        self._save(record)
+        return True
+
+
+def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
+    """Return the number of lines of a batch file, and what is wrong with them.
+
+    Args:
+        path: of the file.
+        endpoint: that all lines must name.
+        most: lines that it may have.
+        size: bytes that a line may have.
+    """
+    problems: list[BatchProblem] = []
+    total = 0
+    with path.open("rb") as file:
+        for problem in _problems(lines(file, size), endpoint):
+            total += 1
+            if total > most:
+                return total, [BatchProblem("too_many_lines", f"more than {most} lines")]
+            if problem is not None and len(problems) < MAX_PROBLEMS:
+                problems.append(problem)
+    if not total:
+        problems.append(BatchProblem("empty_file", "the file has no lines"))
+    return total, problems
+
+
+def _problems(texts: Iterator[bytes | None], endpoint: str) -> Iterator[BatchProblem | None]:
+    """Yield for each line what is wrong with it, None where nothing is."""
+    seen: set[bytes] = set()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = read_line(text)
+        except BadLine as bad:
+            yield BatchProblem(bad.code, str(bad)[:600], number)
+            continue
+        if line.url != endpoint:
+            message = f"url must be the batch's endpoint, {endpoint}"
+            yield BatchProblem("mismatched_url", message, number, "url")
+        elif (mark := mark_of(line.custom_id)) in seen:
+            message = "an earlier line has this custom_id"
+            yield BatchProblem("duplicate_custom_id", message, number, "custom_id")
+        else:
+            seen.add(mark)
+            yield None

@@ -1,0 +1,277 @@
+"""FileStore: files of clients, on disk in one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.schema.errors import ApiError
+from jaxserve.server.schema.files import FileObject
+from jaxserve.server.settings import ServerConfig
+
+T = TypeVar("T")
+MAX_UPLOADS = 4  # at once
+_ID = re.compile(r"(file|batch)[-_][0-9a-f]{32}", re.ASCII)
+
+
+class FileRecord(msgspec.Struct):
+    """A file and its owner's key, as they stand on disk beside its bytes."""
+
+    file: FileObject
+    owner: str | None
+
+
+def write_record(path: Path, record: msgspec.Struct) -> None:
+    """Write a record in place of an older one; a reader sees one of the two, also after a crash."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb") as file:
+        file.write(msgspec.json.encode(record))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def read_records(folder: Path, kind: type[T]) -> dict[str, T]:
+    """Read the records of a folder, by id. Other files in it are left alone."""
+    found: dict[str, T] = {}
+    for path in sorted(folder.glob("*.json")):
+        if _ID.fullmatch(path.stem):
+            try:
+                found[path.stem] = msgspec.json.decode(path.read_bytes(), type=kind)
+            except msgspec.MsgspecError as error:
+                raise OSError(f"{path} is no record: {error}") from error
+    return found
+
+
+def may_see(owner: str | None, client: str | None) -> bool:
+    """Return whether a client may see what belongs to a key."""
+    return owner is None or client is None or owner == client
+
+
+class FileStore:
+    """Files by id. Names on disk are ids, which are made here; a client's name is a label.
+
+    Args:
+        config: names the folder, and bounds what lies there.
+
+    Attributes:
+        folder: of everything; other rooms of it are `batches`.
+        num_bytes: of all files, and of those that are being received.
+
+    Raises:
+        OSError: the folder cannot be used, or another server uses it.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        assert config.files_dir is not None
+        self.config = config
+        self.folder = Path(config.files_dir).absolute()
+        self._files, self._incoming = self.folder / "files", self.folder / "incoming"
+        for folder in (self._files, self._incoming):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _locked(self.folder)
+        for path in self._incoming.glob("*.upload"):  # of a server that ended meanwhile
+            path.unlink()
+        records = read_records(self._files, FileRecord)
+        self._records = {name: record for name, record in records.items() if self._is_whole(name)}
+        for path in self._files.iterdir():
+            if _ID.fullmatch(path.stem) and path.stem not in self._records:
+                path.unlink()
+        self.num_bytes = sum(record.file.bytes for record in self._records.values())
+        self.num_uploads = 0
+
+    def close(self) -> None:
+        """Let other servers use the folder."""
+        os.close(self._lock)
+
+    def _is_whole(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def path(self, name: str) -> Path:
+        """Return where the bytes of a file lie."""
+        assert _ID.fullmatch(name)
+        return self._files / f"{name}.data"
+
+    def has(self, name: str) -> bool:
+        return name in self._records
+
+    def get(self, name: str, client: str | None, parameter: str = "file_id") -> FileRecord:
+        """Return a file that a client may see.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        self.expire()
+        record = self._records.get(name)
+        if record is None or not may_see(record.owner, client):
+            raise ApiError(404, f"No such File object: {name[:60]}", parameter, "not_found")
+        return record
+
+    def list(self, client: str | None, purpose: str | None) -> list[FileObject]:
+        """Return the files that a client may see, the oldest first."""
+        self.expire()
+        files = [r.file for r in self._records.values() if may_see(r.owner, client)]
+        files = [file for file in files if purpose in (None, file.purpose)]
+        return sorted(files, key=lambda file: (file.created_at, file.id))
+
+    def remove(self, name: str) -> None:
+        """Forget a file. Those that read it read on."""
+        record = self._records.pop(name)
+        self.num_bytes -= record.file.bytes
+        self.path(name).unlink(missing_ok=True)
+        self.path(name).with_suffix(".json").unlink(missing_ok=True)
+
+    def expire(self) -> None:
+        """Remove files whose time is over."""
+        now = time.time()
+        for name, record in list(self._records.items()):
+            if record.file.expires_at is not None and record.file.expires_at <= now:
+                self.remove(name)
+
+    def room(self) -> int:
+        """Return how many bytes more may be kept."""
+        return self.config.max_files_bytes - self.num_bytes
+
+    def check_room(self) -> None:
+        """Check that one file more may be kept.
+
+        Raises:
+            ApiError: there are too many, or too large ones.
+        """
+        self.expire()
+        most, most_bytes = self.config.max_files, self.config.max_files_bytes
+        if len(self._records) + self.num_uploads >= most:
+            raise ApiError(413, f"the server keeps at most {most} files: delete some", "file")
+        if self.room() <= 0:
+            raise ApiError(413, f"the files take {most_bytes} bytes, which is all: delete some")
+
+    def adopt(self, source: Path, file: FileObject, owner: str | None) -> None:
+        """Keep what lies elsewhere in the folder as a file, by moving it.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        file.bytes = source.stat().st_size
+        record = FileRecord(file, owner)
+        # Bytes without a record, and a record without bytes, are removed at the next start.
+        write_record(self.path(file.id).with_suffix(".json"), record)
+        source.replace(self.path(file.id))
+        self._records[file.id] = record
+        self.num_bytes += file.bytes
+
+    def receive(self) -> Upload:
+        """Begin to receive a file.
+
+        Raises:
+            ApiError: there is no room for it now.
+        """
+        if self.num_uploads >= MAX_UPLOADS:
+            raise ApiError(
+                429,
+                f"{MAX_UPLOADS} files are being received",
+                code="too_many_uploads",
+                headers={"retry-after": "1"},
+            )
+        self.check_room()
+        return Upload(self, self._incoming / f"{uuid4().hex}.upload")
+
+
+class Upload:
+    """A file that is being received. Use it as a context manager; what is not kept is removed.
+
+    Args:
+        store: of the file.
+        path: where its bytes are collected.
+    """
+
+    def __init__(self, store: FileStore, path: Path) -> None:
+        self._store = store
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.num_bytes = 0
+
+    def __enter__(self) -> Upload:
+        self._store.num_uploads += 1
+        self._file = os.fdopen(
+            os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.num_uploads -= 1
+        self._store.num_bytes -= self.num_bytes
+        if self._file is not None:
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write(self, data: bytes) -> None:
+        """Add bytes.
+
+        Raises:
+            ApiError: 413, the file is too large, or all of them together.
+        """
+        assert self._file is not None
+        most = self._store.config.max_file_bytes
+        if self.num_bytes + len(data) > most:
+            raise ApiError(413, f"the file is larger than {most} bytes", "file", "too_large")
+        if len(data) > self._store.room():
+            total = self._store.config.max_files_bytes
+            raise ApiError(
+                413, f"the files would take more than {total} bytes: delete some", "file"
+            )
+        self.num_bytes += len(data)
+        self._store.num_bytes += len(data)
+        self._file.write(data)
+
+    def flush(self) -> None:
+        """Wait until the bytes are on the disk."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def keep(self, file: FileObject, owner: str | None) -> FileObject:
+        """Keep the file, which has been flushed, under its id."""
+        self._store.adopt(self._path, file, owner)
+        return file
+
+
+def new_file(
+    filename: str, purpose: str, seconds: int | None, name: str | None = None
+) -> FileObject:
+    """Return a file that is still empty.
+
+    Args:
+        filename: its label.
+        purpose: what it is for.
+        seconds: after which it expires, if it does.
+        name: its id; a fresh one by default.
+    """
+    now = int(time.time())
+    expires = None if seconds is None else now + seconds
+    return FileObject(
+        id=name or f"file-{uuid4().hex}",
+        bytes=0,
+        created_at=now,
+        filename=filename,
+        purpose=purpose,
+        expires_at=expires,
+    )
+
+
+def _locked(folder: Path) -> int:
+    """Return an open file that no other server can have locked."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise InvalidRequest(f"files_dir: another server uses {folder}", "files_dir") from None
+    return lock

@@ -1,0 +1,240 @@
+"""Items of the responses endpoint: of inputs, of outputs, and the answer that holds them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+
+from jaxserve.server.schema.logprobs import TokenLogprob
+from jaxserve.server.schema.openai import ContentPart
+
+# Beginnings of the ids of items, by type; others have the first.
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """An item of a conversation; `schema.responses` says which types are served."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    status: str | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """A tool that may be called: a function, a custom one, which takes a text, or a group."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[ResponseTool] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    name: str
+    type: Literal["function", "custom"] = "function"
+
+
+Choice = Literal["none", "auto", "required"] | ToolChoice
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    text: str
+    type: str = "output_text"
+    annotations: list[str] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
+    id: str
+    content: list[OutputText]
+    status: str
+    role: str = "assistant"
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    text: str
+    type: str = "reasoning_text"
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
+    """Thoughts of the model. They are neither summed up nor encrypted."""
+
+    id: str
+    content: list[ReasoningText]
+    status: str
+    summary: list[str] = []
+    encrypted_content: None = None
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class RawMessage(msgspec.Struct):
+    """A text as the model read or wrote it, under vLLM's names."""
+
+    message: str
+    tokens: list[int]
+    type: str = "raw_message_tokens"
+
+
+class ResponsesResponse(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/responses."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputItem]
+    object: str = "response"
+    background: bool = False
+    completed_at: int | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt: None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, str | None] | None = None
+    safety_identifier: str | None = None
+    service_tier: str = "auto"
+    store: bool = True
+    temperature: float | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: Choice = "auto"
+    tools: list[ResponseTool] = []
+    top_logprobs: int | None = None
+    top_p: float | None = None
+    truncation: str = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None = None
+    input_messages: list[RawMessage] | None = None
+    output_messages: list[RawMessage] | None = None
+
+
+class InputItems(msgspec.Struct):
+    """Answer of GET /v1/responses/{response_id}/input_items."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class InputTokens(msgspec.Struct):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class DeletedResponse(msgspec.Struct):
+    """Answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+def input_text(arguments: str) -> str:
+    """Return the text of a custom tool's call, which the model writes as a function's argument."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def shown_item(item: InputItem) -> dict[str, Any]:
+    """Return an item of an input as it is listed: with an id, a status and its content in parts."""
+    kind = item.type
+    name = item.id or f"{_ID_PREFIXES.get(kind, 'msg')}_{uuid4().hex}"
+    shown: dict[str, Any] = {"id": name, "type": kind, "status": item.status or "completed"}
+    if kind == "message":
+        role = item.role or "user"
+        own = "output_text" if role == "assistant" else "input_text"
+        parts = item.content if isinstance(item.content, list) else [ContentPart(type=own)]
+        if isinstance(item.content, str):
+            parts[0].text = item.content
+        return shown | {"role": role, "content": [_shown_part(part) for part in parts]}
+    if kind == "reasoning":
+        thoughts = item.content if isinstance(item.content, list) else []
+        return shown | {
+            "content": [{"type": part.type, "text": part.text or ""} for part in thoughts],
+            "summary": [{"type": p.type, "text": p.text or ""} for p in item.summary or ()],
+        }
+    fields = ("call_id", "name", "namespace", "arguments", "input")
+    shown |= {field: getattr(item, field) for field in fields if getattr(item, field) is not None}
+    if isinstance(item.output, list):
+        shown["output"] = [_shown_part(part) for part in item.output]
+    elif item.output is not None:
+        shown["output"] = item.output
+    return shown
+
+
+def _shown_part(part: ContentPart) -> dict[str, Any]:
+    if part.type == "refusal":
+        return {"type": part.type, "refusal": part.words or ""}
+    shown: dict[str, Any] = {"type": part.type, "text": part.text or ""}
+    return shown | {"annotations": []} if part.type == "output_text" else shown
