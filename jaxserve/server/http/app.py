@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jaxserve.server.api.anthropic import count_tokens, messages
+from jaxserve.server.api.cache import reset_prefix_cache
 from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.info import (
@@ -58,6 +59,7 @@ def routes() -> list[BaseRoute]:
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -78,7 +80,7 @@ def routes() -> list[BaseRoute]:
 
 def _reads_no_body(path: str) -> bool:
     """Return whether the kind of a path's body does not matter."""
-    return path == "/ping" or is_unserved(path)
+    return path in ("/ping", "/reset_prefix_cache") or is_unserved(path)
 
 
 class App:
