@@ -10,8 +10,8 @@ with the oracle: all fields of a request in any mix, structured outputs of every
 chunks of 1 to 64 tokens, pages of 1, 4 and 16, so few pages that sequences are preempted, prefix
 caching on and off, both policies, aborts at any step, with and without a step in flight. Compiled
 programs and the cache's contents carry over from schedule to schedule, so that every page is dirty.
-Log-probabilities are of any mode, of any number of tokens or of some by name. A fifth as many beam
-searches, each beside a workload, with the prefix cache reset at any step, equal their definition.
+Log-probabilities are of any mode, of any number of tokens or of some by name. A twentieth as many
+beam searches, beside workloads and with the prefix cache reset at any step, equal their definition.
 
 In other types the answers are compared with those of the same engine to each request alone, with
 one page size, one step a launch, nothing cached and whole prompts: tokens and log-probabilities are
@@ -508,7 +508,7 @@ def main() -> int:
     totals: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.schedules):
         totals += run_schedule(bench, seed)
-    searches = arguments.schedules // 5 if bench.oracle and not is_special else 0
+    searches = arguments.schedules // 20 if bench.oracle and not is_special else 0
     for seed in range(arguments.seed, arguments.seed + searches):
         totals["beams"] += run_search(bench, seed)
     other = "the oracle" if bench.oracle else "each request alone"

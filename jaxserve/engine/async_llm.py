@@ -105,7 +105,8 @@ class AsyncLLM:
                 finished = stream.is_finished
                 output = RequestOutput(name, text, prompt_token_ids, finished=finished)
                 for delta in deltas:
-                    output.metrics = replace(stats.add(delta))
+                    stats.add(delta)
+                output.metrics = replace(stats.value)
                 yield _merged(output, deltas, logprobs)
         finally:
             del self._internal[name]

@@ -166,6 +166,35 @@ class LLM:
             InvalidRequest: as `generate`; or the template refuses the messages.
             EngineClosed, EngineDead: as `generate`.
         """
+        options = {"priority": priority, "cache_salt": cache_salt}
+        prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+
+    def enqueue_chat(
+        self,
+        messages: Listing[Any],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Listing[int] | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
+    ) -> list[str]:
+        """Start to answer conversations, as `chat` does, and return the ids of their requests.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: as `chat`.
+        """
+        options = {"priority": priority, "cache_salt": cache_salt}
+        prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
+        return self.enqueue(prompts, sampling_params, **options)
+
+    def _rendered(
+        self, messages: Any, chat_template: Any, free: Any, template_options: Mapping[str, Any]
+    ) -> list[Any]:
+        """Return the prompts of conversations."""
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
@@ -173,18 +202,15 @@ class LLM:
         many = messages if several else [messages]
         if chat_template is not None:
             tokenizer = tokenizer.with_template(find_template(chat_template))
-        inputs = template_inputs(tokenizer, template_options, chat_template_kwargs)
+        inputs = template_inputs(tokenizer, template_options, free)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: pass prompts to LLM.generate, or chat_template: {HOW_TO_GIVE}",
                 "messages",
             )
-        prompts = [
+        return [
             tokenizer.render_chat(plain_messages(conversation), **inputs) for conversation in many
         ]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
-        )
 
     def _run(
         self, requests: list[Request], texts: list[str | None], use_tqdm: bool

@@ -14,15 +14,18 @@ class RequestStats:
 
     Args:
         request: the request.
+
+    Attributes:
+        value: the stats so far.
     """
 
     def __init__(self, request: Request) -> None:
         since = time.monotonic() - request.arrival_time
-        self._stats = RequestStateStats(arrival_time=time.time() - since)
+        self.value = RequestStateStats(arrival_time=time.time() - since)
 
     def add(self, delta: Delta) -> RequestStateStats:
         """Take in a delta; return the stats so far, which later deltas change."""
-        stats, times = self._stats, delta.times
+        stats, times = self.value, delta.times
         stats.num_generation_tokens += len(delta.token_ids)
         if times is None:
             return stats

@@ -52,8 +52,8 @@ class ServerConfig:
             may give as Host.
         strict: refuse fields that the server does not know, instead of ignoring them.
         share_prefix_cache: let requests with different keys hit each other's cached prefixes.
-        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot by default;
-            beyond that requests are answered 429.
+        max_num_queued_reqs: completions that may wait for a slot, 4 for each slot and at least 128
+            by default; beyond that requests are answered 429.
         max_queued_prompt_tokens: prompt tokens that may wait to be computed, by default as
             many as 64 full steps take; beyond that requests are answered 429.
         queue_timeout: how long a request may wait for its start.

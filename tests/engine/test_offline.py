@@ -208,6 +208,16 @@ def test_requests_wait_in_a_queue(llm: LLM, canary: Canary) -> None:
     canary.check()
 
 
+def test_conversations_wait_in_a_queue(llm: LLM, canary: Canary) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    template = {"chat_template": "{{ messages[0].content }}"}
+    [answer] = llm.chat(talk, GREEDY, **template, **PLAIN)
+    llm.enqueue_chat(talk, GREEDY, **template)
+    [queued] = llm.wait_for_completion(**PLAIN)
+    assert queued.outputs[0].token_ids == answer.outputs[0].token_ids
+    canary.check()
+
+
 def test_outputs_have_their_times(llm: LLM, loaded: Loaded, monkeypatch: Any) -> None:
     before, began = time.time(), time.monotonic()
     params = SamplingParams(n=2, max_tokens=5, ignore_eos=True, seed=1)

@@ -134,6 +134,19 @@ def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
     assert texts == [one["message"]["content"] for one in answer["choices"]]
 
 
+def test_a_stream_waits_for_the_scores_of_its_prompt(server: Server) -> None:
+    """The second completion finds its prompt cached, and is ahead of what scores it."""
+    body = {"prompt": [7] * 280, "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.0}
+    server.request(TEXT, body)
+    scored = body | {"prompt_logprobs": 0, "stream": True}
+    first: dict[int, Any] = {}
+    for event in server.request(TEXT, scored).events()[:-1]:
+        [choice] = event["choices"]
+        first.setdefault(choice["index"], choice)
+    for choice in first.values():
+        assert len(choice["prompt_logprobs"]) == 280
+
+
 def same_scores(found: list[Any], want: list[Any]) -> None:
     assert found[0] is want[0] is None and len(found) == len(want)
     for entry, other in zip(found[1:], want[1:], strict=True):
