@@ -42,8 +42,10 @@ def oracle() -> Callable[[list[int]], np.ndarray]:
 
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Server]:
-    """All of the vocabulary may be scored, answers carry their times, and the cache is reset."""
+    """All of the vocabulary may be scored, answers carry their times, and the cache is reset; rows
+    take few tokens of a step, so that the others do not wait for a long prompt."""
     more = "--max-logprobs -1 --enable-per-request-metrics --server-dev-mode"
+    more += " --long-prefill-token-threshold 16"
     with Server([*SMALL, *more.split()]) as server:
         yield server
 
@@ -134,17 +136,28 @@ def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
     assert texts == [one["message"]["content"] for one in answer["choices"]]
 
 
-def test_a_stream_waits_for_the_scores_of_its_prompt(server: Server) -> None:
+def test_a_stream_waits_for_the_scores_of_its_prompt(wide: Server) -> None:
     """The second completion finds its prompt cached, and is ahead of what scores it."""
     body = {"prompt": [7] * 280, "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.0}
-    server.request(TEXT, body)
+    wide.request(TEXT, body)
     scored = body | {"prompt_logprobs": 0, "stream": True}
     first: dict[int, Any] = {}
-    for event in server.request(TEXT, scored).events()[:-1]:
+    for event in wide.request(TEXT, scored).events()[:-1]:
         [choice] = event["choices"]
         first.setdefault(choice["index"], choice)
     for choice in first.values():
         assert len(choice["prompt_logprobs"]) == 280
+    del scored["prompt"]
+    long = [{"role": "user", "content": "a" * 280}]
+    wide.request(CHAT, scored | {"messages": long, "stream": False})
+    events = wide.request(CHAT, scored | {"messages": long}).events()[:-1]
+    [found] = [event["prompt_logprobs"] for event in events if "prompt_logprobs" in event]
+    drawn = [event for event in events if any(c["delta"].get("content") for c in event["choices"])]
+    assert (
+        len(found) > 30
+        and events.index(drawn[0])
+        >= [index for index, event in enumerate(events) if "prompt_logprobs" in event].pop()
+    )
 
 
 def same_scores(found: list[Any], want: list[Any]) -> None:
