@@ -111,6 +111,17 @@ def test_all_of_the_vocabulary_is_scored(wide: Server, oracle: Callable) -> None
     assert len(answer["prompt_logprobs"][1]) == VOCABULARY
 
 
+def test_prompts_side_by_side_are_scored_on_the_host(wide: Server, oracle: Callable) -> None:
+    """Eight rows of 16 tokens fill a step, at whose end no 32 positions are left."""
+    prompts = np.random.default_rng(1).integers(4, 500, (8, 40)).tolist()
+    body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 21}
+    for ids, choice in zip(prompts, wide.request(TEXT, body).json()["choices"], strict=True):
+        scored = choice["prompt_logprobs"][1:]
+        assert {len(entry) for entry in scored} <= {21, 22}
+        found = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored, strict=True)]
+        np.testing.assert_allclose(found, oracle(ids)[np.arange(39), ids[1:]], **TOLERANCE)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_scores_its_prompt_first(server: Server, n: int) -> None:
     more = {"max_tokens": 5, "prompt_logprobs": 2, "n": n, "seed": 1, "temperature": 1.0}
